@@ -30,7 +30,7 @@ def print_cards(options: ServeOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="maskserve-plan-") as folder:
         config = Path(folder) / "config.toml"
         config.write_text(tomli_w.dumps(tables), encoding="utf-8")
-        command = [sys.executable, "-m", "maskserve_engine.card_table", str(config)]
+        command = [sys.executable, "-m", "maskserve_engine.fitting.card_table", str(config)]
         ended = subprocess.run(command, check=False, capture_output=True)
     # Libraries say much as they are imported: of a sentence of ours, nothing else is shown.
     said = ended.stderr.decode(errors="replace")

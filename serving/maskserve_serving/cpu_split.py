@@ -51,7 +51,7 @@ def tried_devices(
         checked(tried)
         config = Path(folder) / "config.toml"
         config.write_text(tomli_w.dumps(tried), encoding="utf-8")
-        command = [sys.executable, "-m", "maskserve_engine.thread_trial", str(config)]
+        command = [sys.executable, "-m", "maskserve_engine.start.thread_trial", str(config)]
         ended = run([*command, "--threads", str(threads)])
     last = next(reversed(ended.stdout.decode().strip().splitlines()), "")
     if ended.returncode or not last:

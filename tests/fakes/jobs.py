@@ -13,8 +13,8 @@ from maskserve_core import config_file
 from maskserve_core.config import Config
 from maskserve_core.config_file import laid_over
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
 
 WORDS = ("a red star", "blue circle", "", "A green square, please", "étoile", "two cats")

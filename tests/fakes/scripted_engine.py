@@ -9,7 +9,7 @@ import numpy as np
 
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_engine.job import EditJob, Sink
+from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.stages.encoded import EncodeReport, pack_conditioning
 
 EDIT = EditRequest(

@@ -16,7 +16,7 @@ from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Mover
 from maskserve_engine.cache.registered import HostRegister, Registrar
 from maskserve_engine.cache.reserve import Reserve
-from maskserve_engine.entry_store import memory_file
+from maskserve_engine.fitting.entry_store import memory_file
 from tests.fakes.entries import NOTE, random_entry
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from maskserve_engine.assembly import load_engine
 from maskserve_engine.families.registry import Encoder, load_encoder
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, job
 from tests.support.sink import Sink

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskserve_engine import memory
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.fitting import memory
 from maskserve_harness.benchmarks.live_bytes import peak_bytes
 from maskserve_harness.benchmarks.step_rig import Bench
 from tests.fakes.jobs import config_of

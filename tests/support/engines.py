@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.config import Config
-from maskserve_engine.assembly import load_engine
-from maskserve_engine.engine import Engine
+from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.job import EditJob, FinalEvent
+from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from maskserve_engine.job import EngineEvent, Failed, FinalEvent
+from maskserve_engine.base.job import EngineEvent, Failed, FinalEvent
 
 
 class Sink:

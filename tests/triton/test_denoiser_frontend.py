@@ -16,8 +16,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.meta import TIMINGS
 from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.triton.acks import AckSender
-from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import (
+from maskserve_engine.base.job import (
     Conditioning,
     EditJob,
     Failed,
@@ -26,6 +25,7 @@ from maskserve_engine.job import (
     ProgressEvent,
     Sink,
 )
+from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import pack_conditioning
 from maskserve_engine.triton.frontend import DenoiserFrontend
 from tests.fakes.jobs import config_of

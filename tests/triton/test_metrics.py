@@ -24,9 +24,9 @@ from maskserve_core.triton.metric_table import (
 )
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.assembly import assemble
 from maskserve_engine.requests.control_nets import new_counters as controlnet_counters
 from maskserve_engine.requests.loras import new_counters as adapter_counters
+from maskserve_engine.start.assembly import assemble
 from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric

@@ -25,8 +25,8 @@ from maskserve_core.config_file import config_of
 from maskserve_core.errors import Cancelled, InvalidRequest
 from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
-from maskserve_engine.job import Failed, FinalEvent
-from maskserve_engine.timeline import RequestTimeline, stages
+from maskserve_engine.base.job import Failed, FinalEvent
+from maskserve_engine.base.timeline import RequestTimeline, stages
 from maskserve_engine.triton.frontend import DenoiserFrontend
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maskserve_engine.job import Conditioning
+from maskserve_engine.base.job import Conditioning
 
 PRIMING_PROMPT = ""
 

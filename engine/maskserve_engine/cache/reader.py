@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.base.device_clock import Span
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle, Store
-from maskserve_engine.device_clock import Span
 
 Heads = tuple[int, int, int]
 """First and last (exclusive) of so many."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
@@ -31,7 +32,6 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.reserve import Block, Reserve
 from maskserve_engine.cache.tier import Held, Note, Tier
-from maskserve_engine.device_clock import Span, mark
 
 
 class Handle:

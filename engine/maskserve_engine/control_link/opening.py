@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.torch import load, save
 from torch import Tensor
 
-from maskserve_engine.job import ControlInput
+from maskserve_engine.base.job import ControlInput
 
 _NO_PICTURE = np.zeros((0, 0, 3), np.uint8)
 

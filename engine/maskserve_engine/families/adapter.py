@@ -12,6 +12,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
@@ -21,7 +22,6 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.control_batches import NetBatch
-from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from maskserve_core.config import Config
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.adapters.fuse import fused
-from maskserve_engine.job import Conditioning
+from maskserve_engine.base.job import Conditioning
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded
 from maskserve_engine.stages.loader import load_part, load_plain
 from maskserve_engine.stages.vae_pieces import (

@@ -13,7 +13,7 @@ from maskserve_core.planning.degree_costs import (
 )
 from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.requests.state import RequestState
 
 

@@ -24,11 +24,15 @@ from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.step_scheduler import Devices
 from maskserve_engine.adapters.control_net_loader import NetFolder
+from maskserve_engine.base.device_clock import Span
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.device_clock import Span
-from maskserve_engine.executor import (
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, StepAnswer
+from maskserve_engine.gangs.processes import RankProcess, RankProcesses
+from maskserve_engine.layers.low_rank import Factors
+from maskserve_engine.requests.executor import (
     CachedRowSpec,
     LoadState,
     PrimingRowSpec,
@@ -40,10 +44,6 @@ from maskserve_engine.executor import (
     StepInput,
     StepResult,
 )
-from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, StepAnswer
-from maskserve_engine.gangs.processes import RankProcess, RankProcesses
-from maskserve_engine.layers.low_rank import Factors
 
 _log = logging.getLogger(__name__)
 _LOSSES = 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.flops import Floats
-from maskserve_engine.executor import RowStep, StepResult
+from maskserve_engine.requests.executor import RowStep, StepResult
 
 
 class DeviceFacts(NamedTuple):

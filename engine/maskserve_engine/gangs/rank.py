@@ -30,23 +30,15 @@ from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.logs import about, start_log
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
+from maskserve_engine.base.device_clock import Span
 from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
 from maskserve_engine.batch.sequence_parallel import share_of
 from maskserve_engine.batch.transfer import mapped, moved
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.card_table import check_fits
-from maskserve_engine.device_clock import Span
-from maskserve_engine.entry_store import estimated_costs, open_mover, open_store, sized
-from maskserve_engine.executor import (
-    CachedRowSpec,
-    PrimingRowSpec,
-    Read,
-    RowSpec,
-    RowStep,
-    StepInput,
-    StepResult,
-)
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.fitting.card_table import check_fits
+from maskserve_engine.fitting.entry_store import estimated_costs, open_mover, open_store, sized
+from maskserve_engine.fitting.memory import device_memory, memory_table
 from maskserve_engine.gangs.messages import (
     DeviceFacts,
     EntryLoad,
@@ -61,15 +53,23 @@ from maskserve_engine.gangs.messages import (
     send,
 )
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_engine.local_executor import LocalExecutor
-from maskserve_engine.measured_costs import MeasuredCosts
-from maskserve_engine.memory import device_memory, memory_table
+from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.loop.step_planner import StepPlanner
+from maskserve_engine.loop.warm_up import warm_up
+from maskserve_engine.requests.executor import (
+    CachedRowSpec,
+    PrimingRowSpec,
+    Read,
+    RowSpec,
+    RowStep,
+    StepInput,
+    StepResult,
+)
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
-from maskserve_engine.step_planner import StepPlanner
-from maskserve_engine.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 _EXCHANGE_S = 20.0

@@ -23,8 +23,8 @@ from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.transfer import HostCopy
-from maskserve_engine.job import EditJob
 
 _log = logging.getLogger(__name__)
 _WAITING = 8

@@ -21,7 +21,7 @@ from maskserve_core.models.registry import control_work
 from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.control_net_loader import LoadedNet
-from maskserve_engine.job import EditJob
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.requests.load_costs import LoadCosts
 from maskserve_engine.requests.popularity import Popularity
 from maskserve_engine.requests.residency import Residency, Resource

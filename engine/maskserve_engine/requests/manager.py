@@ -30,14 +30,14 @@ from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.adapters.lora_loader import LoadedLora
-from maskserve_engine.executor import CachedRowSpec, DenseRowSpec, Executor, RowMade
+from maskserve_engine.base.job import EditJob, Failed, FinalEvent
+from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob, Failed, FinalEvent
-from maskserve_engine.mailbox import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.executor import CachedRowSpec, DenseRowSpec, Executor, RowMade
 from maskserve_engine.requests.loras import KIND as LORA
 from maskserve_engine.requests.loras import Loras, adapters_id
 from maskserve_engine.requests.primings import Primings

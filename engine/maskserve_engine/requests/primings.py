@@ -13,9 +13,9 @@ from maskserve_core.errors import Overloaded
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
-from maskserve_engine.executor import Executor, PrimingRowSpec, RowStep
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob
+from maskserve_engine.requests.executor import Executor, PrimingRowSpec, RowStep
 from maskserve_engine.requests.state import PrimingState
 from maskserve_engine.requests.templates import TemplateCache
 

@@ -19,13 +19,13 @@ from maskserve_core.contracts.settings import acting, shares
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.step_scheduler import Ticket
-from maskserve_engine.executor import RowLoads, RowStep
+from maskserve_engine.base.job import EditJob, Sink
+from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
+from maskserve_engine.requests.executor import RowLoads, RowStep
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
-from maskserve_engine.timeline import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import Literal
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor, TemplateKey, nearest_anchor
 from maskserve_core.models.facts import anchor_stride, dense_steps
+from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import Conditioning, EditJob
 
 _REMEMBERED = 4096
 _WORTH_PRIMING = 2

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from maskserve_engine.job import Conditioning
+from maskserve_engine.base.job import Conditioning
 
 NO_MOMENTS = np.zeros((0, 0, 0), np.float32)
 """Of a masked picture, for models that take none."""

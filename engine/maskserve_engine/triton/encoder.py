@@ -25,10 +25,10 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.keys import scope_of
 from maskserve_core.contracts.request import EditRequest
 from maskserve_engine.adapters.text_encoders import TextAdapters
+from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder, TemplateEncoding
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import NO_CONTROLS, NO_MOMENTS, Encoded, EncodeReport
 from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.moments_folder import MomentsFolder

@@ -24,8 +24,7 @@ from maskserve_core.triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.tensor_io import parameters, read_array, read_array_or_none, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
-from maskserve_engine.engine import Engine
-from maskserve_engine.job import (
+from maskserve_engine.base.job import (
     ControlInput,
     EditJob,
     EngineEvent,
@@ -35,8 +34,9 @@ from maskserve_engine.job import (
     ProgressEvent,
     Sink,
 )
+from maskserve_engine.base.timeline import RequestTimeline, stages
+from maskserve_engine.loop.engine import Engine
 from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning
-from maskserve_engine.timeline import RequestTimeline, stages
 
 T = TypeVar("T")
 

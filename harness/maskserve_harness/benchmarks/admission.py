@@ -18,12 +18,12 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.settings import CacheMode, EditSettings
-from maskserve_engine.assembly import assemble
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.job import EditJob
+from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.published_models import FLUX_DEV_SAMPLER, FLUX_FILL_FACTS

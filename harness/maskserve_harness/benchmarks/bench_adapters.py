@@ -56,6 +56,7 @@ import torch
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import control_work, unet_work
 from maskserve_core.planning.flops import ModelWork
+from maskserve_engine.base.job import ControlInput
 from maskserve_engine.families.flux.blocks import AHEAD
 from maskserve_engine.families.flux.control import (
     FluxControlNet,
@@ -64,7 +65,6 @@ from maskserve_engine.families.flux.control import (
     spread,
 )
 from maskserve_engine.families.flux.weights import FluxWeights
-from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear
 from maskserve_harness.benchmarks.cfg_pair import cfg_pair
 from maskserve_harness.benchmarks.control_service import service_step

@@ -16,6 +16,7 @@ import torch
 from diffusers import ControlNetModel
 
 from maskserve_core.models.unet import control_work, unet_work
+from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.unet.control import (
@@ -28,7 +29,6 @@ from maskserve_engine.families.unet.control import (
     UnetRowControl,
     UnetServedControl,
 )
-from maskserve_engine.job import ControlInput
 from maskserve_harness.benchmarks.service_process import PATIENCE_S, alone_on, service_process
 from maskserve_harness.benchmarks.timing import Timer
 from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench

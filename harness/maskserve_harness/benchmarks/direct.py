@@ -22,11 +22,11 @@ from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models.registry import load_facts
 from maskserve_core.worker.step_scheduler import MakePolicy
-from maskserve_engine.assembly import load_engine
+from maskserve_engine.base.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
-from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
+from maskserve_engine.start.assembly import load_engine
 
 Edit = tuple[bytes, bytes, str]
 """Encoded image, encoded mask, prompt."""

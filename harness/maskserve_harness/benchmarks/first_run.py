@@ -40,8 +40,8 @@ import torch
 from maskserve_core.config import CacheConfig
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
+from maskserve_engine.fitting.memory import device_memory, peak_values
 from maskserve_engine.layers.attention import choose_flash, missing_varlen
-from maskserve_engine.memory import device_memory, peak_values
 from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.first_run_parts import (

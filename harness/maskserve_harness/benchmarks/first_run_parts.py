@@ -26,7 +26,7 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.entry_store import open_reserve
+from maskserve_engine.fitting.entry_store import open_reserve
 from maskserve_engine.stages.quantise import quantise
 from maskserve_harness.benchmarks.edit import Site, drawn_edits, worker_of
 from maskserve_harness.benchmarks.step_rig import Bench

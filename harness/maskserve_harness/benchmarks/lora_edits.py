@@ -25,7 +25,7 @@ from maskserve_core.adapters.lora_header import by_module
 from maskserve_core.config_file import config_of
 from maskserve_core.imaging.images import encode_png
 from maskserve_core.models.registry import lora_work
-from maskserve_engine.job import EditJob
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.requests.state import EditWork
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL

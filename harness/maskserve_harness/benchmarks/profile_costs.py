@@ -48,8 +48,8 @@ from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.gangs.work import GangPlan, Work
 from maskserve_core.worker.step_scheduler import Run
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.gangs.executor import GangExecutor
-from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.machine import machine

@@ -8,12 +8,12 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.adapter import Adapter, EditRow
-from maskserve_engine.job import EditJob
 
 
 class _Reads(NamedTuple):

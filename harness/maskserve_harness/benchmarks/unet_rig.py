@@ -18,6 +18,7 @@ from diffusers import ControlNetModel, EulerDiscreteScheduler, UNet2DConditionMo
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import RowTokens
+from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
@@ -34,7 +35,6 @@ from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRo
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
-from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.timing import Timer

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.flux.control import FluxControlNet
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.job import ControlInput, EditJob
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_harness.demo_model import looks, outlines
 from maskserve_harness.demo_model.scenes import Edit

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_engine.job import EditJob
+from maskserve_engine.base.job import EditJob
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from maskserve_core.config import FastControl
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.service_process import ServiceHere
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
-from maskserve_engine.job import EditJob
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.looks import LOOKS, edits_with

@@ -11,7 +11,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.tier import Note, computed_anew
-from maskserve_engine.entry_store import fetched_from
+from maskserve_engine.fitting.entry_store import fetched_from
 from maskserve_harness.simulator.hardware import Hardware
 
 

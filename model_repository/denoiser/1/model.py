@@ -9,8 +9,8 @@ from maskserve_core.triton.controlnet_calls import ControlNetCalls
 from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_engine.assembly import load_engine
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+from maskserve_engine.start.assembly import load_engine
 from maskserve_engine.triton.frontend import DenoiserFrontend
 
 # A drain has come before; what is still in flight is told that it failed.

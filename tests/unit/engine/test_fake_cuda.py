@@ -16,11 +16,10 @@ from diffusers import FluxTransformer2DModel
 
 from maskserve_core.planning.cost_model import H100, estimate
 from maskserve_core.worker.observations import Observations
+from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.loader import Arrival
 from maskserve_engine.cache.reader import EntryReader
-from maskserve_engine.device_clock import Span, mark
-from maskserve_engine.executor import Read, StepInput
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
@@ -28,9 +27,10 @@ from maskserve_engine.families.unet.conditioning import UnetBlend
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance
-from maskserve_engine.local_executor import LocalExecutor
-from maskserve_engine.measured_costs import MeasuredCosts, StepTimes, TakenStep
-from maskserve_engine.status_publisher import new_counters
+from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.loop.measured_costs import MeasuredCosts, StepTimes, TakenStep
+from maskserve_engine.loop.status_publisher import new_counters
+from maskserve_engine.requests.executor import Read, StepInput
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.kernel_counts import (
     CASES,

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from maskserve_engine.assembly import assemble
+from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store
-from maskserve_engine.executor import StepInput, StepResult
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -23,9 +22,10 @@ from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetRow
-from maskserve_engine.local_executor import LocalExecutor
-from maskserve_engine.mailbox import OutputThread
+from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.requests.executor import StepInput, StepResult
 from maskserve_engine.requests.state import PrimingState, RequestState
+from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from tests.fakes.jobs import config_of, guided
 from tests.support.engines import job

@@ -20,7 +20,7 @@ from maskserve_core.planning.degree_costs import (
     sent_bytes,
     uneven_flops,
 )
-from maskserve_engine.assembly import load_engine
+from maskserve_engine.start.assembly import load_engine
 from maskserve_harness.benchmarks.profile_costs import Point, fitted, main, parse
 from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.jobs import config_of

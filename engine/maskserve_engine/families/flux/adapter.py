@@ -19,6 +19,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.flow import Negative
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -53,7 +54,6 @@ from maskserve_engine.families.flux.rows import (
     Row,
 )
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
-from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import (
     Adapters,
     Factors,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.flux import CONTROL
+from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.transfer import to_device
@@ -29,7 +30,6 @@ from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.families.control_batches import NetStep, Residual, Send
 from maskserve_engine.families.flux.blocks import AHEAD, FluxStep, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import FluxWeights
-from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.scatter_kv import KvSource
 

@@ -21,10 +21,10 @@ from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import acting
 from maskserve_core.imaging.masks import TokenIds, active_tokens, widened
 from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.batch.flow import Schedule, Walk
 from maskserve_engine.batch.graphs import bucket
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
 from maskserve_engine.stages.loader import load_plain, sampler_name
 

@@ -18,6 +18,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -47,7 +48,6 @@ from maskserve_engine.families.unet.rows import (
 )
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
-from maskserve_engine.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.stages.quantise import load_denoiser

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.unet import CONTROL, check_net, level_sizes
+from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.control_link.opening import Opening
@@ -34,7 +35,6 @@ from maskserve_engine.families.unet.forward import (
 )
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import UnetWeights
-from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.scatter_kv import KvSource
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork
+from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.families.unet.conditioning import (
     UnetInputs,
     UnetStart,
@@ -22,7 +23,6 @@ from maskserve_engine.families.unet.conditioning import (
 from maskserve_engine.families.unet.rows import UnetInactive
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
-from maskserve_engine.job import Conditioning, EditJob
 from maskserve_engine.stages.latents import Posterior
 
 

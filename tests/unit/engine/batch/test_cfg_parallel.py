@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.cfg_parallel import dealt
 from maskserve_engine.batch.sequence_parallel import Ranks
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import Factors
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import EACH_SORT, samplers

@@ -22,13 +22,13 @@ from torch.distributed import HashStore
 
 from maskserve_core.planning.degree_costs import sent_bytes
 from maskserve_core.planning.flops import RowTokens
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Ranks, share_of
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import Factors
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents

@@ -21,12 +21,12 @@ from maskserve_core.contracts.keys import (
     nearest_anchor,
 )
 from maskserve_core.errors import EngineFailed, Overloaded
+from maskserve_engine.base.job import FinalEvent
 from maskserve_engine.cache.entries import AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import FinalEvent
+from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import edit, job, make_engine
 

@@ -16,9 +16,9 @@ from msgspec import structs
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import GROUP, PARTS, AnchorEntry, encode
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.sink import Sink

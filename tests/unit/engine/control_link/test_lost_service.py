@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.served import ControlService, RowAsk, ask_service
 from maskserve_engine.control_link.slots import Slot
 from maskserve_engine.control_link.transport import Answered, Ask, Lost
-from maskserve_engine.executor import DenseRowSpec, StepInput, StepResult
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import ControlInput, EditJob
-from maskserve_engine.local_executor import LocalExecutor
+from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.requests.executor import DenseRowSpec, StepInput, StepResult
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.control_service import DirectCalls, Service

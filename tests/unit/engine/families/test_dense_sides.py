@@ -17,9 +17,9 @@ from msgspec import structs
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.masks import active_tokens, cover_a_side
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.loop.engine import Engine
 from maskserve_router.config import RouterConfig
 from maskserve_router.measure import Measure
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case

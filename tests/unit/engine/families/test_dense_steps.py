@@ -15,9 +15,9 @@ from maskserve_core.contracts.status_record import Served
 from maskserve_core.models.facts import DenseSteps, dense_steps
 from maskserve_core.models.registry import load_facts
 from maskserve_core.routing import Edit, Pricing, WorkerView
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.loop.engine import Engine
 from maskserve_router.config import RouterConfig
 from maskserve_router.measure import Measure
 from tests.fakes.jobs import config_of, encode_case, random_case

@@ -17,10 +17,10 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import Overloaded
 from maskserve_core.imaging.masks import component_boxes
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import EditJob
 from maskserve_engine.stages.encoded import Encoded
 from maskserve_engine.stages.vae_pieces import PixelBox
 from maskserve_engine.triton.encoder import EditEncoder, ToEncode

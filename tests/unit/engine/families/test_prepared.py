@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob
 from maskserve_engine.stages import latents
 from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case

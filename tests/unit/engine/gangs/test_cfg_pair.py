@@ -23,12 +23,12 @@ from msgspec import structs
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_engine.assembly import load_engine
-from maskserve_engine.engine import Engine
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
-from maskserve_engine.job import ControlInput, EditJob
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance, unet_case
 from tests.support.eventually import eventually

@@ -21,17 +21,17 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import Cancelled
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.worker.step_scheduler import MakePolicy
-from maskserve_engine.assembly import load_engine
-from maskserve_engine.engine import Engine
-from maskserve_engine.executor import DenseRowSpec, StepInput
+from maskserve_engine.base.job import ControlInput, EditJob, FinalEvent, PreviewEvent
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.checks import check_devices
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import packed
 from maskserve_engine.gangs.processes import RankProcess
-from maskserve_engine.job import ControlInput, EditJob, FinalEvent, PreviewEvent
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.executor import DenseRowSpec, StepInput
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import VARIANTS

@@ -16,12 +16,12 @@ import pytest
 from msgspec import structs
 
 from maskserve_core.config import Config
-from maskserve_engine.assembly import load_engine
-from maskserve_engine.engine import Engine
+from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
-from maskserve_engine.job import EditJob, FinalEvent
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of, tolerance
 from tests.fakes.tiny_model import with_heads
 from tests.support.any_degree import AnyDegreeScheduler, gangs_of

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.assembly import assemble
+from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.batch.transfer import HostCopy
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob, FinalEvent
+from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.audits import Audit, Audits, drift_of
+from maskserve_engine.start.assembly import assemble
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.eventually import eventually
 from tests.support.sink import Sink

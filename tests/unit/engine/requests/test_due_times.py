@@ -22,10 +22,10 @@ from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
 from maskserve_core.triton.after_steps import AfterSteps
 from maskserve_core.triton.call import bounded
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
-from maskserve_engine.engine import Engine
+from maskserve_engine.base.job import EditJob, Failed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import EditJob, Failed
+from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of

@@ -26,13 +26,13 @@ from maskserve_core.errors import (
 from maskserve_core.models.registry import lora_work
 from maskserve_core.triton.metric_table import ENGINE_METRICS
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora
-from maskserve_engine.assembly import load_engine
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
-from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of
 from tests.support.engines import job as plain_job
 from tests.support.eventually import eventually

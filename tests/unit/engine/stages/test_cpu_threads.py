@@ -13,8 +13,8 @@ _COUNT = """
 import os, threading
 import torch
 from maskserve_core.config_file import config_of
-from maskserve_engine.assembly import load_engine
-from maskserve_engine.engine import Engine
+from maskserve_engine.start.assembly import load_engine
+from maskserve_engine.loop.engine import Engine
 from maskserve_harness.checkout import DEMO_MODEL
 
 def native():

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_engine.card_table import Shapes, check_fits
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.fitting.card_table import Shapes, check_fits
+from maskserve_engine.fitting.memory import denoiser_bytes
 from maskserve_engine.layers.linear import linear
-from maskserve_engine.memory import denoiser_bytes
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import file_digest, model_revision
 from tests.fakes.gguf_file import write_gguf

@@ -13,8 +13,8 @@ from torch import nn
 
 from maskserve_core.config import ConfigError
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.fitting.memory import denoiser_bytes, weight_bytes
 from maskserve_engine.layers.linear import Linear, linear
-from maskserve_engine.memory import denoiser_bytes, weight_bytes
 from maskserve_engine.stages.loader import held_bytes, shape_of
 from maskserve_engine.stages.quantise import bytes_as, form_in_words, quantise
 from maskserve_engine.stages.revision import model_revision

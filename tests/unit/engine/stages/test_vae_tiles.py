@@ -14,7 +14,7 @@ import torch
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
-from maskserve_engine.memory import image_bytes
+from maskserve_engine.fitting.memory import image_bytes
 from maskserve_engine.stages.vae_tiles import in_tiles, is_tiled
 from tests.fakes.jobs import Case, config_of, encode_case
 from tests.fakes.pipelines import diffusers_edit

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.flow import Schedule, Walk
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
@@ -22,7 +23,6 @@ from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
 from maskserve_engine.families.flux.preparation import pack_latents
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.support import cached_rows

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.forward import State
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -22,7 +23,6 @@ from maskserve_engine.families.flux.control import (
 )
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance

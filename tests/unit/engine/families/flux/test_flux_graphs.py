@@ -15,6 +15,7 @@ import torch
 from maskserve_core.config import ConfigError
 from maskserve_core.contracts.request import Lora
 from maskserve_core.imaging.masks import active_tokens
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import flow, forward
 from maskserve_engine.batch.graphs import Graphs, bucket
 from maskserve_engine.families.encoder import Encoder
@@ -22,7 +23,6 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.preparation import grid_of
 from maskserve_engine.families.flux.rows import CachedTokens
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support.cached_rows import Primed, assert_equal, cached

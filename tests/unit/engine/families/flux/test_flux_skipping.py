@@ -13,14 +13,14 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
-from maskserve_engine.assembly import load_engine
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.start.assembly import load_engine
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents

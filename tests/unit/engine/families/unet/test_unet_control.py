@@ -18,6 +18,7 @@ from diffusers import (
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
@@ -25,7 +26,6 @@ from maskserve_engine.families.unet.control import UnetControlled, UnetNets
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import UnetRow
-from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case

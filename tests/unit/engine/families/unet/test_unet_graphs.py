@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs, bucket
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import graphs
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import CachedRest
-from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached

@@ -16,16 +16,16 @@ import torch
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import PARTS, encode
 from maskserve_engine.cache.entry_file import dump_entry, read_entry
 from maskserve_engine.cache.loader import Load
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput, forward
 from maskserve_engine.families.unet.rows import UnetRow
-from maskserve_engine.job import EditJob
+from maskserve_engine.loop.engine import Engine
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from tests.fakes.entries import NOTE, same
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case

@@ -12,8 +12,8 @@ from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Arrival, Load, Selection
-from maskserve_engine.measured_costs import MeasuredCosts
-from maskserve_engine.step_planner import Reading, StepPlanner, wants_of
+from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
 from tests.fakes.entries import random_entry
 from tests.support.model_configs import TINY_FLUX
 

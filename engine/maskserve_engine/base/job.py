@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import scale_at
 from maskserve_core.errors import MaskserveError
-from maskserve_engine.timeline import RequestTimeline
+from maskserve_engine.base.timeline import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)

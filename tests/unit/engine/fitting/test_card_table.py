@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.config import WEIGHT_FORMS, ConfigError
-from maskserve_engine import card_table
-from maskserve_engine.card_table import CARDS, Shapes, check_fits, text
-from maskserve_engine.entry_store import estimated_costs, sized
 from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.memory import memory_table
+from maskserve_engine.fitting import card_table
+from maskserve_engine.fitting.card_table import CARDS, Shapes, check_fits, text
+from maskserve_engine.fitting.entry_store import estimated_costs, sized
+from maskserve_engine.fitting.memory import memory_table
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.cards import print_cards
 from maskserve_serving.options import ServeOptions

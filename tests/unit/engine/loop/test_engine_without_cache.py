@@ -12,10 +12,10 @@ from msgspec import structs
 
 from maskserve_core.errors import Cancelled
 from maskserve_core.worker.status import StatusReader
-from maskserve_engine.assembly import load_engine
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
 from tests.support.sink import Sink

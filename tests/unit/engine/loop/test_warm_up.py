@@ -11,12 +11,12 @@ import torch
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.registry import load_facts
-from maskserve_engine import warm_up as warm_up_module
-from maskserve_engine.assembly import load_engine
 from maskserve_engine.families import registry
+from maskserve_engine.loop import warm_up as warm_up_module
+from maskserve_engine.loop.warm_up import row_counts
 from maskserve_engine.stages import loader
 from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.warm_up import row_counts
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of
 from tests.fakes.tiny_unet import VARIANTS
 

@@ -4,7 +4,7 @@ One process with all cores finishes a lone edit first. But steps of cached rows 
 which gain little from a second thread; several processes with a share of the cores each may serve
 more edits at once. `maskserve serve --devices-per-worker auto` runs this before its workers:
 
-    python -m maskserve_engine.thread_trial CONFIG [--threads N]
+    python -m maskserve_engine.start.thread_trial CONFIG [--threads N]
 
 It loads the model for each number of processes, as the worker will, lets all of them step eight
 rows among them at the same time, and prints a `Trial` as JSON.
@@ -25,15 +25,15 @@ from msgspec.structs import replace
 
 from maskserve_core.config import Config, cores
 from maskserve_core.config_file import load_config
-from maskserve_engine.assembly import load_engine
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+from maskserve_engine.start.assembly import load_engine
 
 ROWS = 8
 """Edits at once."""
 _COUNTS = (1, 2, 4, 8)
 _SECONDS = 2.0
-_MODULE = "maskserve_engine.thread_trial"
+_MODULE = "maskserve_engine.start.thread_trial"
 _READY = "ready"
 _GAIN = 1.1
 """More processes must serve so many times as much: a lone edit pays for them, and so does memory,

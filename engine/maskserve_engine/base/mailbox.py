@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from maskserve_core.errors import EngineFailed
-from maskserve_engine.job import EngineEvent, Sink
+from maskserve_engine.base.job import EngineEvent, Sink
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.degree_costs import ExchangeCosts, seconds_by_degree
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.routing.estimate import pricing_of
-from maskserve_engine.entry_store import entry_format, estimated_costs
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.fitting.entry_store import entry_format, estimated_costs
 from maskserve_engine.gangs.degree_times import DegreeTimes
-from maskserve_engine.measured_costs import MeasuredCosts
-from maskserve_engine.status_publisher import PriceList
+from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.loop.status_publisher import PriceList
 from tests.fakes.jobs import config_of
 
 

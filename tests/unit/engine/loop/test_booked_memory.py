@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from maskserve_engine.cache.loader import EntryLost
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
+from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.sink import Sink
@@ -76,7 +76,7 @@ def test_what_a_failed_step_held_is_let_go_before_it_is_tried_again(
     engine: Engine, encoder: Encoder, caplog: pytest.LogCaptureFixture, error: type[Exception]
 ) -> None:
     # pytest keeps what it is told.
-    caplog.set_level(logging.CRITICAL + 1, "maskserve_engine.local_executor")
+    caplog.set_level(logging.CRITICAL + 1, "maskserve_engine.loop.local_executor")
     step, tries, alive = engine.adapter.step, list[weakref.ref[torch.Tensor]](), list[bool]()
 
     def fails_once(*given: Any) -> None:

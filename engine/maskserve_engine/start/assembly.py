@@ -28,30 +28,33 @@ from maskserve_engine.adapters.control_net_loader import Bring as BringNet
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.base.mailbox import Inbox, OutputThread
 from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
-from maskserve_engine.card_table import check_fits
 from maskserve_engine.control_link.served import ControlService, ServiceCalls
 from maskserve_engine.control_link.served_nets import ServedNetLoader
-from maskserve_engine.engine import Engine, Parts
-from maskserve_engine.entry_store import estimated_costs, open_mover, open_store, sized
-from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.fitting.card_table import check_fits
+from maskserve_engine.fitting.entry_store import estimated_costs, open_mover, open_store, sized
+from maskserve_engine.fitting.memory import device_memory, memory_table
 from maskserve_engine.gangs.checks import check_devices
 from maskserve_engine.gangs.degree_times import DegreeTimes
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import DeviceFacts
 from maskserve_engine.gangs.processes import RankProcesses
-from maskserve_engine.job import Conditioning
-from maskserve_engine.local_executor import LocalExecutor
-from maskserve_engine.mailbox import Inbox, OutputThread
-from maskserve_engine.measured_costs import MeasuredCosts, StepTimes
-from maskserve_engine.memory import device_memory, memory_table
+from maskserve_engine.loop.engine import Engine, Parts
+from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.loop.measured_costs import MeasuredCosts, StepTimes
+from maskserve_engine.loop.status_publisher import PriceList, StatusPublisher, new_counters
+from maskserve_engine.loop.step_planner import StepPlanner
+from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
 from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.residency import Residency
@@ -59,9 +62,6 @@ from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.revision import model_revision
-from maskserve_engine.status_publisher import PriceList, StatusPublisher, new_counters
-from maskserve_engine.step_planner import StepPlanner
-from maskserve_engine.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from maskserve_core.models.registry import control_work, typical_lora
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
-from maskserve_engine.entry_store import entry_format
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.fitting.entry_store import entry_format
+from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.loop.step_planner import CHOICES
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
-from maskserve_engine.step_planner import CHOICES
 
 _log = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from maskserve_core.errors import (
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.triton.health import Health
 from maskserve_core.worker.status import StatusReader
-from maskserve_engine.assembly import load_engine
-from maskserve_engine.engine import Engine
+from maskserve_engine.base.job import EditJob, Failed, FinalEvent, PreviewEvent, ProgressEvent
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob, Failed, FinalEvent, PreviewEvent, ProgressEvent
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.support.engines import accept
 from tests.support.eventually import eventually

@@ -22,22 +22,22 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.step_scheduler import ALL_FREE
+from maskserve_engine.base.job import EditJob, Failed, Sink
+from maskserve_engine.base.mailbox import Inbox, OutputThread
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
-from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob, Failed, Sink
-from maskserve_engine.mailbox import Inbox, OutputThread
+from maskserve_engine.loop.status_publisher import StatusPublisher
+from maskserve_engine.loop.step_runner import StepRunner
+from maskserve_engine.loop.warm_up import rows_per_s, warm_up
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import ControlNetSource
+from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
-from maskserve_engine.status_publisher import StatusPublisher
-from maskserve_engine.step_runner import StepRunner
-from maskserve_engine.warm_up import rows_per_s, warm_up
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

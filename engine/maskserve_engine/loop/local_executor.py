@@ -11,6 +11,8 @@ from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import ALL_FREE, Devices
 from maskserve_engine.adapters.control_net_loader import NetFolder
+from maskserve_engine.base.device_clock import Span, mark
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.loader import EntryLost
@@ -18,8 +20,10 @@ from maskserve_engine.cache.reader import EntryReader, Heads
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.control_link.served import ControlService, ServedRow
-from maskserve_engine.device_clock import Span, mark
-from maskserve_engine.executor import (
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.layers.low_rank import Factors, LowRankSet
+from maskserve_engine.loop.step_planner import wants_of
+from maskserve_engine.requests.executor import (
     CachedRowSpec,
     LoadState,
     PrimingRowSpec,
@@ -32,10 +36,6 @@ from maskserve_engine.executor import (
     StepInput,
     StepResult,
 )
-from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob
-from maskserve_engine.layers.low_rank import Factors, LowRankSet
-from maskserve_engine.step_planner import wants_of
 
 _log = logging.getLogger(__name__)
 _LOST = (

@@ -2,7 +2,7 @@
 
 `maskserve serve --plan` runs it:
 
-    python -m maskserve_engine.card_table CONFIG.toml
+    python -m maskserve_engine.fitting.card_table CONFIG.toml
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from maskserve_core.config import WEIGHT_FORMS, Config, ConfigError, beside_deno
 from maskserve_core.config_file import load_config
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.cost_model import H100, estimate
-from maskserve_engine.entry_store import sized
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.memory import (
+from maskserve_engine.fitting.entry_store import sized
+from maskserve_engine.fitting.memory import (
     GPU_SHARE,
     Stage,
     control_bytes,

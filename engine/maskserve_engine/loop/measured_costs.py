@@ -14,7 +14,7 @@ import numpy as np
 
 from maskserve_core.planning.cost_model import CostModel, Line, fit
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.device_clock import Span
+from maskserve_engine.base.device_clock import Span
 from maskserve_engine.requests.templates import Priming
 
 _WINDOW = 512

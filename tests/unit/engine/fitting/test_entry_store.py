@@ -12,7 +12,7 @@ from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_engine.cache.entry_file import OpenFile
 from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.cache.sizing import TemplateSize
-from maskserve_engine.entry_store import open_store
+from maskserve_engine.fitting.entry_store import open_store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry
 
 

@@ -16,10 +16,10 @@ from maskserve_core.planning.flops import Floats, ModelWork
 from maskserve_core.planning.two_stream import Plan
 from maskserve_core.worker.step_scheduler import Devices
 from maskserve_engine.adapters.control_net_loader import NetFolder
+from maskserve_engine.base.device_clock import Span
+from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.device_clock import Span
-from maskserve_engine.job import Conditioning, EditJob
 from maskserve_engine.layers.low_rank import Factors
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from maskserve_engine.thread_trial import best
+from maskserve_engine.start.thread_trial import best
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_model_is_tried_in_one_process_and_in_two(tmp_path: Path, tiny_fill: P
     config = tmp_path / "config.toml"
     tables = {"model": {"path": str(tiny_fill)}, "runtime_dir": str(tmp_path)}
     config.write_text(tomli_w.dumps(tables))
-    command = [sys.executable, "-m", "maskserve_engine.thread_trial", str(config)]
+    command = [sys.executable, "-m", "maskserve_engine.start.thread_trial", str(config)]
     ended = subprocess.run([*command, "--threads", "2"], check=True, capture_output=True)
     trial = json.loads(ended.stdout.decode().splitlines()[-1])
     assert set(trial["rows_per_s"]) == {"1", "2"}

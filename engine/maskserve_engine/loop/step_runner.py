@@ -13,14 +13,21 @@ from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.flops import BatchFlops, ModelWork, Totals
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.executor import Executor, LoadState, Read, RowStep, StepInput, StepResult
+from maskserve_engine.base.job import PreviewEvent, ProgressEvent
+from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import PreviewEvent, ProgressEvent
-from maskserve_engine.mailbox import OutputThread
-from maskserve_engine.measured_costs import StepTimes, TakenStep
+from maskserve_engine.loop.measured_costs import StepTimes, TakenStep
+from maskserve_engine.loop.step_planner import Reading, StepPlan, StepPlanner
+from maskserve_engine.requests.executor import (
+    Executor,
+    LoadState,
+    Read,
+    RowStep,
+    StepInput,
+    StepResult,
+)
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
-from maskserve_engine.step_planner import Reading, StepPlan, StepPlanner
 
 _log = logging.getLogger(__name__)
 

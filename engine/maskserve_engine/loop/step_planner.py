@@ -22,8 +22,8 @@ from maskserve_core.planning.planner import PlanCache, plan_totals
 from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate, step_costs
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Want
-from maskserve_engine.executor import LoadState
-from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.requests.executor import LoadState
 
 CHOICES = ("here", "steady", "arrived", "fixed")
 _LATE = 1.02

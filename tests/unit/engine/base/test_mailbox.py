@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from maskserve_core.errors import EngineFailed
-from maskserve_engine.job import EngineEvent, Failed, ProgressEvent
-from maskserve_engine.mailbox import OutputThread
+from maskserve_engine.base.job import EngineEvent, Failed, ProgressEvent
+from maskserve_engine.base.mailbox import OutputThread
 
 
 def lost() -> EngineEvent:

@@ -20,14 +20,14 @@ from maskserve_core.models.facts import latent_space
 from maskserve_core.models.flux import control_work as flux_control_work
 from maskserve_core.models.unet import control_work as unet_control_work
 from maskserve_core.worker.liveness import sign_in
-from maskserve_engine import memory
-from maskserve_engine.assembly import assemble
 from maskserve_engine.batch.graphs import KEPT, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.entry_store import estimated_costs, sized
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.unet.control import UnetRowControl
+from maskserve_engine.fitting import memory
+from maskserve_engine.fitting.entry_store import estimated_costs, sized
+from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
 from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
 from maskserve_harness.benchmarks.live_bytes import LiveBytes

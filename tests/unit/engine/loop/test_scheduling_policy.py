@@ -19,8 +19,8 @@ from maskserve_core.worker.step_scheduler import (
     StepScheduler,
     Ticket,
 )
-from maskserve_engine.assembly import assemble
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.start.assembly import assemble
 from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.scenario import Scenario

@@ -1,0 +1,1 @@
+"""What every room speaks of: jobs and events, the mailbox to the engine's thread, clocks."""

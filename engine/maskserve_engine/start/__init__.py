@@ -1,0 +1,1 @@
+"""How engines are put together, and how a CPU's cores are shared among processes."""
