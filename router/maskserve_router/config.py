@@ -78,9 +78,11 @@ class AdmissionBounds(Table, frozen=True):
     """`[admission]`: how much the router takes on. One more is refused, with a time to retry."""
 
     max_edits: Count = 512
-    """Edits taken and not answered."""
+    """Edits taken and not answered. Of these and of `max_bytes` a key may have as much as it leaves
+    free."""
     max_bytes: Bytes = 1024 * MIB
-    """Bytes of their requests, those still being read included."""
+    """Bytes of their requests, those still being read included. With keys, twice the largest
+    body at the least."""
     waiting_per_worker: Count = 8
     """Edits that wait at a worker; further ones wait here, the most urgent first."""
     aging_s: Seconds = 5.0
@@ -125,7 +127,7 @@ class Http(Table, frozen=True):
     header_timeout_s: Seconds = 10.0
     """Time to send a request's headers."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
-    """A body that comes more slowly, after ten seconds' grace, is given up."""
+    """A body that is ten seconds behind this pace is given up; no pause may be longer."""
     max_connections: Count = 4096
     """Connections at a time; one more is closed."""
 

@@ -14,10 +14,10 @@ from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation
-from maskserve_router.admission import KeyHolder
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import read_input, request_id_of
 from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
+from maskserve_router.keys import KeyHolder
 from maskserve_router.missed_operations import MissedOperations, refused
 from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions

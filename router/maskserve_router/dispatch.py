@@ -24,10 +24,11 @@ from maskserve_core.errors import (
     TemplateNotFound,
 )
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_router.admission import Admission, KeyHolder
+from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Blame, Failure, RetryLater
+from maskserve_router.keys import KeyHolder
 from maskserve_router.measure import Measure, Remembered
 from maskserve_router.metrics import Metrics
 from maskserve_router.pending_queue import PendingQueue

@@ -11,11 +11,11 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
-from maskserve_router.admission import EditCounts, KeyHolder, KeyRing
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call
 from maskserve_router.failures import Failure, guarded, text_of
+from maskserve_router.keys import EditCounts, KeyHolder, KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.tracing import Tracing
 from maskserve_router.upstream import Metadata

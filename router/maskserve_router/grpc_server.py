@@ -15,7 +15,6 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_router.admission import KeyHolder
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import parse_request
 from maskserve_router.failures import (
@@ -27,6 +26,7 @@ from maskserve_router.failures import (
     text_of,
 )
 from maskserve_router.front import Front
+from maskserve_router.keys import KeyHolder
 from maskserve_router.open_calls import OpenCall, OpenCalls
 from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
 from maskserve_router.upstream import SERVICE

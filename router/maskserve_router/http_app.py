@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import KeyHolder
 from maskserve_router.http_answers import JSON, Handler, answering, json_response, refused
 from maskserve_router.http_inference import HttpInference, model_of
 from maskserve_router.json_values import values_of
+from maskserve_router.keys import KeyHolder
 from maskserve_router.openapi import document
 from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
 

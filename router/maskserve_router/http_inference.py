@@ -83,8 +83,8 @@ class HttpInference:
             Unauthorized: keys are needed, and there is none that is known.
             MaskserveError: as `read_body`.
         """
-        self._front.client(_headers(request))
-        return await read_body(request, self._bounds, self._admission, held)
+        client = self._front.client(_headers(request))
+        return await read_body(request, self._bounds, self._admission, client, held)
 
     async def _generation(
         self, request: Request, held: ExitStack

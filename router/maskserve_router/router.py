@@ -10,7 +10,7 @@ from types import TracebackType
 
 from maskserve_core.routing import make_policy
 from maskserve_router.admin import Admin
-from maskserve_router.admission import Admission, KeyRing
+from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
@@ -19,6 +19,7 @@ from maskserve_router.grpc_server import GrpcServer
 from maskserve_router.http_app import HttpApp
 from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
+from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.open_calls import OpenCalls
 from maskserve_router.openai.edits import ImageEdits

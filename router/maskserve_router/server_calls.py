@@ -9,9 +9,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_router.admission import KeyHolder
 from maskserve_router.edit_call import PUBLIC, VERSIONS, UnknownModel
 from maskserve_router.failures import Failure, NotSupported
+from maskserve_router.keys import KeyHolder
 from maskserve_router.pool import Pool
 from maskserve_router.statistics import served_by, summed
 

@@ -58,12 +58,12 @@ class ImageEdits:
 
     async def edit(self, request: Request, request_id: str) -> Response:
         headers = dict(request.headers.items())
-        self._front.client(headers)  # who may not call is told so before the body is read
+        client = self._front.client(headers)  # who may not call is told so before the body is read
         with ExitStack() as held:
-            body = await read_body(request, self._bounds, self._admission, held)
+            body = await read_body(request, self._bounds, self._admission, client, held)
 
             async def picture(field: str, url: str) -> bytes:
-                return await self._urls.read(field, url, held)
+                return await self._urls.read(field, url, client, held)
 
             form = await read_form(request.headers, body, picture)
             size = len(body)

@@ -23,6 +23,7 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import ImageHosts
+from maskserve_router.keys import KeyHolder
 
 _MAX_URL = 4096
 _ACCEPTED = '{"image_url": "data:image/png;base64,…"}'
@@ -93,12 +94,13 @@ class ImageUrls:
         self._admission = admission
         self._resolver, self._public, self._trusted = resolver, public, trusted
 
-    async def read(self, field: str, url: str, held: ExitStack) -> bytes:
+    async def read(self, field: str, url: str, holder: KeyHolder, held: ExitStack) -> bytes:
         """The picture's bytes.
 
         Args:
             field: of the request, for errors.
             url: a data URL, or one of a listed host.
+            holder: of the key; its share of the bytes under way is used.
             held: holds what was fetched among the bytes under way.
 
         Raises:
@@ -110,7 +112,7 @@ class ImageUrls:
         host, port, asked = self._allowed(field, url)
         try:
             return await asyncio.wait_for(
-                self._fetched(field, host, port, asked, held), self._timeout_s
+                self._fetched(field, host, port, asked, holder, held), self._timeout_s
             )
         except (TimeoutError, asyncio.TimeoutError):
             raise InvalidRequest(
@@ -142,7 +144,13 @@ class ImageUrls:
         return host, port, asked
 
     async def _fetched(
-        self, field: str, host: str, port: int, url: httpx.URL, held: ExitStack
+        self,
+        field: str,
+        host: str,
+        port: int,
+        url: httpx.URL,
+        holder: KeyHolder,
+        held: ExitStack,
     ) -> bytes:
         addresses = await self._resolver(host, port)
         if not addresses or not all(map(self._public, addresses)):
@@ -169,7 +177,7 @@ class ImageUrls:
                 size += len(part)
                 if size > self._most:
                     raise InvalidRequest(field, f"is over {self._most} bytes", f"to {self._most}")
-                held.enter_context(self._admission.hold(len(part)))
+                held.enter_context(self._admission.hold(holder, len(part)))
                 parts.append(part)
         return b"".join(parts)
 

@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_router.admission import Admission, KeyHolder
+from maskserve_router.admission import Admission
 from maskserve_router.config import Http
 from maskserve_router.control import ClusterControl
 from maskserve_router.front import Front
 from maskserve_router.http_body import read_body
+from maskserve_router.keys import KeyHolder
 from maskserve_router.openai.answers import Handler, json_answer
 from maskserve_router.openai.form import read_multipart
 
@@ -37,7 +38,7 @@ class TemplateRoutes:
         """A multipart form: `image`, and `shared` (for every key) and `prime`, true or false."""
         client = self._client(request)
         with ExitStack() as held:
-            body = await read_body(request, self._bounds, self._admission, held)
+            body = await read_body(request, self._bounds, self._admission, client, held)
             values, files = await read_multipart(request.headers, body)
             del body
             images = files.pop("image", [])

@@ -19,6 +19,7 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, ImageHosts, router_config_of
+from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.openai.image_urls import ImageUrls, is_public
 
@@ -31,6 +32,8 @@ NOT_PUBLIC = [
     "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
     "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:7f00:1::", "localhost",
 ]  # fmt: skip
+
+ANYBODY = KeyRing((), 99).client({})
 
 
 @dataclass
@@ -92,7 +95,7 @@ def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> Image
 
 async def fetched(urls: ImageUrls, url: str) -> bytes:
     with ExitStack() as held:
-        return await urls.read(FIELD, url, held)
+        return await urls.read(FIELD, url, ANYBODY, held)
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)

@@ -17,6 +17,7 @@ from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, ImageHosts
+from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.openai.form import EditForm, read_form
 from maskserve_router.openai.image_urls import ImageUrls
@@ -30,7 +31,7 @@ async def picture(field: str, url: str) -> bytes:
     """As a router reads URLs that is allowed to ask no host."""
     urls = ImageUrls(ImageHosts(), LimitsConfig(), Admission(AdmissionBounds(), Metrics()))
     with ExitStack() as held:
-        return await urls.read(field, url, held)
+        return await urls.read(field, url, KeyRing((), 99).client({}), held)
 
 
 def body_of(parts: list[Part]) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import KeyHolder
 from maskserve_router.control import merged_adapters
+from maskserve_router.keys import KeyHolder
 from tests.support.router import cluster
 
 

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import Admission, KeyRing
+from maskserve_router.admission import Admission
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import (
@@ -34,6 +34,7 @@ from maskserve_router.edit_call import check_request, make_edit_call, parse_requ
 from maskserve_router.failures import Blame, Failure, RetryLater, Status, Unauthorized
 from maskserve_router.http_server import HttpServer
 from maskserve_router.json_values import values_of
+from maskserve_router.keys import KeyRing
 from maskserve_router.kserve_http import (
     generate_request,
     generate_response,
@@ -127,10 +128,10 @@ def test_keys_name_their_client_and_bound_it():
     assert not client.admin
     admission = Admission(AdmissionBounds(), Metrics())
     with admission.edit(client, 10):
-        with pytest.raises(RetryLater, match="key a has 1"), admission.edit(client, 10):
+        with pytest.raises(RetryLater, match="key a has its share: 1"), admission.edit(client, 10):
             pass
         assert admission.bytes == 10
-    assert (admission.edits, admission.bytes, client.edits) == (0, 0, 0)
+    assert (admission.edits, admission.bytes, admission.edits_of(client)) == (0, 0, 0)
     assert KeyRing((), 7).client({}).admin
 
 

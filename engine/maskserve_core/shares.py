@@ -1,0 +1,158 @@
+"""What several clients share, so that none of them can have all of it.
+
+A client is told apart by a key: the scope of its API key, an address, the maker of a template.
+Wherever something is bounded that keys have in common (bytes in memory, edits, files, threads),
+three rules hold:
+
+- the *budget*: all keys together hold no more.
+- the *share*: a key may hold as much as it leaves free. One alone may so have half of the budget,
+  each of two a third, each of n 1/(n+1). Whatever others hold, something is left for who comes
+  next, and nobody has to say how many keys there are (Choudhury and Hahne's dynamic thresholds,
+  1998). Who holds nothing may have one unit if any is free. EVERYBODY, where keys are not told
+  apart, may hold the whole budget.
+- the *turn*: of those that wait, one of the key that holds least is next, and of equal ones that
+  of the key whose last turn is longest ago. A key that asks for much so waits behind itself alone.
+
+What gives places back by itself, as an edit its row, needs turns only: there a key alone may have
+all (`book`). What stays for as long as its holder likes needs shares (`take`, `hold`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+EVERYBODY = ""
+"""The key of those that are not told apart (`contracts.keys.NO_SCOPE`)."""
+_REMEMBERED = 4096
+"""Keys whose last turn is remembered after they hold nothing more."""
+T = TypeVar("T")
+
+
+class Full(Exception):
+    """There is no room.
+
+    Args:
+        own: whether the key's own share is used up, and not the budget.
+    """
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__("the key's share is used up" if own else "the budget is used up")
+        self.own = own
+
+
+def room(budget: int, held: int, own: int, key: Hashable) -> int:
+    """Units that a key may take on now, by budget and share.
+
+    Args:
+        budget: of all.
+        held: by all.
+        own: of that, what the key holds.
+        key: whose.
+    """
+    free = max(budget - held, 0)
+    if key == EVERYBODY:
+        return free
+    least = 0 if own else 1
+    return max((free - own) // 2, min(free, least))
+
+
+class Shares:
+    """Who holds how much of one budget; for one thread or event loop.
+
+    Args:
+        budget: units that may be held in all.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.total = 0
+        """Units that are held."""
+        self._held: Counter[Hashable] = Counter()
+        self._turns: OrderedDict[Hashable, int] = OrderedDict()
+        """Key -> the number of its last turn."""
+        self._turn = 0
+
+    def held(self, key: Hashable) -> int:
+        """Units that the key holds."""
+        return self._held[key]
+
+    def room(self, key: Hashable) -> int:
+        """Units that the key may take on now."""
+        return room(self.budget, self.total, self._held[key], key)
+
+    def most(self) -> Hashable:
+        """The key that holds most: whose oldest goes where something has to go."""
+        return max(self._held, key=self._held.__getitem__, default=EVERYBODY)
+
+    def take(self, key: Hashable, size: int = 1) -> None:
+        """The key holds so much more, and has had its turn.
+
+        Raises:
+            Full: there is no room for it.
+        """
+        if size > self.room(key):
+            raise Full(own=size <= self.budget - self.total)
+        self.book(key, size)
+
+    def book(self, key: Hashable, size: int = 1) -> None:
+        """The same without a question, where turns are all that keys share."""
+        self.total += size
+        self._held[key] += size
+        self._turn += 1
+        self._turns[key] = self._turn
+        self._turns.move_to_end(key)
+        if len(self._turns) > _REMEMBERED:
+            self._turns.popitem(last=False)
+
+    def give_back(self, key: Hashable, size: int = 1) -> None:
+        """The key holds so much less."""
+        self.total -= size
+        self._held[key] -= size
+        if self._held[key] <= 0:
+            del self._held[key]
+
+    @contextmanager
+    def hold(self, key: Hashable, size: int = 1) -> Iterator[None]:
+        """Take so much for a time; raises as `take`."""
+        self.take(key, size)
+        try:
+            yield
+        finally:
+            self.give_back(key, size)
+
+    def in_turn(self, waiting: Iterable[T], key_of: Callable[[T], Hashable]) -> list[T]:
+        """Those that wait, in the order of their turns.
+
+        Args:
+            waiting: in the order in which each key wants its own served.
+            key_of: whose each is.
+        """
+        ahead = Counter(self._held)
+        ranked = []
+        for place, each in enumerate(waiting):
+            key = key_of(each)
+            ranked.append((ahead[key], self._turns.get(key, 0), place, each))
+            ahead[key] += 1
+        ranked.sort(key=lambda rank: rank[:3])
+        return [each for *_, each in ranked]
+
+
+def urgency(
+    arrival: float, priority: int, aging_s: float, due: float | None = None, patience_s: float = 0.0
+) -> float:
+    """A place among the waiting of one key, the lowest first; it never changes, so that whoever
+    waits is overtaken by fewer and fewer and in the end by none.
+
+    Args:
+        arrival: when it came, seconds of any clock.
+        priority: each step of it weighs as much as `aging_s` of waiting.
+        aging_s: see there.
+        due: when it should be done, on the same clock; None: at no time.
+        patience_s: time after its arrival from which one without due time, or with a later one,
+            is as urgent as one that is due.
+    """
+    wanted = arrival + patience_s
+    return (wanted if due is None else min(wanted, due)) - priority * aging_s

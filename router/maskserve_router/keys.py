@@ -1,0 +1,108 @@
+"""Who calls: the holders of API keys, told apart by the key that they send."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from maskserve_core.contracts.keys import NO_SCOPE
+from maskserve_router.config import Key
+from maskserve_router.failures import Unauthorized
+
+
+@dataclass(slots=True)
+class EditCounts:
+    """Edits of one model that a client had answered."""
+
+    succeeded: int = 0
+    failed: int = 0
+    succeeded_ns: int = 0
+    failed_ns: int = 0
+
+    def add(self, seconds: float, *, succeeded: bool) -> None:
+        taken_ns = int(seconds * 1e9)
+        if succeeded:
+            self.succeeded, self.succeeded_ns = self.succeeded + 1, self.succeeded_ns + taken_ns
+        else:
+            self.failed, self.failed_ns = self.failed + 1, self.failed_ns + taken_ns
+
+
+@dataclass(slots=True, eq=False)
+class KeyHolder:
+    """Whoever holds one API key; without keys, everybody."""
+
+    name: str
+    max_edits: int
+    admin: bool
+    shares: bool = False
+    """Its templates are for every client."""
+    private_prompts: bool = False
+    """Embeddings of its prompts are kept for itself alone."""
+    scope: str = NO_SCOPE
+    """Of its request ids and templates (`maskserve_core.contracts.keys`), and what its shares are
+    counted by (`maskserve_core.shares`). It follows from the key's name, so that a key may be
+    changed."""
+    served: dict[str, EditCounts] = field(default_factory=dict)
+    """What this router has answered it, by model."""
+
+
+def scope_of_key(name: str) -> str:
+    """The scope of what belongs to a key of this name."""
+    return hashlib.blake2b(name.encode(), digest_size=8, person=b"maskserve.scope").hexdigest()
+
+
+class KeyRing:
+    """Who a caller is, by the key that it sends.
+
+    Args:
+        keys: of the configuration; without any, every client is let in.
+        max_edits: of everybody together where there are no keys.
+    """
+
+    def __init__(self, keys: tuple[Key, ...], max_edits: int) -> None:
+        self._max_edits = max_edits
+        self._anybody: KeyHolder | None = None
+        self._clients: list[tuple[bytes, KeyHolder]] = []
+        self.change(keys)
+
+    def change(self, keys: tuple[Key, ...]) -> None:
+        """Know these keys from now on, and no others. Their holders, told apart by name, keep what
+        they were answered; a key that is gone opens nothing more, not even on open connections.
+        """
+        before = {client.name: client.served for _, client in self._clients}
+        self._anybody = None if keys else KeyHolder("anybody", self._max_edits, admin=True)
+        self._clients = [
+            (
+                bytes.fromhex(key.sha256),
+                KeyHolder(
+                    key.name,
+                    key.max_edits,
+                    key.admin,
+                    key.shares,
+                    key.private_prompts,
+                    scope_of_key(key.name),
+                    before.get(key.name, {}),
+                ),
+            )
+            for key in keys
+        ]
+
+    def client(self, headers: Mapping[str, str]) -> KeyHolder:
+        """The caller with these headers (names in lower case).
+
+        Raises:
+            Unauthorized: keys are needed, and this is none.
+        """
+        if self._anybody is not None:
+            return self._anybody
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+        digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
+        # Every key is compared, each in constant time: how long it takes tells nothing.
+        found = [client for known, client in self._clients if hmac.compare_digest(known, digest)]
+        if not found:
+            problem = "is not known" if key else "is missing"
+            raise Unauthorized("API key", problem, "x-api-key: KEY or Authorization: Bearer KEY")
+        return found[0]

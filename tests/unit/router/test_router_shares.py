@@ -1,0 +1,99 @@
+"""What one key cannot do to the others at a router, whatever it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+
+import pytest
+
+import maskserve_router.http_body as http_body
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.admission import Admission
+from maskserve_router.config import AdmissionBounds, Http, Key
+from maskserve_router.failures import RetryLater
+from maskserve_router.http_body import read_body
+from maskserve_router.keys import KeyHolder, KeyRing
+from maskserve_router.metrics import Metrics
+
+MIB = 2**20
+
+
+def client(name: str) -> KeyHolder:
+    return KeyHolder(name, 64, admin=False, scope=name)
+
+
+class Body:
+    """A request whose body comes in these parts, and then stands still or ends."""
+
+    def __init__(self, *parts: bytes, stalls: bool) -> None:
+        self.headers: dict[str, str] = {}
+        self._parts, self._stalls = parts, stalls
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        for part in self._parts:
+            yield part
+        if self._stalls:
+            await asyncio.Event().wait()
+
+
+async def test_bodies_of_one_key_that_stand_still_leave_bytes_to_others():
+    """Six of 160 MiB held all of max_bytes, each for 45 hours; others were refused."""
+    admission = Admission(AdmissionBounds(), Metrics())
+    begun: list[asyncio.Task[bytes]] = []
+    with ExitStack() as held:
+        for _ in range(6):
+            body = Body(bytes(159 * MIB), stalls=True)
+            reading = read_body(body, Http(), admission, client("greedy"), held)  # type: ignore[arg-type]
+            begun.append(asyncio.create_task(reading))
+        await asyncio.sleep(0)
+        while not any(task.done() for task in begun):
+            await asyncio.sleep(0)
+        with ExitStack() as own:
+            whole = Body(bytes(100 * MIB), stalls=False)
+            assert await read_body(whole, Http(), admission, client("modest"), own)  # type: ignore[arg-type]
+        for task in begun:
+            task.cancel()
+        ends = await asyncio.gather(*begun, return_exceptions=True)
+        assert sum(isinstance(end, RetryLater) for end in ends) == 3
+    assert admission.bytes == 0
+
+
+async def test_a_body_that_came_fast_may_not_stand_still_behind_that(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(http_body, "_PATIENCE_S", 0.05)
+    admission = Admission(AdmissionBounds(), Metrics())
+    with ExitStack() as held:
+        body = Body(bytes(64 * MIB), stalls=True)
+        reading = read_body(body, Http(), admission, client("slow"), held)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="came too slowly"):
+            await asyncio.wait_for(reading, 30)
+    assert admission.bytes == 0
+
+
+def test_edits_of_one_key_leave_places_to_others():
+    admission = Admission(AdmissionBounds(max_edits=12), Metrics())
+    with ExitStack() as held:
+        for _ in range(6):
+            held.enter_context(admission.edit(client("greedy"), 1))
+        with pytest.raises(RetryLater, match="key greedy has its share: 6 edits"):
+            held.enter_context(admission.edit(client("greedy"), 1))
+        held.enter_context(admission.edit(client("modest"), 1))
+
+
+def test_without_keys_everybody_may_have_all():
+    admission = Admission(AdmissionBounds(max_edits=3), Metrics())
+    anybody = KeyRing((), 3).client({})
+    with ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(admission.edit(anybody, 1))
+
+
+def test_keys_are_told_apart_by_name_and_keep_their_books():
+    first = Key(name="a", sha256="0" * 64)
+    ring = KeyRing((first,), 9)
+    assert ring._clients[0][1].scope
+    ring.change((Key(name="a", sha256="1" * 64), Key(name="b", sha256="2" * 64)))
+    assert [holder.name for _, holder in ring._clients] == ["a", "b"]
