@@ -185,7 +185,7 @@ REFUSED = {
         ({"name": "absent"},), (GOOD,), "there is no ControlNet absent", AdapterNotFound.code
     ),
     "net of another base": Refused(({"name": "other"},), (GOOD,), "is for another model: its"),
-    "net cut off": Refused(({"name": "cut"},), (GOOD,), "has a file that is cut off"),
+    "net cut off": Refused(({"name": "cut"},), (GOOD,), "is cut short"),
     "no mode": Refused(({"name": "union"},), (GOOD,), "SETTINGS.controls[0].mode"),
     "mode too many": Refused(({"name": "plain", "mode": 1},), (GOOD,), "SETTINGS.controls[0].mode"),
     "ends before it starts": Refused(

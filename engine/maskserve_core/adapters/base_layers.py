@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from maskserve_core.adapters.lora_header import BadAdapter, Layer, LoraHeader, read_tensors
+from maskserve_core.adapters.lora_header import BadAdapter, Layer, LoraHeader
+from maskserve_core.files.safetensors_header import BadHeader, header_of
 
 _FOLDERS = {
     "denoiser": ("transformer", "unet"),
@@ -144,15 +145,12 @@ def _modern(part: str, module: str) -> str:
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of linear layers and convolutions."""
-    with file.open("rb") as opened:
-
-        def read(begin: int, end: int) -> bytes:
-            opened.seek(begin)
-            return opened.read(end - begin)
-
-        tensors, _ = read_tensors(read, file.stat().st_size)
+    try:
+        header = header_of(file)
+    except BadHeader as error:
+        raise OSError(f"{file} {error}") from error
     return {
         name.removesuffix(".weight"): place.shape
-        for name, place in tensors.items()
+        for name, place in header.tensors.items()
         if name.endswith(".weight") and len(place.shape) >= 2 and "_embedding." not in name
     }

@@ -1,8 +1,6 @@
 """What a LoRA file says of itself before any weight of it is read.
 
-Files are safetensors only: other formats may run code when they are read. A safetensors file
-begins with 8 bytes, the length of the JSON header behind them, which names each tensor with its
-dtype, shape and place.
+Files are safetensors only: other formats may run code when they are read.
 
     module.lora_A.weight   A, [rank, in] or [rank, in, k, k]      also lora_down, lora.down
     module.lora_B.weight   B, [out, rank] or [out, rank, 1, 1]    also lora_up, lora.up
@@ -15,19 +13,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-MAX_HEADER_BYTES = 16 * 2**20
-"""A LoRA of a thousand layers has 300 KB."""
-FIRST_READ = 256 * 1024
-"""Bytes that hold most headers whole."""
+from maskserve_core.files import safetensors_header
+from maskserve_core.files.safetensors_header import BadHeader, Header, TensorPlace, short
+
 PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 
-_ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
+_DTYPES = ("F16", "BF16", "F32")
 _DOWN = re.compile(
     r"(?P<module>.+?)(\.lora_A(\.default)?|\.lora\.down|\.lora_down|\.lora_linear_layer\.down"
     r"|_lora\.down|(?<=_lora[12])\.down)\.weight"
@@ -74,16 +70,6 @@ class BadAdapter(ValueError):
     """A file that is not served as an adapter; the text is one sentence that says why."""
 
 
-class TensorPlace(NamedTuple):
-    """A tensor of a safetensors file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    """Of its bytes, in the file."""
-    end: int
-
-
 @dataclass(frozen=True, slots=True)
 class LoraHeader:
     """The checked header of a LoRA file."""
@@ -125,10 +111,8 @@ class Layer(NamedTuple):
     """Of a convolution: its sides; of a linear layer: ()."""
 
 
-def read_tensors(
-    read: Callable[[int, int], bytes], nbytes: int
-) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Tensors and metadata of a safetensors file.
+def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
+    """Tensors and metadata of a file, in dtypes that are served.
 
     Args:
         read: gives the file's bytes [begin, end).
@@ -137,45 +121,14 @@ def read_tensors(
     Raises:
         BadAdapter: it is no safetensors file, or cut short.
     """
-    head = read(0, min(FIRST_READ, nbytes))
-    if len(head) < 10:
-        raise BadAdapter(f"is {nbytes} bytes long, too short for a safetensors file")
-    length = int.from_bytes(head[:8], "little")
-    if length > MAX_HEADER_BYTES or head[8:9] != b"{":
-        raise BadAdapter("is no safetensors file; other formats are not read, as they may run code")
-    begin = 8 + length
-    if begin > nbytes:
-        raise BadAdapter("is cut short: its header is not whole")
-    if begin > len(head):
-        head += read(len(head), begin)
     try:
-        named: dict[str, Any] = msgspec.json.decode(head[8:begin], type=dict[str, Any])
-        metadata = msgspec.convert(named.pop("__metadata__", {}), dict[str, str])
-        tensors = msgspec.convert(named, dict[str, _Declared])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAdapter("is no safetensors file: its header cannot be read") from error
-    return {name: declared.placed(name, begin, nbytes) for name, declared in tensors.items()}, (
-        metadata
-    )
-
-
-class _Declared(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-    def placed(self, name: str, data: int, nbytes: int) -> TensorPlace:
-        first, last = self.data_offsets
-        size = _ITEM_BYTES.get(self.dtype)
-        if size is None:
-            raise BadAdapter(f"holds {_short(name)} in {self.dtype}; served: F16, BF16, F32")
-        if min(self.shape, default=0) < 0 or not 0 <= first <= last:
-            raise BadAdapter(f"is no safetensors file: {_short(name)} has no place in it")
-        if last - first != size * math.prod(self.shape):
-            raise BadAdapter(f"holds {_short(name)} in bytes that do not fit its shape")
-        if data + last > nbytes:
-            raise BadAdapter(f"is cut short: {_short(name)} is not whole")
-        return TensorPlace(self.dtype, self.shape, data + first, data + last)
+        header = safetensors_header.read_header(read, nbytes)
+    except BadHeader as error:
+        raise BadAdapter(str(error)) from error
+    for name, place in header.tensors.items():
+        if place.dtype not in _DTYPES:
+            raise BadAdapter(f"holds {short(name)} in {place.dtype}; served: {', '.join(_DTYPES)}")
+    return header
 
 
 def read_header(
@@ -194,18 +147,16 @@ def read_header(
     """
     if nbytes > max_bytes:
         raise BadAdapter(f"is {nbytes} bytes long; at most {max_bytes} are served")
-    tensors, metadata = read_tensors(read, nbytes)
+    tensors, metadata, _ = read_tensors(read, nbytes)
     _refuse_other_kinds(tensors, metadata)
     named = by_module(tensors)
     layers = {}
     for (part, module), names in named.items():
         layer = _layer(module, tensors[names.down].shape, tensors[names.up].shape)
         if layer.rank > max_rank:
-            raise BadAdapter(
-                f"has rank {layer.rank} in {_short(module)}; at most {max_rank} served"
-            )
+            raise BadAdapter(f"has rank {layer.rank} in {short(module)}; at most {max_rank} served")
         if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
-            raise BadAdapter(f"holds an alpha for {_short(module)} that is no single number")
+            raise BadAdapter(f"holds an alpha for {short(module)} that is no single number")
         layers[part, module] = layer
     return LoraHeader(layers, named, tensors, nbytes, metadata)
 
@@ -224,19 +175,19 @@ def by_module(tensors: Iterable[str]) -> dict[tuple[str, str], Names]:
                 module = match["module"]
                 before = found.get(module, Names())
                 if getattr(before, role):
-                    raise BadAdapter(f"holds the matrices of {_short(module)} twice")
+                    raise BadAdapter(f"holds the matrices of {short(module)} twice")
                 found[module] = before._replace(**{role: name})
                 break
         else:
-            raise BadAdapter(f"holds {_short(name)}, which is no part of a LoRA")
+            raise BadAdapter(f"holds {short(name)}, which is no part of a LoRA")
     if not found:
         raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
     for module, names in found.items():
         if names.alpha and not names.down and not names.up:
-            raise BadAdapter(f"holds an alpha for {_short(module)}, and no matrices")
+            raise BadAdapter(f"holds an alpha for {short(module)}, and no matrices")
         if not names.down or not names.up:
             missing = "up" if names.down else "down"
-            raise BadAdapter(f"is not whole: {_short(module)} has no {missing} matrix")
+            raise BadAdapter(f"is not whole: {short(module)} has no {missing} matrix")
     parts = {split_part(module): names for module, names in found.items()}
     if len(parts) != len(found):
         raise BadAdapter("holds the matrices of one layer twice, under two spellings")
@@ -271,14 +222,14 @@ def check_values(data: npt.NDArray[np.uint8], tensors: Mapping[str, TensorPlace]
             words = raw.view(np.uint16)
             exponent = 0x7C00 if place.dtype == "F16" else 0x7F80
         if bool(((words & exponent) == exponent).any()):
-            raise BadAdapter(f"holds NaN or infinity in {_short(name)}")
+            raise BadAdapter(f"holds NaN or infinity in {short(name)}")
 
 
 def _refuse_other_kinds(tensors: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> None:
     for kind, mark in _OTHER_KINDS.items():
         for name in tensors:
             if mark.search(name) is not None:
-                raise BadAdapter(f"is of a kind that is not served: {kind} ({_short(name)})")
+                raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)})")
     if re.search(r"use_dora\"?: ?true", metadata.get("lora_adapter_metadata", "")):
         raise BadAdapter("is of a kind that is not served: DoRA (its metadata says use_dora)")
 
@@ -286,15 +237,9 @@ def _refuse_other_kinds(tensors: Mapping[str, TensorPlace], metadata: Mapping[st
 def _layer(name: str, down: tuple[int, ...], up: tuple[int, ...]) -> Layer:
     """The update's form, if the matrices fit one another."""
     if len(down) != len(up) or len(down) not in (2, 4):
-        raise BadAdapter(f"has matrices of other forms in {_short(name)}: {down}, {up}")
+        raise BadAdapter(f"has matrices of other forms in {short(name)}: {down}, {up}")
     rank, inputs, *kernel = down
     outputs, inner, *sides = up
     if min(down) < 1 or min(up) < 1 or inner != rank or any(side != 1 for side in sides):
-        raise BadAdapter(
-            f"has matrices that do not fit in {_short(name)}: {list(down)}, {list(up)}"
-        )
+        raise BadAdapter(f"has matrices that do not fit in {short(name)}: {list(down)}, {list(up)}")
     return Layer(rank, inputs, outputs, tuple(kernel))
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 80 else f"{name[:77]}..."

@@ -25,6 +25,7 @@ from maskserve_core.adapters.lora_header import BadAdapter, check_values, read_h
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
 from maskserve_core.config import AdaptersConfig, Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.files.safetensors_header import reader_of
 
 log = logging.getLogger("maskserve")
 
@@ -197,12 +198,9 @@ def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
     """
     limits, nbytes = AdaptersConfig(), path.stat().st_size
     with path.open("rb") as opened:
-
-        def read(begin: int, end: int) -> bytes:
-            opened.seek(begin)
-            return opened.read(end - begin)
-
-        header = read_header(read, nbytes, max_bytes=limits.max_bytes, max_rank=limits.max_rank)
+        header = read_header(
+            reader_of(opened), nbytes, max_bytes=limits.max_bytes, max_rank=limits.max_rank
+        )
     base = None if model is None else BaseLayers.of_folder(model)
     if base is not None:
         base.check(header)
@@ -226,8 +224,8 @@ def _replaced(name: str, field: str) -> MaskserveError:
 def _check_file(path: Path) -> None:
     """Refuse a file whose numbers are not finite, or that is not what its header says."""
     data = np.memmap(path, np.uint8, mode="r")
-    tensors, _ = read_tensors(lambda begin, end: bytes(data[begin:end]), data.size)
-    check_values(data, tensors)
+    header = read_tensors(lambda begin, end: bytes(data[begin:end]), data.size)
+    check_values(data, header.tensors)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 from maskserve_core.adapters.storage import NAME
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
+from maskserve_core.files.safetensors_header import BadHeader, header_of
 from maskserve_core.models.facts import ControlFacts, ModelFacts
 
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"
-_MOST_HEADER = 2**27
 
 
 class KnownControlNet(NamedTuple):
@@ -102,7 +101,7 @@ class ControlNets:
             files = sorted(plain.path.glob(_WEIGHTS))
             if not files:
                 raise ValueError("has no safetensors weights, and no others are read")
-            numbers = sum(chain.from_iterable(map(_numbers, files)))
+            numbers = sum(map(_numbers, files))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return plain._replace(problem=str(error))
         return plain._replace(
@@ -145,22 +144,13 @@ def version_of(path: Path) -> str:
     return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
 
-def _numbers(file: Path) -> Iterator[int]:
-    """Of each tensor of a safetensors file.
+def _numbers(file: Path) -> int:
+    """Of all tensors of a safetensors file.
 
     Raises:
         ValueError: it is cut off, or none.
     """
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= min(size - 8, _MOST_HEADER):
-            raise ValueError(f"has a file that is cut off, or no safetensors file: {file.name}")
-        header = json.loads(opened.read(length))
-    end = 0
-    for name, each in header.items():
-        if name != "__metadata__":
-            end = max(end, int(each["data_offsets"][1]))
-            yield prod(each["shape"])
-    if 8 + length + end != size:
-        raise ValueError(f"has a file that is cut off: {file.name}")
+    try:
+        return sum(prod(each.shape) for each in header_of(file).tensors.values())
+    except BadHeader as error:
+        raise ValueError(f"has a file {file.name} that {error}") from error

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_core.files.safetensors_header import TensorPlace, encode_header, read_header
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, cut_at
 from maskserve_engine.cache.registered import Registered
 from maskserve_engine.cache.tier import Note
@@ -49,14 +49,6 @@ class BadEntry(ValueError):
     """Bytes that are not a whole, unchanged entry."""
 
 
-class _Header(NamedTuple):
-    tensors: dict[str, dict[str, Any]]
-    """dtype, shape and data_offsets of each."""
-    metadata: dict[str, str]
-    begin: int
-    """Where the data begin."""
-
-
 class EntryFile:
     """An entry whose tensors lie in host memory, ready to be written."""
 
@@ -74,19 +66,9 @@ class EntryFile:
             {name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in self._tensors.items()},
             metadata,
         )
-        header: dict[str, Any] = {"__metadata__": metadata}
-        end = 0
-        for name, tensor in self._tensors.items():
-            begin, end = end, end + tensor.nbytes
-            header[name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGN)
-        self._head = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self._head) + end
+        spans = {n: (_NAMES[t.dtype], t.shape, t.nbytes) for n, t in self._tensors.items()}
+        self._head = encode_header(spans, metadata, _ALIGN)
+        self.nbytes = len(self._head) + sum(t.nbytes for t in self._tensors.values())
 
     def write(self, file: BinaryIO) -> None:
         """Raises OSError as the medium says."""
@@ -102,14 +84,18 @@ def dump_entry(entry: AnchorEntry, note: Note) -> bytes:
     return file.getvalue()
 
 
-def read_note(head: bytes) -> Note:
-    """The note in the first bytes of a file.
+def read_note(read: Callable[[int, int], bytes], nbytes: int) -> Note:
+    """The note in a file's header.
+
+    Args:
+        read: gives the file's bytes [begin, end).
+        nbytes: of the file.
 
     Raises:
         BadEntry: there is none.
     """
     try:
-        return Note(**json.loads(_header(memoryview(head)).metadata["note"]))
+        return Note(**json.loads(read_header(read, nbytes).metadata["note"]))
     except (KeyError, TypeError, ValueError) as error:
         raise BadEntry(f"no note: {error}") from error
 
@@ -121,11 +107,12 @@ def read_entry(buffer: Any) -> tuple[AnchorEntry, Note]:
         BadEntry: the buffer is cut off or changed.
     """
     try:
-        header = _header(memoryview(buffer))
+        view = memoryview(buffer)
+        header = read_header(lambda begin, end: bytes(view[begin:end]), len(view))
         metadata = header.metadata
         layout = json.loads(metadata["layout"])
         note, anchor = Note(**json.loads(metadata["note"])), Anchor(*json.loads(metadata["anchor"]))
-        found = {name: _tensor(buffer, header.begin, s) for name, s in header.tensors.items()}
+        found = {name: _tensor(buffer, place) for name, place in header.tensors.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadEntry(f"cut off, or not an entry: {error}") from error
     contents = {name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in found.items()}
@@ -335,14 +322,14 @@ def open_entry(path: str | os.PathLike[str]) -> tuple[StoredEntry, Note]:
         OSError: as the medium says.
     """
     file = OpenFile(path)
-    head = b"".join(bytes(piece) for piece in file.pieces(0, min(8, file.nbytes)))
-    size = min(8 + int.from_bytes(head, "little"), file.nbytes)
     try:
-        header = _header(memoryview(b"".join(bytes(piece) for piece in file.pieces(0, size))))
+        header = read_header(
+            lambda begin, end: b"".join(map(bytes, file.pieces(begin, end))), file.nbytes
+        )
         metadata = header.metadata
         layout = json.loads(metadata["layout"])
         note, anchor = Note(**json.loads(metadata["note"])), Anchor(*json.loads(metadata["anchor"]))
-        spans = {name: _span(file, header.begin, spec) for name, spec in header.tensors.items()}
+        spans = {name: _span(file, place) for name, place in header.tensors.items()}
         count = int(layout["blocks"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadEntry(f"cut off, or not an entry: {error}") from error
@@ -356,11 +343,8 @@ def open_entry(path: str | os.PathLike[str]) -> tuple[StoredEntry, Note]:
     return StoredEntry(anchor, blocks, file), note
 
 
-def _span(file: OpenFile, begin: int, spec: dict[str, Any]) -> FileTensor:
-    dtype, shape, (low, high) = _DTYPES[spec["dtype"]], tuple(spec["shape"]), spec["data_offsets"]
-    if high - low != dtype.itemsize * math.prod(shape) or begin + high > file.nbytes or low < 0:
-        raise ValueError(f"a tensor of {shape} in bytes {low} to {high}")
-    return FileTensor(file, begin + low, dtype, shape, high - low)
+def _span(file: OpenFile, place: TensorPlace) -> FileTensor:
+    return FileTensor(file, place.begin, _DTYPES[place.dtype], place.shape, place.nbytes)
 
 
 def _stored_parts(
@@ -428,18 +412,9 @@ def _digest(
     return digest.hexdigest()
 
 
-def _header(view: memoryview) -> _Header:
-    size = int.from_bytes(view[:8], "little")
-    if not 2 <= size <= len(view) - 8:
-        raise ValueError(f"a header of {size} bytes")
-    header = json.loads(bytes(view[8 : 8 + size]))
-    return _Header(header, header.pop("__metadata__"), 8 + size)
-
-
-def _tensor(buffer: Any, begin: int, spec: dict[str, Any]) -> Tensor:
-    dtype, (low, high) = _DTYPES[spec["dtype"]], spec["data_offsets"]
-    flat = torch.frombuffer(buffer, dtype=torch.uint8, count=high - low, offset=begin + low)
-    return flat.view(dtype).view(spec["shape"])
+def _tensor(buffer: Any, place: TensorPlace) -> Tensor:
+    flat = torch.frombuffer(buffer, dtype=torch.uint8, count=place.nbytes, offset=place.begin)
+    return flat.view(_DTYPES[place.dtype]).view(place.shape)
 
 
 def _coded(found: dict[str, Tensor], block: int, field: str, format: str) -> Coded | None:

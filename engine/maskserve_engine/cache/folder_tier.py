@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_core.files.safetensors_header import reader_of
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import (
     BadEntry,
@@ -174,9 +175,9 @@ class FolderTier(StoredTier):
             used = (folder / "used").stat().st_mtime
         return Held(self._note_of(key, files), files, used, (folder / "pinned").exists())
 
-    def _head(self, key: str, anchor: Anchor, nbytes: int) -> bytes:
+    def _part(self, key: str, anchor: Anchor, begin: int, end: int) -> bytes:
         with self._path(key, anchor).open("rb") as file:
-            return file.read(nbytes)
+            return reader_of(file)(begin, end)
 
     # What the lock is held for.
 

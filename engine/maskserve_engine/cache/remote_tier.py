@@ -119,9 +119,9 @@ class RemoteTier(StoredTier):
                 listed.setdefault(key, {})[anchor] = int(about["size"] or 0)
         return listed
 
-    def _head(self, key: str, anchor: Anchor, nbytes: int) -> bytes:
-        head: bytes = self._files.cat_file(self._path(key, anchor), end=nbytes)
-        return head
+    def _part(self, key: str, anchor: Anchor, begin: int, end: int) -> bytes:
+        part: bytes = self._files.cat_file(self._path(key, anchor), start=begin, end=end)
+        return part
 
     def _remove(self, key: str) -> int:
         freed = sum(self._listed().get(key, {}).values())

@@ -6,6 +6,7 @@ import errno
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import BadEntry, read_note
@@ -13,8 +14,6 @@ from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims
 
 _log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
-_HEAD = 2**20
-"""Bytes in which an entry's header lies; one block takes some 300."""
 
 
 class StoredTier(ABC):
@@ -53,8 +52,8 @@ class StoredTier(ABC):
         """Drop a template and count it as evicted; returns bytes."""
 
     @abstractmethod
-    def _head(self, key: str, anchor: Anchor, nbytes: int) -> bytes:
-        """The first bytes of an entry."""
+    def _part(self, key: str, anchor: Anchor, begin: int, end: int) -> bytes:
+        """Some bytes of an entry's file."""
 
     def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
         """Evict until an entry fits; nothing is evicted when it cannot."""
@@ -71,7 +70,9 @@ class StoredTier(ABC):
         note = self._notes.get(key)  # another thread may evict the template at any time
         if note is None:
             try:
-                note = self._notes[key] = read_note(self._head(key, next(iter(files)), _HEAD))
+                anchor, nbytes = next(iter(files.items()))
+                note = read_note(partial(self._part, key, anchor), nbytes)
+                self._notes[key] = note
             except (BadEntry, FileNotFoundError):  # evicted since it was listed
                 return Note("", len(files) + 1, 0.0)
             except Exception as error:  # each file system has errors of its own

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -14,6 +13,7 @@ import torch
 
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.memory_table import MemoryTable
+from maskserve_core.files.safetensors_header import header_of
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.models.registry import control_work
@@ -211,19 +211,12 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 def _numbers(file: Path) -> int:
     """Numbers in a file of the safetensors format."""
-    return sum(prod(each["shape"]) for each in _tensors(file))
+    return sum(prod(each.shape) for each in header_of(file).tensors.values())
 
 
 def _file_bytes(file: Path) -> int:
     """Of all tensors in such a file, as they lie there."""
-    return sum(each["data_offsets"][1] - each["data_offsets"][0] for each in _tensors(file))
-
-
-def _tensors(file: Path) -> list[dict[str, Any]]:
-    """What the file's header says of each of its tensors."""
-    with file.open("rb") as opened:
-        header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return [each for name, each in header.items() if name != "__metadata__"]
+    return sum(each.nbytes for each in header_of(file).tensors.values())
 
 
 def is_loaded(config: Config, stage: Stage) -> bool:

@@ -147,7 +147,7 @@ def test_size_and_rank_are_bounded() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_values_are_finite(dtype: Any, bad: float) -> None:
     tensors = lora(dtype=dtype)
-    places, _ = read_tensors(lambda a, b: saved(tensors)[a:b], len(saved(tensors)))
+    places, _, _ = read_tensors(lambda a, b: saved(tensors)[a:b], len(saved(tensors)))
     check_values(np.frombuffer(saved(tensors), np.uint8), places)
     tensors[f"{BLOCK}.lora_B.weight"][5, 1] = bad
     with pytest.raises(BadAdapter, match="NaN or infinity"):

@@ -1,0 +1,194 @@
+"""The header of a safetensors file, read before any tensor of it is.
+
+Eight bytes tell the length of the JSON behind them, which names each tensor with its dtype, shape
+and place; the tensors follow, one behind the other:
+
+    | length | {"NAME": {"dtype", "shape", "data_offsets"}, …, "__metadata__": {…}} | tensors |
+
+Files may come from anybody. So everything here takes time in proportion to the header, which is
+bounded, and what is returned fits the file: no tensor lies outside of it or over another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, BinaryIO, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+MAX_HEADER_BYTES = 16 * 2**20
+"""A LoRA of a thousand layers has 300 KB."""
+MAX_TENSORS = 2**16
+MAX_NAME = 512
+"""Characters; the longest of a published model has some 100."""
+MAX_DIMENSIONS = 8
+FIRST_READ = 256 * 1024
+"""Bytes that hold most headers whole."""
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+_Name = Annotated[str, Meta(max_length=MAX_NAME)]
+_Size = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class BadHeader(ValueError):
+    """A file that is no whole safetensors file; the text is the end of a sentence about it."""
+
+
+class TensorPlace(NamedTuple):
+    """A tensor of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Of its bytes, in the file."""
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class Header(NamedTuple):
+    """What a file says of itself."""
+
+    tensors: dict[str, TensorPlace]
+    metadata: dict[str, str]
+    begin: int
+    """Of the first tensor's bytes, in the file."""
+
+
+class _Declared(msgspec.Struct):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_read_names = msgspec.json.Decoder(
+    Annotated[dict[_Name, msgspec.Raw], Meta(max_length=MAX_TENSORS + 1)]
+).decode
+_read_declared = msgspec.json.Decoder(_Declared).decode
+_read_metadata = msgspec.json.Decoder(dict[str, str]).decode
+
+
+def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
+    """The header of a file.
+
+    Args:
+        read: gives the file's bytes [begin, end).
+        nbytes: of the file.
+
+    Raises:
+        BadHeader: it is no safetensors file, or not whole.
+    """
+    head = read(0, min(FIRST_READ, nbytes))
+    if len(head) < _LENGTH_BYTES + 2:
+        raise BadHeader(f"is {nbytes} bytes long, too short for a safetensors file")
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES or head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+        raise BadHeader("is no safetensors file; other formats are not read, as they may run code")
+    begin = _LENGTH_BYTES + length
+    if begin > nbytes:
+        raise BadHeader("is cut short: its header is not whole")
+    if begin > len(head):
+        head += read(len(head), begin)
+    try:
+        named = _read_names(head[_LENGTH_BYTES:begin])
+        metadata = _read_metadata(named.pop(_METADATA, msgspec.Raw(b"{}")))
+        declared = {name: _read_declared(raw) for name, raw in named.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadHeader("is no safetensors file: its header cannot be read") from error
+    tensors = {name: _placed(name, each, begin) for name, each in declared.items()}
+    _check_places(tensors, begin, nbytes)
+    return Header(tensors, metadata, begin)
+
+
+def header_of(file: Path) -> Header:
+    """The header of a file of this host; raises as `read_header`, and OSError."""
+    with file.open("rb") as opened:
+        return read_header(reader_of(opened), file.stat().st_size)
+
+
+def reader_of(opened: BinaryIO) -> Callable[[int, int], bytes]:
+    """Gives the bytes [begin, end) of an open file."""
+
+    def read(begin: int, end: int) -> bytes:
+        opened.seek(begin)
+        return opened.read(end - begin)
+
+    return read
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, Sequence[int], int]],
+    metadata: Mapping[str, str],
+    align: int = 8,
+) -> bytes:
+    """The bytes that stand before the tensors.
+
+    Args:
+        tensors: dtype, shape and bytes of each, in the order in which they follow.
+        metadata: beside them.
+        align: the first tensor begins at a multiple of it.
+    """
+    header: dict[str, object] = {_METADATA: metadata}
+    end = 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        begin, end = end, end + nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = msgspec.json.encode(header)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % align)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def short(name: str) -> str:
+    """A tensor's name as a sentence can hold it."""
+    return name if len(name) <= 80 else f"{name[:77]}..."
+
+
+def _placed(name: str, declared: _Declared, data: int) -> TensorPlace:
+    first, last = declared.data_offsets
+    bits = _BITS.get(declared.dtype)
+    if bits is None:
+        raise BadHeader(f"holds {short(name)} in {declared.dtype[:20]}, which is not read")
+    for size in sorted(declared.shape):  # a side of 0 first; no product grows beyond its bytes
+        bits *= size
+        if bits > 8 * (last - first):
+            break
+    if bits != 8 * (last - first):
+        raise BadHeader(f"holds {short(name)} in bytes that do not fit its shape")
+    return TensorPlace(declared.dtype, declared.shape, data + first, data + last)
+
+
+def _check_places(tensors: Mapping[str, TensorPlace], begin: int, nbytes: int) -> None:
+    """Refuse tensors that lie over one another, apart, or beyond the file's end."""
+    end = begin
+    for name, place in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if place.begin != end:
+            raise BadHeader(f"is no safetensors file: {short(name)} has no place of its own in it")
+        end = place.end
+        if end > nbytes:
+            raise BadHeader(f"is cut short: {short(name)} is not whole")
+    if end != nbytes:
+        raise BadHeader(f"is no safetensors file: {nbytes - end} of its bytes are of no tensor")
