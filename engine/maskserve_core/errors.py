@@ -116,4 +116,15 @@ def guarded(request_id: str, error: BaseException) -> MaskserveError:
         return error
     extra = {"request_id": request_id}
     log.error("%s: %s", type(error).__name__, error, exc_info=error, extra=extra)
+    return hidden(str(error), request_id)
+
+
+def hidden(text: str, request_id: str) -> MaskserveError:
+    """What a client is told in place of a text that is not ours.
+
+    TRITON-2.51: its own may tell what helps to attack it, such as the name of a region of shared
+    memory when that is full. A large request is no fault of the worker, and another may have room.
+    """
+    if "shared memory" in text.lower():
+        return Overloaded("the worker has no room in shared memory for the request")
     return internal_error(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Worker
 
+log = logging.getLogger("maskserve.router")
 _ANSWER_S = 12.0
 _PATIENT_S = 75.0
 """For operations that take their time."""
@@ -147,7 +149,7 @@ class ClusterControl:
             else:
                 done[worker.address] = answer
         if not done:
-            raise min(failed.values(), key=lambda failure: failure.blame is Blame.WORKER)
+            raise min(failed.values(), key=lambda failure: failure.blame in (Blame.WORKER, Blame.UNKNOWN))
         return done, failed
 
 
@@ -158,7 +160,10 @@ async def _ask(worker: Worker, operation: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         return answer
     except grpc.aio.AioRpcError as error:
-        raise Failure(error.code(), error.details() or "") from None
+        failure = Failure(error.code(), error.details() or "")
+        if not failure.coded:
+            log.warning("worker %s: %s: %s", worker.address, operation["op"], failure.details[:300])
+        raise failure from None
     except (msgspec.MsgspecError, IndexError):
         raise EngineFailed(f"worker {worker.address} answered with something else") from None
 

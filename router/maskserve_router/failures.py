@@ -59,8 +59,9 @@ class Blame(enum.Enum):
     WORKER = "worker"
     """The worker failed it."""
     UNKNOWN = "unknown"
-    """An error without a code or a status, as Triton's streams carry it: another worker may do
-    better, and it is no sign of a worker that fails."""
+    """An error without a code: not in our words but Triton's, or the network's. Another worker may
+    do better. What the client sent may have caused it, so it is no sign of a worker that fails;
+    one that is down is noticed by its silence."""
     CLIENT = "client"
     """Nobody waits for it any more."""
 
@@ -75,29 +76,30 @@ class Failure(Exception):
     """Of a stream: the message that carried it."""
 
     @property
+    def coded(self) -> bool:
+        """Whether it is in our words, which begin with a code, and not Triton's or gRPC's."""
+        return f"[{split_code(self.details)[0]}]" in self.details
+
+    @property
     def code(self) -> str:
         """Of maskserve_core.errors; of an error without any by its gRPC status."""
-        code, _ = split_code(self.details)
-        if f"[{code}]" in self.details:
-            return code
+        if self.coded:
+            return split_code(self.details)[0]
         return _CODES.get(self.status, EngineFailed.code)
 
     @property
     def blame(self) -> Blame:
-        coded = f"[{self.code}]" in self.details
         match self.code:
-            case Overloaded.code | TemplateNotFound.code | AdapterNotFound.code if coded:
+            case Overloaded.code | TemplateNotFound.code | AdapterNotFound.code if self.coded:
                 return Blame.REFUSED
             case Cancelled.code | DeadlineExceeded.code:
                 return Blame.CLIENT
             case InvalidRequest.code | TemplateNotFound.code:
                 return Blame.REQUEST
-        # Only a stream's own message has no status; a connection that ends has one.
-        if not coded and self.message:
-            return Blame.UNKNOWN
-        return Blame.WORKER
+        return Blame.WORKER if self.coded else Blame.UNKNOWN
 
 
+_UNTOLD = "the worker ended the request; why is in the router's log"
 _CODES = {
     Status.INVALID_ARGUMENT: InvalidRequest.code,
     Status.NOT_FOUND: TemplateNotFound.code,
@@ -154,11 +156,14 @@ def http_status(error: MaskserveError | Failure) -> int:
 
 
 def text_of(error: MaskserveError | Failure) -> str:
-    """What the client reads; it begins with a code in every case."""
-    if isinstance(error, Failure):
-        coded = f"[{error.code}]" in error.details
-        return error.details if coded else f"[{error.code}] {error.details}"
-    return str(error)
+    """What the client reads; it begins with a code in every case.
+
+    TRITON-2.51: its own texts may tell what helps to attack it, such as the name of a region of
+    shared memory. They stay in the log.
+    """
+    if not isinstance(error, Failure):
+        return str(error)
+    return error.details if error.coded else f"[{error.code}] {_UNTOLD}"
 
 
 def retry_after(error: MaskserveError | Failure) -> int | None:

@@ -14,11 +14,11 @@ from maskserve_core.worker.logs import about
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call
-from maskserve_router.failures import Failure, guarded, text_of
+from maskserve_router.failures import Failure, guarded
+from maskserve_router.forwarded import known_headers
 from maskserve_router.keys import EditCounts, KeyHolder, KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.tracing import Tracing
-from maskserve_router.upstream import Metadata
 
 log = logging.getLogger("maskserve.router")
 
@@ -68,7 +68,7 @@ class Front:
         call = make_edit_call(
             message,
             size,
-            _forwarded(headers),
+            known_headers(headers),
             timeout,
             client.scope,
             private_prompt=client.private_prompts,
@@ -93,7 +93,7 @@ class Front:
         call = make_edit_call(
             message,
             size,
-            _forwarded(headers),
+            known_headers(headers),
             timeout,
             client.scope,
             private_prompt=client.private_prompts,
@@ -136,16 +136,8 @@ class Front:
                 "seconds": round(time.monotonic() - begin, 4),
             }
             if error is not None and code != "OK":
-                fields["error"] = text_of(error)[:300]
+                told = error.details if isinstance(error, Failure) else str(error)
+                fields["error"] = told[:300]
             log.info(
                 "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
             )
-
-
-def _forwarded(headers: Mapping[str, str]) -> Metadata:
-    """The headers that mean something to a worker: the trace's, and the client's own."""
-    return tuple(
-        (name, value)
-        for name, value in headers.items()
-        if name in ("traceparent", "tracestate") or (name.startswith("x-") and name != "x-api-key")
-    )

@@ -375,7 +375,7 @@ async def _abort(context: Context, error: MaskserveError | Failure) -> NoReturn:
 
 def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:
     """An error as Triton's streams carry it: as text, with the request's id."""
-    if isinstance(error, Failure) and error.message:
+    if isinstance(error, Failure) and error.message and error.coded:
         return error.message
     answer = pb.ModelStreamInferResponse(error_message=text_of(error))
     answer.infer_response.id = message.id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from maskserve_router.kserve_http import (
     infer_response,
 )
 
+_NUMBER = re.compile("[0-9]{1,18}")
 _HEADER_LENGTH = "inference-header-content-length"
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ class HttpInference:
         with ExitStack() as held:
             body = await self._body(request, held)
             length = request.headers.get(_HEADER_LENGTH)
-            if length is not None and not length.isdigit():
+            if length is not None and not _NUMBER.fullmatch(length):
                 raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
             message, wanted = infer_request(
                 *model_of(request), body, None if length is None else int(length)

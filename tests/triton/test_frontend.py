@@ -324,8 +324,14 @@ def test_a_missing_tensor_is_named(api: FakeTriton, front: EditFront) -> None:
         ),
         (
             "Stub process 'decoder_0_0' is not healthy.",
-            "[ENGINE_FAILED] Stub process 'decoder_0_0' is not healthy.",
+            "[ENGINE_FAILED] internal error (request mine)",
             "INTERNAL",
+        ),
+        (
+            "in ensemble 'edit_pipeline', Failed to increase the shared memory pool size for key "
+            "'triton_python_backend_shm_region_3' to 67108864 bytes. No space left on device",
+            "[OVERLOADED] the worker has no room in shared memory for the request",
+            "UNAVAILABLE",
         ),
         (
             "Failed to process the request(s): ValueError: boom\n\nAt:\n  /x/model.py(3): execute",

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from maskserve_core.errors import EngineFailed, MaskserveError
+from maskserve_core.errors import MaskserveError, guarded
 from maskserve_core.triton.tensor_io import error_response, named_tensors
 
 log = logging.getLogger("maskserve")
@@ -92,9 +92,17 @@ class Answer:
                     self._sender.send(flags=flags)
                 else:
                     self._sender.send(message, flags=flags)
-            except Exception:
-                log.exception("an answer could not be sent")
-                error = EngineFailed("the answer could not be sent")
+            except Exception as problem:
+                error = guarded("", problem)
+                self._told_instead(error)
         # Without the lock: whoever looks for cancels must not wait for a log's disk.
         self._on_end(error, outputs)
         return True
+
+    def _told_instead(self, error: MaskserveError) -> None:
+        """An answer could not be sent, as there was no room for it; an error takes next to none."""
+        flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        try:
+            self._sender.send(error_response(self._api, error), flags=flags)
+        except Exception:
+            log.exception("an answer could not be sent")

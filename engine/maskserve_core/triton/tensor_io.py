@@ -20,7 +20,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
     TemplateNotFound,
-    internal_error,
+    hidden,
     split_code,
 )
 from maskserve_core.worker.logs import about
@@ -158,9 +158,9 @@ def relayed(text: str, request_id: str) -> MaskserveError:
     caught arrives with its stack.
     """
     code, message = split_code(text)
-    if any(mark in text for mark in _TRACE_MARKS):
-        log.error("a model raised: %s", text, extra=about(request_id))
-        return internal_error(request_id)
+    if f"[{code}]" not in text or any(mark in text for mark in _TRACE_MARKS):
+        log.error("a model's error: %s", text, extra=about(request_id))
+        return hidden(text, request_id)
     return RelayedError(code, message.strip())
 
 

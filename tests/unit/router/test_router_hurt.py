@@ -115,10 +115,10 @@ async def test_control_passes_the_check_of_tensors():
         assert b'"workers"' in await call(control_request("status"))
 
 
-def test_an_error_without_a_code_in_a_stream_is_no_sign_of_a_failing_worker():
+def test_an_error_without_a_code_is_no_sign_of_a_failing_worker():
     told = "expected 4 inputs but got 3 inputs for model 'edit_stream'"
     assert Failure(grpc.StatusCode.UNKNOWN, told, b"x").blame is Blame.UNKNOWN
-    assert Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed").blame is Blame.WORKER
+    assert Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed").blame is Blame.UNKNOWN
     assert Failure(grpc.StatusCode.UNKNOWN, "[ENGINE_FAILED] x", b"x").blame is Blame.WORKER
 
 

@@ -203,8 +203,8 @@ def test_no_answers_make_a_prediction_negative(seed: int):
 @pytest.mark.parametrize(
     ("status", "details", "blame"),
     [
-        (Status.UNAVAILABLE, "Connection reset by peer", Blame.WORKER),
-        (Status.INTERNAL, "Stub process 'edit_0_0' is not healthy.", Blame.WORKER),
+        (Status.UNAVAILABLE, "Connection reset by peer", Blame.UNKNOWN),
+        (Status.INTERNAL, "Stub process 'edit_0_0' is not healthy.", Blame.UNKNOWN),
         (Status.INTERNAL, "[ENGINE_FAILED] a denoising step failed", Blame.WORKER),
         (Status.UNAVAILABLE, "in ensemble 'x', [OVERLOADED] draining", Blame.REFUSED),
         (Status.NOT_FOUND, "[TEMPLATE_NOT_FOUND] not here", Blame.REFUSED),
