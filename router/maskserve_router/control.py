@@ -149,7 +149,8 @@ class ClusterControl:
             else:
                 done[worker.address] = answer
         if not done:
-            raise min(failed.values(), key=lambda failure: failure.blame in (Blame.WORKER, Blame.UNKNOWN))
+            unwell = (Blame.WORKER, Blame.UNKNOWN)
+            raise min(failed.values(), key=lambda failure: failure.blame in unwell)
         return done, failed
 
 

@@ -65,7 +65,7 @@ class Router:
         calls = ServerCalls(self.pool)
         listen = config.listen
         self.grpc = GrpcServer(config, front, calls, OpenCalls(config.grpc, self.metrics))
-        urls = ImageUrls(config.image_urls, config.limits, self.admission)
+        self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission)
         edits = ImageEdits(config.http, config.limits, front, self.admission, self.pool, urls)
         templates = TemplateRoutes(config.http, front, control, self.admission)
         inference = HttpInference(config.http, front, self.admission)
@@ -124,6 +124,7 @@ class Router:
         await self.grpc.stop(1.0)
         await self.http.stop()
         await self.admin.stop()
+        await self._urls.close()
         await self._control.missed.close()
         await self.pool.close()
         self._dispatcher.close()

@@ -14,7 +14,9 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeAlias
 
 import httpx
@@ -28,43 +30,52 @@ from maskserve_router.keys import KeyHolder
 _MAX_URL = 4096
 _ACCEPTED = '{"image_url": "data:image/png;base64,…"}'
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_OF_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
-"""Part of it counts as global, where a cloud has its metadata."""
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All of IPv6 that is given out to hosts of the internet."""
+_SPECIAL = [
+    ipaddress.ip_network(network)
+    for network in (
+        # IANA's registry of special-purpose IPv4 addresses, and multicast.
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24"),
+        *("192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15"),
+        *("198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+        # Of that for IPv6, what lies in 2000::/3: protocols (Teredo, ORCHID, …), documentation,
+        # 6to4, AS112.
+        *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+    )
+]
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 
 
+_LOOK_UPS = ThreadPoolExecutor(4, "look-up")
+"""Names that clients give are looked up apart from those of workers, however long that takes."""
+
+
 async def resolve(host: str, port: int) -> list[str]:
     """Addresses of a host; OSError if it has none."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(
+        _LOOK_UPS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    )
     return [str(address[0]) for *_, address in found]
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is of the open internet, and any IPv4 address inside of it as well."""
+    """Whether an address is of the open internet: none that a registry of IANA sets aside. Of an
+    IPv6 address that stands for an IPv4 one, that one is asked about.
+    """
     try:
         ip: Address = ipaddress.ip_address(address)
     except ValueError:  # such as one with a zone, which is of this network
         return False
-    inner: list[Address | None] = [ip]
     if isinstance(ip, ipaddress.IPv6Address):
-        inner += [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-    return all(
-        each.is_global
-        and not each.is_multicast
-        and not each.is_reserved
-        and each not in _OF_PROTOCOLS
-        for each in inner
-        if each is not None and (each is not ip or not _is_embedding(ip))
-    )
-
-
-def _is_embedding(ip: Address) -> bool:
-    """Whether only the IPv4 address inside of an IPv6 one says where it leads."""
-    return isinstance(ip, ipaddress.IPv6Address) and (ip.ipv4_mapped is not None or ip in _NAT64)
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped
+        if inner is None and ip not in _UNICAST:
+            return False
+        ip = inner or ip
+    return not any(ip in network for network in _SPECIAL)
 
 
 class ImageUrls:
@@ -92,7 +103,19 @@ class ImageUrls:
         self._timeout_s = hosts.timeout_s
         self._most = limits.max_image_bytes
         self._admission = admission
-        self._resolver, self._public, self._trusted = resolver, public, trusted
+        self._resolver, self._public = resolver, public
+        # Made once: to read all certificates that are trusted takes as long as fifty requests. No
+        # connection is kept, since the next host at its address may be another.
+        self._client = httpx.AsyncClient(
+            verify=(trusted or httpx.create_ssl_context()) if self._hosts else False,
+            trust_env=False,
+            follow_redirects=False,
+            timeout=self._timeout_s,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
 
     async def read(self, field: str, url: str, holder: KeyHolder, held: ExitStack) -> bytes:
         """The picture's bytes.
@@ -160,13 +183,8 @@ class ImageUrls:
         at = url.copy_with(host=addresses[0], fragment=None)
         headers = {"Host": url.netloc.decode(), "Accept": "image/*", "Accept-Encoding": "identity"}
         extensions = {"sni_hostname": host}
-        verify = self._trusted if self._trusted is not None else True
-        async with (
-            httpx.AsyncClient(
-                verify=verify, trust_env=False, follow_redirects=False, timeout=self._timeout_s
-            ) as client,
-            client.stream("GET", at, headers=headers, extensions=extensions) as answer,
-        ):
+        ask = self._client.stream("GET", at, headers=headers, extensions=extensions)
+        async with ask as answer:
             if answer.status_code != 200:
                 raise InvalidRequest(
                     field, f"is answered with status {answer.status_code}", "one answered with 200"

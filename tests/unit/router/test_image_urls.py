@@ -9,7 +9,9 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import httpx
 import pytest
 import trustme
 from hypothesis import given, settings
@@ -30,7 +32,11 @@ NOT_PUBLIC = [
     "169.254.169.254", "100.64.0.1", "192.0.0.8", "192.0.0.192", "192.0.2.7", "198.18.0.1",
     "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1",
     "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
-    "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:7f00:1::", "localhost",
+    "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:7f00:1::", "localhost", "192.88.99.1",
+    "192.31.196.1", "192.52.193.1", "192.175.48.1", "198.51.100.9", "203.0.113.9", "3fff::1",
+    "fec0::1", "5f00::1", "100::1", "100:0:0:1::1", "64:ff9b:1::808:808", "2001:db8::1",
+    "2001:2::1", "2001:20::1", "2620:4f:8000::1", "2002:808:808::", "::808:808", "4000::1",
+    "::ffff:192.88.99.1", "64:ff9b::c058:6301",
 ]  # fmt: skip
 
 ANYBODY = KeyRing((), 99).client({})
@@ -103,7 +109,9 @@ def test_no_address_of_this_or_a_private_network_is_public(address: str) -> None
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8"]
+)
 def test_addresses_of_the_internet_are_public(address: str) -> None:
     assert is_public(address)
 
@@ -138,6 +146,28 @@ async def test_answers_that_are_no_picture_are_refused(sent: bytes, told: str) -
         with pytest.raises(InvalidRequest, match=f"images.*{told}"):
             await fetched(urls_of(host), f"https://pictures.example:{host.port}/a.png")
         assert len(host.asked) == 1  # no redirect is followed
+
+
+async def test_certificates_are_read_once_and_not_for_each_url(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That takes 50 ms of the loop that routes all edits."""
+    made: list[object] = []
+    make = httpx.create_ssl_context
+
+    def counted(**given: Any) -> ssl.SSLContext:
+        made.append(given)
+        return make(**given)
+
+    async with serving() as host:
+        host.answer = answer(b"a picture")
+        urls = urls_of(host)
+        monkeypatch.setattr(httpx, "create_ssl_context", counted)
+        monkeypatch.setattr("httpx._transports.default.create_ssl_context", counted)
+        for _ in range(3):
+            assert await fetched(urls, f"https://pictures.example:{host.port}/") == b"a picture"
+        assert len(host.asked) == 3
+        assert made == []
 
 
 async def test_a_host_at_a_private_address_is_not_even_connected() -> None:
@@ -188,28 +218,29 @@ async def test_a_host_that_is_silent_holds_nobody() -> None:
 )
 async def test_other_urls_are_refused_before_anything_is_asked(url: str, told: str) -> None:
     async with serving() as host:
-        urls = ImageUrls(
-            ImageHosts(hosts=("pictures.example",)), LIMITS, Admission(AdmissionBounds(), Metrics())
-        )
         with pytest.raises(InvalidRequest, match=told):
-            await fetched(urls, url)
+            await fetched(NOWHERE, url)
         assert host.asked == []
+
+
+async def _nowhere(name: str, port: int) -> list[str]:
+    return []
+
+
+NOWHERE = ImageUrls(
+    ImageHosts(hosts=("pictures.example",)),
+    LIMITS,
+    Admission(AdmissionBounds(), Metrics()),
+    _nowhere,
+    trusted=ssl.create_default_context(),
+)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=60), st.sampled_from(["", "https://", "https://pictures.example", "data:"]))
 async def test_any_text_is_refused_by_name(text: str, begin: str) -> None:
-    async def nowhere(name: str, port: int) -> list[str]:
-        return []
-
-    urls = ImageUrls(
-        ImageHosts(hosts=("pictures.example",)),
-        LIMITS,
-        Admission(AdmissionBounds(), Metrics()),
-        nowhere,
-    )
     with pytest.raises(InvalidRequest, match=r"images\[0\]\.image_url"):
-        await fetched(urls, begin + text)
+        await fetched(NOWHERE, begin + text)
 
 
 def test_hosts_are_names_and_no_urls() -> None:

@@ -43,7 +43,7 @@ def http_parts(raw: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 async def test_a_header_too_long_for_workers_ejects_none():
-    """gRPC's own bound ends such a call, in words that look like a failure of the worker."""
+    """The bound of gRPC itself ends such a call, in words that look like a failure of the worker."""
     async with cluster() as (router, workers), calling(router) as call:
         body, headers = http_parts(http_edit())
         async with aiohttp.ClientSession(url_of(router)) as session:
@@ -52,13 +52,13 @@ async def test_a_header_too_long_for_workers_ejects_none():
                     await call(edit(), metadata=(("x-own", "a" * 20_000),))
                     continue
                 more = {**headers, "x-own": "a" * 20_000, "x-amzn-trace-id": "Root=1"}
-                async with session.post(
-                    "/v2/models/edit/infer", data=body, headers=more
-                ) as answer:
+                async with session.post("/v2/models/edit/infer", data=body, headers=more) as answer:
                     assert answer.status == 200, await answer.text()
         assert not ejected(router)
         assert sum(len(worker.seen) for worker in workers) == 12
-        assert not any(name.startswith("x-") for w in workers for seen in w.headers for name in seen)
+        assert not any(
+            name.startswith("x-") for w in workers for seen in w.headers for name in seen
+        )
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,11 @@ async def test_an_error_without_a_code_ejects_nobody_and_tells_nothing(
                 await call(edit())
             said = told.value.details() or ""
             assert said.startswith("[")
-            assert "region" not in said and "shared memory" not in said
+            assert "region" not in said
+            assert "shared memory" not in said
         stream = await _streamed(router)
-        assert stream.startswith("[") and "region" not in stream
+        assert stream.startswith("[")
+        assert "region" not in stream
         assert not ejected(router)
         assert any("shm_region_3" in str(vars(each)) for each in caplog.records)
 
