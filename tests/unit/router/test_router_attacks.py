@@ -43,7 +43,7 @@ def http_parts(raw: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 async def test_a_header_too_long_for_workers_ejects_none():
-    """The bound of gRPC itself ends such a call, in words that look like a failure of the worker."""
+    """The bound of gRPC itself ends such a call, as if the worker had failed it."""
     async with cluster() as (router, workers), calling(router) as call:
         body, headers = http_parts(http_edit())
         async with aiohttp.ClientSession(url_of(router)) as session:
