@@ -20,7 +20,7 @@ log = logging.getLogger("maskserve.router")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT; SIGHUP reads the configuration's workers anew."""
+    """Run until SIGTERM or SIGINT; SIGHUP takes on the configuration as it is now."""
     options = parser().parse_args(arguments)
     keep_freed_memory()
     try:
@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it logs each bad request of a stranger
     try:
         asyncio.run(_run(config, options))
-    except OSError as error:
+    except (ConfigError, OSError) as error:
         print(f"maskserve-router: {error}", file=sys.stderr)
-        return 3
+        return 2 if isinstance(error, ConfigError) else 3
     return 0
 
 
@@ -70,9 +70,11 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         for name in ("host", "http_port", "grpc_port", "admin_host", "admin_port")
         if (value := getattr(options, name)) is not None
     }
-    over: dict[str, dict[str, Any]] = {"listen": listen}
+    over: dict[str, Any] = {"listen": listen}
     if options.worker:
         over["workers"] = {"addresses": options.worker}
+    if options.keys is not None:
+        over["keys_file"] = options.keys
     if options.policy:
         over["routing"] = {"policy": options.policy}
     trace = {"otlp_url": options.otlp_url, "rate": options.trace_rate}
@@ -93,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="gRPC address of a worker, or dns:NAME:PORT; may be repeated",
     )
+    add("--keys", metavar="FILE", help="TOML file with [[keys]]; without any there is no start")
     add("--policy", help="mask_aware (default), least_requests, least_tokens, round_robin")
     add("--host", help="address of the clients' ports (default 127.0.0.1)")
     add("--http-port", type=int, help="default 8080")

@@ -6,10 +6,11 @@ ConfigError that names it. `[limits]`, `[log]` and `[trace]` are the worker's ow
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from maskserve_core.config import ConfigError, LimitsConfig, LogConfig, TraceConfig
 from maskserve_core.config_file import laid_over, read_tables, read_toml
@@ -38,7 +39,8 @@ class Listen(Table, frozen=True):
     admin_port: Port = 8082
     """The operators' port; 0 takes a free one."""
     tls_cert: str = ""
-    """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS."""
+    """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. New
+    contents of both are taken on within seconds, for connections that begin then."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
 
@@ -182,6 +184,9 @@ class RouterConfig(Table, frozen=True):
     grpc: Grpc = Grpc()
     image_urls: ImageHosts = ImageHosts()
     keys: tuple[Key, ...] = ()
+    keys_file: str = ""
+    """TOML file with `[[keys]]` and nothing else, such as a mounted secret; they are added to those
+    that stand here. Without any there is no start; a change of it is taken on within seconds."""
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
@@ -189,13 +194,23 @@ class RouterConfig(Table, frozen=True):
     """Of this router, in answers, logs and traces."""
 
 
-def load_router_config(path: str | None, **over: dict[str, Any]) -> RouterConfig:
+def load_router_config(path: str | None, **over: Any) -> RouterConfig:
     """Read the file, if any, and lay the tables of `over` over it.
 
     Raises:
         ConfigError: naming the file and key.
     """
-    return router_config_of(laid_over(read_toml(Path(path)) if path else {}, over))
+    tables = laid_over(read_toml(Path(path)) if path else {}, over)
+    if tables.get("keys") == []:
+        raise ConfigError("[[keys]]: there are none; without the key every client is let in")
+    if file := tables.get("keys_file"):
+        more = read_toml(Path(str(file)))
+        if others := sorted(more.keys() - {"keys"}):
+            raise ConfigError(f"{file}: {others[0]}: is not a key of it; accepted: [[keys]]")
+        if not more.get("keys"):
+            raise ConfigError(f"{file}: has no [[keys]]; without keys_file every client is let in")
+        tables["keys"] = [*tables.get("keys", ()), *more["keys"]]
+    return router_config_of(tables)
 
 
 def router_config_of(tables: dict[str, Any]) -> RouterConfig:
@@ -223,3 +238,34 @@ def _check(config: RouterConfig) -> None:
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
         raise ConfigError("[[keys]] name: two keys have the same")
+
+
+def check_change(old: RouterConfig, new: RouterConfig) -> None:
+    """Refuse what a running router cannot take on, so that a reload is whole or not at all.
+
+    Raises:
+        ConfigError: naming the first key that differs and is none of those that a reload changes.
+    """
+    if old.keys and not new.keys:
+        raise ConfigError("[[keys]]: the last one goes by a restart alone: it would open the door")
+    kept = structs.replace(new, keys=old.keys, workers=old.workers)
+    addresses = structs.replace(new.workers, addresses=old.workers.addresses)
+    for table, field, before, after in (
+        *_differences("", old, kept),
+        *_differences("workers", old.workers, addresses),
+    ):
+        where = f"[{table}] {field}" if table else field
+        raise ConfigError(
+            f"{where}: is changed by a restart alone, from {before!r} to {after!r}; a reload takes "
+            "on [workers] addresses, [[keys]] and the files of tls_cert and tls_key"
+        )
+
+
+def _differences(name: str, old: Table, new: Table) -> Iterator[tuple[str, str, Any, Any]]:
+    """Table, key, value before and after, of all that differ."""
+    for field in old.__struct_fields__:
+        before, after = getattr(old, field), getattr(new, field)
+        if isinstance(before, Table):
+            yield from _differences(field, before, after)
+        elif before != after:
+            yield name, field, before, after

@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_router.certificates import Certificates
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import parse_request
 from maskserve_router.failures import (
@@ -60,7 +61,12 @@ class GrpcServer:
     """Serves one address."""
 
     def __init__(
-        self, config: RouterConfig, front: Front, calls: ServerCalls, open_calls: OpenCalls
+        self,
+        config: RouterConfig,
+        front: Front,
+        calls: ServerCalls,
+        open_calls: OpenCalls,
+        certificates: Certificates,
     ) -> None:
         self._front, self._calls = front, calls
         self._server = grpc.aio.server(
@@ -76,16 +82,12 @@ class GrpcServer:
             (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
         )
         health_pb2_grpc.add_HealthServicer_to_server(_Health(calls), self._server)
-        self.port = self._bind(config)
-
-    def _bind(self, config: RouterConfig) -> int:
-        listen = config.listen
-        address = f"{listen.host}:{listen.grpc_port}"
-        if not listen.tls_cert:
-            return int(self._server.add_insecure_port(address))
-        with open(listen.tls_key, "rb") as key, open(listen.tls_cert, "rb") as certificate:
-            pair = (key.read(), certificate.read())
-        return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+        address = f"{config.listen.host}:{config.listen.grpc_port}"
+        self.port = int(
+            self._server.add_secure_port(address, certificates.for_grpc())
+            if certificates.files
+            else self._server.add_insecure_port(address)
+        )
 
     async def start(self) -> None:
         await self._server.start()

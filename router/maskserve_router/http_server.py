@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.applications import Starlette
 
+from maskserve_router.certificates import Certificates
 from maskserve_router.config import Http
 from maskserve_router.half_close import HalfClose
 
@@ -117,9 +118,9 @@ class HttpServer(uvicorn.Server):
         bounds: Http,
         host: str,
         port: int,
-        certificate: str = "",
-        key: str = "",
+        certificates: Certificates | None = None,
     ) -> None:
+        files = certificates.files if certificates is not None else ()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -132,10 +133,13 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 limit_concurrency=bounds.max_connections,
-                ssl_certfile=certificate or None,
-                ssl_keyfile=key or None,
+                ssl_certfile=files[0] if files else None,
+                ssl_keyfile=files[1] if files else None,
             )
         )
+        self.config.load()
+        if certificates is not None and self.config.ssl is not None:
+            certificates.shown_by(self.config.ssl)
         self._host, self._address = host, (host, port)
         self._socket: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None

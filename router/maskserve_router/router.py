@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
+from maskserve_core.config import ConfigError
 from maskserve_core.routing import make_policy
 from maskserve_router.admin import Admin
 from maskserve_router.admission import Admission
-from maskserve_router.config import RouterConfig
+from maskserve_router.certificates import Certificates
+from maskserve_router.config import RouterConfig, check_change
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.front import Front
@@ -32,6 +36,8 @@ from maskserve_router.server_calls import ServerCalls
 from maskserve_router.tracing import Tracing
 
 log = logging.getLogger("maskserve.router")
+_LOOK_S = 2.0
+"""How often files of keys and certificates are looked at."""
 
 
 class Router:
@@ -39,7 +45,7 @@ class Router:
 
     Args:
         config: as it is at the start.
-        read_config: reads it anew for a reload; of that, the workers are taken on.
+        read_config: reads it anew for a reload.
     """
 
     def __init__(
@@ -60,11 +66,14 @@ class Router:
         self._control = control = ClusterControl(
             config.name, self.pool, self._dispatcher, self.metrics.predictions
         )
-        keys = KeyRing(config.keys, config.admission.max_edits)
+        self._certificates = Certificates(config.listen)
+        self._keys = keys = KeyRing(config.keys, config.admission.max_edits)
         front = Front(keys, self._dispatcher, control, self.metrics, self._tracing)
         calls = ServerCalls(self.pool)
         listen = config.listen
-        self.grpc = GrpcServer(config, front, calls, OpenCalls(config.grpc, self.metrics))
+        self.grpc = GrpcServer(
+            config, front, calls, OpenCalls(config.grpc, self.metrics), self._certificates
+        )
         self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission)
         edits = ImageEdits(config.http, config.limits, front, self.admission, self.pool, urls)
         templates = TemplateRoutes(config.http, front, control, self.admission)
@@ -74,19 +83,21 @@ class Router:
             config.http,
             listen.host,
             listen.http_port,
-            listen.tls_cert,
-            listen.tls_key,
+            self._certificates,
         )
         admin = Admin(
             config.name, self.pool, self.pending, self.admission, self.metrics, self.reload
         )
         self.admin = HttpServer(admin.app(), config.http, listen.admin_host, listen.admin_port)
+        self._secrets = self._stamps()
+        self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Router:
         await self.pool.start()
         await self.http.start()
         await self.admin.start()
         await self.grpc.start()
+        self._watching = asyncio.create_task(self._watch_secrets())
         log.info(
             "listening: HTTP %d, gRPC %d, admin %d",
             self.http.port,
@@ -108,12 +119,45 @@ class Router:
         self._control.missed.bring()
 
     async def reload(self) -> None:
-        """Take on the workers that the configuration names now.
+        """Take on the configuration as it is now: workers, keys and certificates, all or nothing.
 
         Raises:
-            ConfigError: it cannot be read; all stays as it was.
+            ConfigError: it cannot be read, or changes what only a restart can; all stays as it was.
         """
-        await self.pool.reload(self._read_config())
+        config = self._read_config()
+        check_change(self._config, config)
+        pair = self._certificates.read()
+        # Nothing fails from here on.
+        self._certificates.take_on(pair)
+        self._keys.change(config.keys)
+        self._config = config
+        log.info("the configuration is taken on: keys %s", ", ".join(k.name for k in config.keys))
+        await self.pool.reload(config)
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        """Of the files that hold secrets: they differ when one is replaced or written."""
+        files = [*self._certificates.files, *filter(None, [self._config.keys_file])]
+        stamps: list[tuple[int, ...]] = []
+        for file in files:
+            with suppress(OSError):
+                found = os.stat(file)
+                stamps.append((found.st_ino, found.st_mtime_ns, found.st_size))
+        return stamps
+
+    async def _watch_secrets(self) -> None:
+        """Reload when keys or certificates were rotated: who mounts secrets sends no signal."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            stamps = self._stamps()
+            if stamps == self._secrets:
+                continue
+            self._secrets = stamps
+            try:
+                await self.reload()
+            except ConfigError as error:
+                log.error("changed keys or certificates were not taken on: %s", error)
+            except Exception:
+                log.exception("changed keys or certificates were not taken on")
 
     async def stop(self) -> None:
         """Take no more edits, finish those under way within the grace, and close."""
@@ -126,6 +170,9 @@ class Router:
         await self.admin.stop()
         await self._urls.close()
         await self._control.missed.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await self.pool.close()
         self._dispatcher.close()
         self._tracing.close()

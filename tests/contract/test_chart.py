@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import promql_parser as promql
 import pytest
 import yaml
 
+from maskserve_core.config import ConfigError
 from maskserve_core.config_file import config_of, tomllib
 from maskserve_router.cli import parser as router_parser
-from maskserve_router.config import Listen, router_config_of
+from maskserve_router.config import Listen, load_router_config, router_config_of
 from maskserve_serving.cli import add_arguments
 from maskserve_serving.options import DEFAULT_BASE_PORT
 from tests.support.helm import find_helm
@@ -151,9 +151,7 @@ def test_a_worker_runs_what_serve_takes(helm: Path, values: dict[str, str]) -> N
 def test_a_router_finds_the_workers_and_is_found(helm: Path, values: dict[str, str]) -> None:
     resources = rendered(helm, values)
     (router,) = one(resources, "Deployment")["spec"]["template"]["spec"]["containers"]
-    shell, flag, script = router["command"]
-    assert (shell, flag) == ("sh", "-c")
-    program, *arguments = shlex.split(script.partition("exec ")[2])
+    program, *arguments = router["command"]
     assert program == "maskserve-router"
     options = router_parser().parse_args(arguments)
     workers = one(resources, "Service", "-workers")["metadata"]["name"]
@@ -172,24 +170,27 @@ def test_a_router_finds_the_workers_and_is_found(helm: Path, values: dict[str, s
     )
 
 
-def test_keys_are_read_beside_the_settings(helm: Path, tmp_path: Path) -> None:
-    """The shell's line joins both files, and does without the second."""
-    resources = rendered(helm, {})
-    (router,) = one(resources, "Deployment")["spec"]["template"]["spec"]["containers"]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "router.toml").write_text('[routing]\npolicy = "round_robin"\n')
-    script = router["command"][2].partition(";")[0]
-    script = script.replace("/tmp/", f"{tmp_path}/")
-    script = script.replace("/etc/maskserve/", f"{tmp_path}/a/")
-    script = script.replace("/etc/maskserve-keys/", f"{tmp_path}/b/")
-    for keys in ("", '[[keys]]\nname = "shop"\nsha256 = "' + "0" * 64 + '"\n'):
-        if keys:
-            (tmp_path / "b").mkdir()
-            (tmp_path / "b" / "keys.toml").write_text(keys)
-        subprocess.run(["sh", "-c", f"{script} || true"], check=True)
-        config = router_config_of(tomllib.loads((tmp_path / "router.toml").read_text()))
-        assert config.routing.policy == "round_robin"
-        assert len(config.keys) == bool(keys)
+def test_a_router_that_is_to_have_keys_does_not_start_without(helm: Path, tmp_path: Path) -> None:
+    """A secret whose entry has another name let every client in: the shell hid that it was gone."""
+    for values, asked in (({}, False), ({"router.keysSecret": "keys"}, True)):
+        (router,) = one(rendered(helm, values), "Deployment")["spec"]["template"]["spec"][
+            "containers"
+        ]
+        options = router_parser().parse_args(router["command"][1:])
+        assert (options.keys is not None) == asked
+    mounts = {mount["mountPath"] for mount in router["volumeMounts"]}
+    assert str(Path(options.keys).parent) in mounts
+    file, settings = tmp_path / "keys.toml", tmp_path / "router.toml"
+    settings.write_text('[routing]\npolicy = "round_robin"\n')
+    key = '[[keys]]\nname = "shop"\nsha256 = "' + "0" * 64 + '"\n'
+    for wrong in (None, "", "keys = []\n", "[listen]\n" + key):
+        if wrong is not None:
+            file.write_text(wrong)
+        with pytest.raises(ConfigError, match="keys"):
+            load_router_config(str(settings), keys_file=str(file))
+    file.write_text(key)
+    config = load_router_config(str(settings), keys_file=str(file))
+    assert (config.routing.policy, len(config.keys)) == ("round_robin", 1)
 
 
 def test_workers_are_open_to_routers_and_their_metrics_to_operators(helm: Path) -> None:
