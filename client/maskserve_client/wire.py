@@ -14,7 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from tritonclient.grpc import service_pb2
 
 from maskserve_client.errors import from_text
@@ -22,10 +25,13 @@ from maskserve_client.events import EditResult, Event, Final, Preview, Progress
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.imaging.colour import PROFILE, find_colour, pillow_words
 from maskserve_core.imaging.images import NO_LIMITS, Raster, decode_raster, to_base64
 
-ImageInput: TypeAlias = Image.Image | str | os.PathLike[str] | bytes
-"""A PIL image (sent as its pixels are), a path or encoded bytes (both sent as they are)."""
+ImageInput: TypeAlias = Image.Image | npt.NDArray[Any] | str | os.PathLike[str] | bytes
+"""A PIL image or an array (sent as their pixels are: arrays of uint8 or bool, [H, W] grey or
+[H, W, 3 or 4] RGB or RGBA), a path or encoded bytes (both sent as they are).
+"""
 
 DEFAULT_URL = "localhost:9001"
 CHANNEL_OPTIONS = (
@@ -61,23 +67,45 @@ def address(url: str) -> str:
     return rest.rstrip("/")
 
 
-def image_bytes(image: ImageInput | None) -> bytes:
+def image_bytes(image: ImageInput | None, field: str = "image") -> bytes:
     """The IMAGE or MASK tensor's bytes; empty for None.
 
     Raises:
+        InvalidRequest: an array that is no picture, naming `field`.
         OSError: a path that cannot be read.
     """
     if image is None:
         return b""
     if isinstance(image, bytes):
         return image
+    if isinstance(image, np.ndarray):
+        image = _picture_of(image, field)
     if not isinstance(image, Image.Image):
         with open(image, "rb") as file:
             return file.read()
-    out = io.BytesIO()
-    picture = image if image.mode in _PNG_MODES else image.convert("RGB")
-    picture.save(out, "PNG", compress_level=1)
+    out, picture, words = io.BytesIO(), image, pillow_words(image)
+    if image.mode not in _PNG_MODES:
+        picture, _, _ = find_colour(image, words)
+        picture, words = picture.convert("RGB"), {}
+    chunks = PngInfo()
+    for name, body in words.items():
+        if name != PROFILE:
+            chunks.add(name, body)
+    profile = words.get(PROFILE, b"")  # nothing: Pillow would write the one of what was converted
+    picture.save(out, "PNG", compress_level=1, pnginfo=chunks, icc_profile=profile)
     return out.getvalue()
+
+
+def _picture_of(array: npt.NDArray[Any], field: str) -> Image.Image:
+    shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
+    if array.dtype not in (np.uint8, np.bool_) or not shaped or not array.size:
+        found = f"is an array of {array.dtype}, {list(array.shape)}"
+        accepted = "uint8 from 0 to 255, or bool, [H, W] or [H, W, 3 or 4]"
+        raise InvalidRequest(field, found, accepted)
+    flat = array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
+    if flat.dtype == np.bool_:
+        flat = flat.astype(np.uint8) * np.uint8(255)
+    return Image.fromarray(np.ascontiguousarray(flat))
 
 
 def edit(
@@ -155,11 +183,11 @@ def _edit(
     return _request(
         model,
         {
-            "IMAGE": image_bytes(image),
-            "MASK": image_bytes(mask),
+            "IMAGE": image_bytes(image, "image"),
+            "MASK": image_bytes(mask, "mask"),
             "PROMPT": prompt.encode(),
             "SETTINGS": _settings_bytes(settings),
-            **({"CONTROL": [image_bytes(picture) for picture in control]} if control else {}),
+            **({"CONTROL": [image_bytes(each, "control") for each in control]} if control else {}),
         },
     )
 
@@ -233,6 +261,9 @@ def _event(response: service_pb2.ModelInferResponse) -> Event:
 
 def _picture(outputs: Mapping[str, bytes]) -> Raster:
     try:
-        return decode_raster(outputs.get("IMAGE", b""), "IMAGE", NO_LIMITS)
+        found = decode_raster(outputs.get("IMAGE", b""), "IMAGE", NO_LIMITS)
     except InvalidRequest as problem:
         raise EngineFailed(f"the server's answer is no image: {problem.message}") from None
+    if found.colour.profile:
+        found.image.info["icc_profile"] = found.colour.profile
+    return found

@@ -207,7 +207,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 return json.dumps({"templates": listed}).encode()
             case {"op": "register", "image": str(image)}:
                 decoded = decode_image(image.encode(), "OP.image", CONFIG.limits)
-                name = template_id(decoded.pixels)
+                name = template_id(decoded.pixels, decoded.colour.identity)
                 self.worker.templates[name] = decoded.encoded
                 return json.dumps({"template_id": name}).encode()
             case {"op": "evict" | "pin" | "unpin" as op, "template_id": str(name)}:

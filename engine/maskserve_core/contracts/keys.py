@@ -23,17 +23,19 @@ TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 """The form of a template's name."""
 
 
-def template_id(pixels: npt.NDArray[np.uint8]) -> str:
-    """Name of a template: 32 hexadecimal digits over its size and decoded RGB pixels.
+def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"") -> str:
+    """Name of a template: 32 hexadecimal digits over its size, decoded RGB pixels and colours.
 
     Two files of the same picture (PNG and lossless WebP, say) are the same template.
 
     Args:
         pixels: uint8 [H, W, 3], the decoded, upright source.
+        colour: what its numbers mean (`imaging.colour.Colour.identity`); empty for sRGB.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"maskserve.templ")
     digest.update(f"{pixels.shape[0]}x{pixels.shape[1]}:".encode())
     digest.update(np.ascontiguousarray(pixels).data)
+    digest.update(colour)
     return digest.hexdigest()
 
 

@@ -56,6 +56,7 @@ def final_meta(
         "worker": worker,
         "model": model,
         "template_id": request.template_id,
+        "warnings": request.warnings,
         **engine,
         "decoded": 1.0,
         "decode_batch": 1,

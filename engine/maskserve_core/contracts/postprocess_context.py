@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 NOTHING: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 """CONTEXT of events without an image."""
-_HEAD = struct.Struct("<II?")
+_HEAD = struct.Struct("<III?")
 
 
 def request_in(packed: npt.NDArray[np.uint8]) -> bytes:
     """REQUEST in a packed context, which may be as large as a picture: nothing else is copied."""
-    request, _, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    request, *_ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     return packed[_HEAD.size : _HEAD.size + request].tobytes()
 
 
@@ -34,17 +34,22 @@ class PostprocessContext:
     """Weight of the edited pixel, 8 bits at the source's size: pixels, or a PNG."""
     decoded: bool
     """Whether `source` and `paste` are pixels."""
+    colour: bytes = b""
+    """What the source's numbers mean (`imaging.colour.Colour.pack`)."""
 
     def pack(self) -> npt.NDArray[np.uint8]:
-        """[n] bytes: the lengths of request and source and `decoded`, then all three parts."""
-        head = _HEAD.pack(len(self.request), len(self.source), self.decoded)
-        return np.frombuffer(b"".join((head, self.request, self.source, self.paste)), np.uint8)
+        """[n] bytes: the lengths of all parts but the last and `decoded`, then the parts."""
+        head = _HEAD.pack(len(self.request), len(self.colour), len(self.source), self.decoded)
+        parts = (head, self.request, self.colour, self.source, self.paste)
+        return np.frombuffer(b"".join(parts), np.uint8)
 
     @classmethod
     def unpack(cls, packed: npt.NDArray[np.uint8]) -> PostprocessContext:
         """Pictures stay where they are, in `packed`."""
         raw = packed.data
-        request, source, decoded = _HEAD.unpack_from(raw)
-        begin = _HEAD.size + request
+        request, colour, source, decoded = _HEAD.unpack_from(raw)
+        behind_request = _HEAD.size + request
+        begin = behind_request + colour
         end = begin + source
-        return cls(bytes(raw[_HEAD.size : begin]), raw[begin:end], raw[end:], decoded)
+        asked, meant = bytes(raw[_HEAD.size : behind_request]), bytes(raw[behind_request:begin])
+        return cls(asked, raw[begin:end], raw[end:], decoded, meant)

@@ -94,6 +94,8 @@ class EditRequest:
     """Digest of the source's pixels at model resolution; entries are keyed on it."""
     edit_boxes: tuple[tuple[int, int, int, int], ...] = ()
     """Top, left, bottom and right of what the edit mask covers, in pixels of the model's size."""
+    warnings: tuple[str, ...] = ()
+    """What META tells the client to look at, though the edit runs."""
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -1,16 +1,25 @@
 """What an encoded image says of itself before anything is decoded.
 
 Requests are untrusted. This module reads a PNG, JPEG or WebP container far enough to know its
-size, orientation and transparency, and rewrites PNG and JPEG without their metadata, so that the
-decoder meets pixels only: no text chunk, colour profile, EXIF block or animation of a stranger
-reaches it, and its warnings about them cannot arise.
+size, orientation, transparency and colours, and rewrites PNG and JPEG without their metadata, so
+that the decoder meets pixels only: no text chunk, colour profile, EXIF block or animation of a
+stranger reaches it, and its warnings about them cannot arise.
+
+A picture ends where its format says, whatever stands behind: phones put videos there. Bounds are
+over the picture.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from PIL import Image
+
+from maskserve_core.imaging.colour import CHUNKS, MOST_PROFILE_BYTES, PROFILE, Words
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 ACCEPTED = "PNG, JPEG or WebP bytes, or their base64 text or data: URI"
@@ -20,6 +29,27 @@ _MAX_PARTS = 65_536
 # A progressive JPEG costs a pass over all its pixels per scan; real ones have about ten.
 _MAX_JPEG_SCANS = 64
 _FILL_BYTES = re.compile(rb"\xff+")
+# What ends a scan: neither a stuffed byte, nor a restart, nor fill.
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_BARE_MARKERS = (0x01, 0xD8)
+"""Without a length."""
+_EXIF_SIZES = {
+    1: 1,
+    2: 1,
+    7: 1,
+    3: 2,
+    4: 4,
+    5: 8,
+    6: 1,
+    8: 2,
+    9: 4,
+    10: 8,
+    11: 4,
+    12: 8,
+    13: 4,
+    16: 8,
+}
+"""Bytes of one of a value, by TIFF's type."""
 _EXIF_ORIENTATION = 0x0112
 
 _FOREIGN = (
@@ -57,6 +87,10 @@ class Container:
     """PNG's colour type; -1 for other formats."""
     transparency: bytes = b""
     """PNG's tRNS chunk, which the payload lacks."""
+    words: Words = field(default_factory=dict)
+    """What the file says of its colours, which the payload of PNG and JPEG lacks."""
+    end: int = 0
+    """Bytes of the file that are the picture's."""
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -96,7 +130,7 @@ def _foreign(encoded: bytes) -> str:
 
 
 def _read_png(data: bytes) -> Container:
-    """Keep IHDR, PLTE, IDAT and IEND; note tRNS and the orientation in eXIf."""
+    """Keep IHDR, PLTE, IDAT and IEND; note tRNS, the orientation in eXIf, and colours."""
     if data[8:16] != b"\0\0\0\x0dIHDR" or len(data) < 33:
         raise BadContainer("is a truncated or damaged PNG")
     width, height, depth, colour, deflate, filtering, interlace = struct.unpack_from(
@@ -104,8 +138,8 @@ def _read_png(data: bytes) -> Container:
     )
     if deflate or filtering or interlace > 1:
         raise BadContainer("is a damaged PNG")
-    kept = [PNG_SIGNATURE]
-    orientation, transparency = 1, b""
+    kept, words = [PNG_SIGNATURE], dict[bytes, bytes]()
+    orientation, transparency, pixels = 1, b"", False
     at = 8
     for number in range(_MAX_PARTS):
         if at + 12 > len(data):
@@ -119,23 +153,52 @@ def _read_png(data: bytes) -> Container:
             raise BadContainer("is a damaged PNG")
         if name in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
             kept.append(data[at:end])
+            pixels = pixels or name == b"IDAT"
         elif name == b"tRNS":
             transparency = data[at + 8 : end - 4]
         elif name == b"eXIf":
             orientation = _orientation(data[at + 8 : end - 4])
+        elif name in CHUNKS and not pixels and name not in words:
+            words |= _colour_chunk(name, data[at + 8 : end - 4])
         if name == b"IEND":
-            return Container(
-                "png", (height, width), orientation, b"".join(kept), depth, colour, transparency
-            )
+            break
         at = end
-    raise BadContainer(f"is a PNG of more than {_MAX_PARTS} chunks")
+    else:
+        if not pixels or name == b"IDAT":
+            raise BadContainer(f"is a PNG of more than {_MAX_PARTS} chunks")
+        kept.append(_IEND)  # the picture is whole: what follows is its animation
+        end = len(data)
+    found = b"".join(kept)
+    return Container(
+        "png", (height, width), orientation, found, depth, colour, transparency, words, end
+    )
+
+
+_IEND = b"\0\0\0\0IEND\xaeB\x60\x82"
+
+
+def _colour_chunk(name: bytes, body: bytes) -> Words:
+    """What a chunk says of colours, a profile inflated; nothing where it is damaged."""
+    if name != PROFILE:
+        return {name: body} if len(body) == CHUNKS[name] else {}
+    begin = body.find(b"\0", 0, 80)
+    if begin < 0 or body[begin + 1 : begin + 2] != b"\0":
+        return {}
+    inflate = zlib.decompressobj()
+    try:
+        profile = inflate.decompress(body[begin + 2 :], MOST_PROFILE_BYTES)
+    except zlib.error:
+        return {}
+    return {name: profile} if inflate.eof else {}
 
 
 def _read_jpeg(data: bytes) -> Container:
-    """Keep what decoding needs; of the application segments only JFIF's and Adobe's."""
+    """Keep what decoding needs; of the application segments only JFIF's and Adobe's. Note the
+    orientation and the profile.
+    """
     kept = [data[:2]]
     size: tuple[int, int] | None = None
-    orientation = 1
+    exif, profile = b"", dict[int, bytes]()
     at = 2
     for _ in range(_MAX_PARTS):
         fill = _FILL_BYTES.match(data, at)  # any number of them before a marker
@@ -154,8 +217,10 @@ def _read_jpeg(data: bytes) -> Container:
             if len(body) < 6 or size is not None:
                 raise BadContainer("is a damaged JPEG")
             size = (int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big"))
-        if marker == 0xE1 and body.startswith(b"Exif\x00\x00"):
-            orientation = _orientation(body[6:])
+        if marker == 0xE1 and body.startswith(b"Exif\x00\x00") and not exif:
+            exif = body[6:]
+        if marker == 0xE2 and body.startswith(b"ICC_PROFILE\0") and len(body) > 14:
+            profile[body[12]] = body[14:]
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
             kept.append(data[at:end])
         at = end
@@ -163,22 +228,45 @@ def _read_jpeg(data: bytes) -> Container:
         raise BadContainer(f"is a JPEG of more than {_MAX_PARTS} segments")
     if size is None:
         raise BadContainer("is a damaged JPEG")
+    end = _jpeg_end(data, at)
     # Inside compressed data 0xFF is always followed by 0x00 or a restart marker.
-    if data.count(b"\xff\xda", at) > _MAX_JPEG_SCANS:
+    if data.count(b"\xff\xda", at, end) > _MAX_JPEG_SCANS:
         raise BadContainer(f"is a JPEG of more than {_MAX_JPEG_SCANS} scans")
-    kept.append(data[at:])
-    return Container("jpeg", size, orientation, b"".join(kept))
+    kept.append(data[at:end])
+    whole = b"".join(profile[part] for part in sorted(profile))
+    words = {PROFILE: whole} if 0 < len(whole) <= MOST_PROFILE_BYTES else {}
+    found = b"".join(kept)
+    return Container("jpeg", size, _orientation(exif), found, words=words, end=end)
+
+
+def _jpeg_end(data: bytes, at: int) -> int:
+    """Where the scans that begin at `at` end, with EOI; the data's end where there is none."""
+    for _ in range(_MAX_PARTS):
+        found = _MARKER.search(data, at)
+        if found is None:
+            break
+        at = found.end()
+        marker = data[at - 1]
+        if marker == 0xD9:
+            return at
+        if marker not in _BARE_MARKERS:
+            at += int.from_bytes(data[at : at + 2], "big")
+    return len(data)
 
 
 def _read_webp(data: bytes) -> Container:
-    """Read the size of the canvas and the orientation; WebP's decoder takes the file whole."""
-    if int.from_bytes(data[4:8], "little") + 8 > len(data):
+    """Read the size of the canvas, the orientation and the profile; WebP's decoder takes the file
+    whole.
+    """
+    end = int.from_bytes(data[4:8], "little") + 8
+    if end > len(data):
         raise BadContainer("is a truncated WebP")
+    data = data[:end]
     name, body = data[12:16], data[20:30]
     if len(body) < 10:
         raise BadContainer("is a truncated WebP")
     # Every file's chunks are walked: the decoder walks them too, and has no bound.
-    orientation = _webp_orientation(data)
+    beside = _webp_metadata(data)
     if name == b"VP8X":
         width = int.from_bytes(body[4:7], "little") + 1
         height = int.from_bytes(body[7:10], "little") + 1
@@ -190,37 +278,62 @@ def _read_webp(data: bytes) -> Container:
         height = int.from_bytes(body[8:10], "little") & 0x3FFF
     else:
         raise BadContainer("is a damaged WebP")
-    if name != b"VP8X" or not body[0] & 0x08:
-        orientation = 1  # a stray EXIF chunk
-    return Container("webp", (height, width), orientation, data)
+    if name != b"VP8X":
+        beside = {}  # stray chunks
+    exif = beside.get(b"EXIF", b"") if body[0] & 0x08 else b""
+    orientation = _orientation(exif.removeprefix(b"Exif\x00\x00"))
+    profile = beside.get(b"ICCP", b"")
+    words = {PROFILE: profile} if 0 < len(profile) <= MOST_PROFILE_BYTES else {}
+    return Container("webp", (height, width), orientation, data, words=words, end=end)
 
 
-def _webp_orientation(data: bytes) -> int:
-    """The orientation in the first EXIF chunk; 1 without one."""
-    found: int | None = None
+def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
+    """The first EXIF chunk and the first ICCP chunk, by name."""
+    found: dict[bytes, bytes] = {}
     at = 12
     for _ in range(_MAX_PARTS):
         if at + 8 > len(data):
-            return found or 1
-        length = int.from_bytes(data[at + 4 : at + 8], "little")
-        if found is None and data[at : at + 4] == b"EXIF":
-            tiff = data[at + 8 : at + 8 + length].removeprefix(b"Exif\x00\x00")
-            found = _orientation(tiff)
+            return found
+        name, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        if name in (b"EXIF", b"ICCP"):
+            found.setdefault(name, data[at + 8 : at + 8 + length])
         at += 8 + length + (length & 1)
     raise BadContainer(f"is a WebP of more than {_MAX_PARTS} chunks")
 
 
 def _orientation(tiff: bytes) -> int:
-    """The orientation tag of the first directory of an EXIF block; 1 if it cannot be read."""
-    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
-    if order is None or len(tiff) < 8:
+    """The orientation tag of the first directory of an EXIF block; 1 if it cannot be read.
+
+    Pillow reads the value, whatever its type. It is shown this one entry alone: of a directory it
+    would copy what each of up to 65,535 entries points to.
+    """
+    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    if order is None or tiff[2:4] not in (b"*\0", b"\0*") or len(tiff) < 8:
         return 1
     (at,) = struct.unpack_from(order + "I", tiff, 4)
     if at + 2 > len(tiff):
         return 1
     (count,) = struct.unpack_from(order + "H", tiff, at)
+    alone = value = b""
     for entry in range(at + 2, min(at + 2 + 12 * count, len(tiff) - 11), 12):
-        tag, kind, _, value = struct.unpack_from(order + "HHIH", tiff, entry)
-        if tag == _EXIF_ORIENTATION:
-            return value if kind == 3 and 1 <= value <= 8 else 1
-    return 1
+        if struct.unpack_from(order + "H", tiff, entry) != (_EXIF_ORIENTATION,):
+            continue
+        kind, many, place = struct.unpack_from(order + "HII", tiff, entry + 2)
+        size = _EXIF_SIZES.get(kind, 0)
+        begin = place if many * size > 4 else entry + 8
+        if many and size > 0 and begin + many * size <= len(tiff):
+            value = tiff[begin : begin + size]  # the last one counts
+            alone = struct.pack(order + "IHHHI", 8, 1, _EXIF_ORIENTATION, kind, 1)
+    if not alone:
+        return 1
+    if len(value) <= 4:
+        alone += value.ljust(4, b"\0")
+    else:
+        alone += struct.pack(order + "I", 26)
+    exif = Image.Exif()
+    try:
+        exif.load(tiff[:4] + alone + bytes(4) + value)
+        turned = exif.get(_EXIF_ORIENTATION, 1)
+        return next((each for each in range(1, 9) if each == turned), 1)
+    except (OSError, SyntaxError, ValueError, TypeError, struct.error, ZeroDivisionError):
+        return 1

@@ -2,9 +2,9 @@
 
 An image comes as PNG, JPEG or WebP bytes, as their base64 text, or as a data: URI. Pixels are the
 *decoded 8-bit source*: EXIF orientation applied, palettes looked up, CMYK converted, 16-bit
-samples cut to their high byte, the first frame of an animation. Transparency of a source is set
-aside: its RGB is kept as it is and the answer is RGB. Sizes are (height, width) in pixels, as array
-shapes are.
+samples cut to their high byte, the first frame of an animation. What the numbers mean travels with
+them (`colour`). Transparency of a source is set aside: its RGB is kept as it is and the answer is
+RGB. Sizes are (height, width) in pixels, as array shapes are.
 
 Decoding touches no state of the module or of Pillow: threads may share it.
 """
@@ -26,8 +26,10 @@ from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlug
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.colour import SRGB, Colour, chunk, find_colour
 from maskserve_core.imaging.containers import (
     ACCEPTED,
+    PNG_SIGNATURE,
     BadContainer,
     Container,
     is_container,
@@ -103,12 +105,11 @@ def resize_part(image: Image.Image, size: Size, box: tuple[int, int, int, int]) 
     )
 
 
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _UP = 2
 _GREY, _RGB = 0, 2
 
 
-def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
+def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB) -> bytes:
     """A whole 8-bit PNG file, for an answer that someone waits for.
 
     Pillow tries five filters on each row; here every row is stored as the difference to the row
@@ -118,6 +119,7 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
     Args:
         pixels: uint8, RGB [H, W, 3] or grey [H, W].
+        colour: what they mean.
     """
     height, width = pixels.shape[:2]
     flat = pixels.reshape(height, -1)
@@ -127,14 +129,11 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
     np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])  # modulo 256, as PNG wants it
     deflate = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     data = deflate.compress(rows.data) + deflate.flush()
-    colour = _GREY if pixels.ndim == 2 else _RGB
-    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
-    return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
-
-
-def _chunk(name: bytes, body: bytes) -> bytes:
-    checksum = zlib.crc32(body, zlib.crc32(name))
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", checksum)
+    kind = _GREY if pixels.ndim == 2 else _RGB
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0))
+    return b"".join(
+        (PNG_SIGNATURE, header, colour.in_png(), chunk(b"IDAT", data), chunk(b"IEND", b""))
+    )
 
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -203,6 +202,8 @@ _TRANSPOSE = {
 # Longest side each format can store.
 MAX_OUTPUT_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}
 NO_LIMITS = LimitsConfig(max_image_bytes=2**31, max_pixels=2**31, max_side=65_535)
+_MOST_AROUND = 4
+"""What comes may have so many times the bytes that its picture may have."""
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _BLANKS = b" \t\r\n\v\f"
 
@@ -216,7 +217,11 @@ class Decoded:
     alpha: Pixels | None
     """uint8 [H, W], 255 opaque; None when the file has no transparency."""
     encoded: bytes
-    """The file itself, base64 undone."""
+    """The file itself, base64 undone, without what stands behind the picture."""
+    colour: Colour = SRGB
+    """What `pixels` mean."""
+    warnings: tuple[str, ...] = ()
+    """What the client should know of the file."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -241,6 +246,8 @@ class Raster:
     alpha: Image.Image | None
     """Mode L."""
     encoded: bytes
+    colour: Colour = SRGB
+    warnings: tuple[str, ...] = ()
 
 
 def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
@@ -255,15 +262,16 @@ def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
         InvalidRequest: naming `field`.
     """
     raster = decode_raster(raw, field, limits)
-    return Decoded(
-        np.asarray(as_mode(raster.image, "RGB")), _maybe_array(raster.alpha), raster.encoded
-    )
+    pixels = np.asarray(as_mode(raster.image, "RGB"))
+    alpha = _maybe_array(raster.alpha)
+    return Decoded(pixels, alpha, raster.encoded, raster.colour, raster.warnings)
 
 
 def decode_mask(
     raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None
 ) -> DecodedMask:
-    """Decode an untrusted mask to luminance (ITU-R 601) and transparency; see `decode_image`.
+    """Decode an untrusted mask to luminance (ITU-R 601) and transparency; see `decode_image`. Its
+    numbers count as they are: a mask has no colours.
 
     Args:
         raw: the tensor's bytes.
@@ -271,12 +279,27 @@ def decode_mask(
         limits: bounds, checked before decoding.
         size: (height, width) that the mask must have, if given: the image's.
     """
-    raster = decode_raster(raw, field, limits, size)
+    raster = decode_raster(raw, field, limits, size, colours=False)
     return DecodedMask(np.asarray(as_mode(raster.image, "L")), _maybe_array(raster.alpha))
 
 
-def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None) -> Raster:
-    """As `decode_image`, kept in Pillow: nothing is copied that is not asked for."""
+def decode_raster(
+    raw: bytes,
+    field: str,
+    limits: LimitsConfig,
+    size: Size | None = None,
+    *,
+    colours: bool = True,
+) -> Raster:
+    """As `decode_image`, kept in Pillow: nothing is copied that is not asked for.
+
+    Args:
+        raw: as of `decode_image`, like `field` and `limits`.
+        field: of messages.
+        limits: bounds.
+        size: as of `decode_mask`.
+        colours: whether what the file says of its colours counts.
+    """
     encoded, container = _read(raw, field, limits)
     if size is not None and container.upright_size != size:
         # Before decoding: a mask of another size may be a bomb.
@@ -285,7 +308,9 @@ def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | Non
         image = _DECODERS[container.kind](io.BytesIO(container.payload))
         _check_size((image.size[1], image.size[0]), field, limits)
         image.load()
-        upright, alpha = split(image, container)
+        words = container.words if colours else {}
+        plain, colour, told = find_colour(image, words) if words else (image, SRGB, "")
+        upright, alpha = split(plain, container)
     except InvalidRequest:
         raise
     except Exception:
@@ -297,7 +322,8 @@ def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | Non
     if turn is not None:
         upright = upright.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
-    return Raster(upright, alpha, encoded)
+    warnings = (f"{field}: {told}",) if told else ()
+    return Raster(upright, alpha, encoded, colour, warnings)
 
 
 def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
@@ -309,7 +335,9 @@ def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
     return _read(raw, field, limits)[1].upright_size
 
 
-def encode_image(pixels: Pixels, output_format: str, quality: int | None = None) -> bytes:
+def encode_image(
+    pixels: Pixels, output_format: str, quality: int | None = None, colour: Colour = SRGB
+) -> bytes:
     """Encode RGB uint8 [H, W, 3] or, as PNG or JPEG, grey [H, W].
 
     PNG is written for speed.
@@ -319,21 +347,23 @@ def encode_image(pixels: Pixels, output_format: str, quality: int | None = None)
         output_format: `png`, `jpeg` or `webp`.
         quality: 0 to 100, where the format has one; None: WebP is lossless, JPEG has 95 without
             colour subsampling.
+        colour: what the pixels mean; not `only_png` in other formats.
     """
     if output_format == "png":
-        return encode_png(pixels)
+        return encode_png(pixels, colour)
     out = io.BytesIO()
     image = Image.fromarray(pixels)
+    profile = {"icc_profile": colour.profile} if colour.profile else {}
     if output_format == "webp":
         if quality is None:
-            image.save(out, "WEBP", lossless=True, quality=0, method=0)
+            image.save(out, "WEBP", lossless=True, quality=0, method=0, **profile)
         else:
-            image.save(out, "WEBP", quality=quality)
+            image.save(out, "WEBP", quality=quality, **profile)
     elif output_format == "jpeg":
         if quality is None:
-            image.save(out, "JPEG", quality=95, subsampling=0)
+            image.save(out, "JPEG", quality=95, subsampling=0, **profile)
         else:
-            image.save(out, "JPEG", quality=quality)
+            image.save(out, "JPEG", quality=quality, **profile)
     else:
         raise ValueError(f"unknown output format {output_format!r}")
     return out.getvalue()
@@ -350,31 +380,22 @@ def to_base64(data: bytes) -> bytes:
 
 
 def _read(raw: bytes, field: str, limits: LimitsConfig) -> tuple[bytes, Container]:
-    """The encoded file and its headers, within the limits."""
-    encoded = _unwrap(raw, field, limits)
+    """The encoded picture and its headers, within the limits."""
+    most = limits.max_image_bytes
+    # Base64, line breaks and what stands behind a picture are none of it, but are handled.
+    if len(raw) > _MOST_AROUND * most:
+        raise InvalidRequest(field, f"is {len(raw)} bytes", f"up to {most} encoded bytes")
+    encoded = raw if is_container(raw) else _from_text(raw.strip(), field)
+    if not encoded:
+        raise InvalidRequest(field, "is empty", ACCEPTED)
     try:
         container = read_container(encoded)
     except BadContainer as problem:
         raise InvalidRequest(field, str(problem), ACCEPTED) from None
+    if container.end > most:
+        raise InvalidRequest(field, f"is {container.end} bytes", f"up to {most} encoded bytes")
     _check_size(container.size, field, limits)
-    return encoded, container
-
-
-def _unwrap(raw: bytes, field: str, limits: LimitsConfig) -> bytes:
-    """The encoded file: undo base64 and the data: URI."""
-    # Base64 holds 3 bytes in 4 characters; a few more are allowed for line breaks and the prefix.
-    if len(raw) > limits.max_image_bytes * 3 // 2 + 1024:
-        raise InvalidRequest(
-            field, f"is {len(raw)} bytes", f"up to {limits.max_image_bytes} encoded bytes"
-        )
-    encoded = raw if is_container(raw) else _from_text(raw.strip(), field)
-    if not encoded:
-        raise InvalidRequest(field, "is empty", ACCEPTED)
-    if len(encoded) > limits.max_image_bytes:
-        raise InvalidRequest(
-            field, f"is {len(encoded)} bytes", f"up to {limits.max_image_bytes} encoded bytes"
-        )
-    return encoded
+    return encoded[: container.end], container
 
 
 def _from_text(text: bytes, field: str) -> bytes:

@@ -134,6 +134,8 @@ def _span(used: Bools) -> tuple[int, int] | None:
 
 WHITE_FROM = 128
 """Luminance from which a mask pixel counts as white."""
+COVERS_MOST = 0.9
+"""A mask that selects more than this share of its picture is told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ class Masks:
     """uint8 [H, W] at the source's size: 255 edited, 0 the source as it is, between: blended."""
     edit: Bytes2D
     """uint8 [h, w] at the model's size: 255 edited, 0 kept."""
+    warnings: tuple[str, ...] = ()
+    """What the client should know of the mask."""
 
 
 def build_masks(
@@ -170,10 +174,27 @@ def build_masks(
     height, width = mask.luminance.shape
     if (height, width) != source_size:
         raise wrong_size("MASK", (height, width), source_size)
-    paste = paste_weights(selected(mask, mode), dilate, feather)
+    chosen = selected(mask, mode)
+    paste = paste_weights(chosen, dilate, feather)
     if paste is None:
         raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, mode))
-    return Masks(paste, edit_mask(paste, model_size))
+    return Masks(paste, edit_mask(paste, model_size), _looked_at(mask, mode, chosen))
+
+
+def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
+    """A mask that leaves next to nothing is most often one that was meant the other way round, as
+    a layer with strokes on transparent ground is.
+    """
+    share = np.count_nonzero(chosen) / chosen.size
+    if share <= COVERS_MOST:
+        return ()
+    by_alpha = _by_alpha(mask, mode)
+    edited = "transparent (alpha 0)" if by_alpha else f"white (luminance {WHITE_FROM} or more)"
+    other = "SETTINGS.mask_mode white edits where it is white" if by_alpha else "invert it"
+    return (
+        f"MASK: {share:.0%} of the picture is edited, since there the mask is {edited}; if what is "
+        f"painted on it was meant, {other}",
+    )
 
 
 def selected(mask: DecodedMask, mode: str) -> Bools:
@@ -206,7 +227,9 @@ def _by_alpha(mask: DecodedMask, mode: str) -> bool:
 
 def _accepted(mask: DecodedMask, mode: str) -> str:
     if _by_alpha(mask, mode):
-        return "a mask with fully transparent pixels (alpha 0) where to edit"
+        opaque = mask.alpha is not None and int(mask.alpha.min()) == 255
+        hint = ", or SETTINGS.mask_mode white: it is opaque" if opaque else ""
+        return f"a mask with fully transparent pixels (alpha 0) where to edit{hint}"
     return f"a mask with white pixels (luminance {WHITE_FROM} or more) where to edit"
 
 

@@ -20,6 +20,7 @@ from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl, accept_edit
 from maskserve_core.contracts.settings import MAX_CONTROLS, EditSettings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_core.imaging.colour import SRGB
 from maskserve_core.imaging.images import (
     MAX_OUTPUT_SIDE,
     Decoded,
@@ -90,7 +91,7 @@ def prepare_edit(
     """
     start, asked = time.perf_counter(), accepted.settings
     source, source_id = _source(image, asked, config, find_template)
-    _check_output(asked, source.size)
+    _check_output(asked, source)
     size, pixels = _at_model_size(source, facts)
     masks = build_masks(
         decode_mask(mask, "MASK", config.limits, source.size),
@@ -106,13 +107,19 @@ def prepare_edit(
         asked = structs.replace(asked, output_encoding=encoding)
     request = _request(replace(accepted, settings=asked), source, source_id, pixels)
     edit = mask_for_model(masks.edit, facts)
-    request = replace(request, edit_boxes=component_boxes(edit, facts.token_pixels))
+    request = replace(
+        request,
+        edit_boxes=component_boxes(edit, facts.token_pixels),
+        warnings=(*source.warnings, *masks.warnings),
+    )
     decoded = masks.paste.size <= decoded_pixels
     source_bytes = source.pixels.tobytes() if decoded else source.encoded
     paste = masks.paste.tobytes() if decoded else encode_png(masks.paste)
     taken_ms = (time.perf_counter() - start) * 1e3
     request.timings_ms["preprocess"] = round(taken_ms, 3)
-    context = PostprocessContext(request.to_json(), source_bytes, paste, decoded)
+    context = PostprocessContext(
+        request.to_json(), source_bytes, paste, decoded, source.colour.pack()
+    )
     return PreparedEdit(pixels, edit, controls, request, context)
 
 
@@ -137,7 +144,7 @@ def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> Prepa
     source = decode_image(encoded, "OP.image", config.limits)
     size, pixels = _at_model_size(source, facts)
     accepted = accept_edit(EditSettings(), b"", facts, config)
-    request = _request(accepted, source, template_id(source.pixels), pixels)
+    request = _request(accepted, source, _name(source), pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
 
 
@@ -186,16 +193,19 @@ def _control_pictures(
         if found.size != size:
             told = f"is {found.size[1]}x{found.size[0]} pixels"
             raise InvalidRequest(f"CONTROL[{index}]", told, shape)
-        same = size == at
-        pictures.append(
-            found.pixels if same else np.asarray(resize(Image.fromarray(found.pixels), at))
-        )
+        pictures.append(_at(found, at))
     return np.stack(pictures)
 
 
-def _check_output(settings: EditSettings, size: Size) -> None:
+def _check_output(settings: EditSettings, source: Decoded) -> None:
     """Refuse a format that cannot hold the answer."""
-    longest = MAX_OUTPUT_SIDE[settings.output_format]
+    size, longest = source.size, MAX_OUTPUT_SIDE[settings.output_format]
+    if source.colour.only_png and settings.output_format != "png":
+        raise InvalidRequest(
+            "SETTINGS.output_format",
+            f"{settings.output_format} cannot say what IMAGE's numbers mean (cICP of HDR)",
+            "png",
+        )
     if max(size) > longest:
         raise InvalidRequest(
             "SETTINGS.output_format",
@@ -231,7 +241,7 @@ def _request(
         after_token_s=accepted.after_token_s,
         loras=accepted.loras,
         controls=accepted.controls,
-        pixels_id=source_id if source.size == size else template_id(pixels),
+        pixels_id=source_id if pixels is source.pixels else template_id(pixels),
     )
 
 
@@ -240,9 +250,19 @@ def _at_model_size(
 ) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
     """The model's size for this source, and the source's pixels at it."""
     size = model_size(source.size, facts.native_resolution, facts.size_multiple)
-    if source.size == size:
-        return size, source.pixels
-    return size, np.asarray(resize(Image.fromarray(source.pixels), size))
+    return size, _at(source, size)
+
+
+def _at(picture: Decoded, size: Size) -> npt.NDArray[np.uint8]:
+    """RGB [h, w, 3] of a picture as models see it: at that size, in sRGB."""
+    if picture.size == size and picture.colour == SRGB:
+        return picture.pixels
+    return np.asarray(picture.colour.shown(resize(Image.fromarray(picture.pixels), size)))
+
+
+def _name(picture: Decoded) -> str:
+    """The template id."""
+    return template_id(picture.pixels, picture.colour.identity)
 
 
 def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
@@ -270,7 +290,7 @@ def _source(
                 "IMAGE", "is empty", "an image, or SETTINGS.template_id of a registered template"
             )
         source = decode_image(image, "IMAGE", config.limits)
-        found = template_id(source.pixels)
+        found = _name(source)
         if named is not None and named != found:
             raise InvalidRequest(
                 "SETTINGS.template_id", "is not the digest of IMAGE", f"{found}, or IMAGE empty"

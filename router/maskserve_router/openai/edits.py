@@ -229,10 +229,10 @@ def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | F
             "is missing, and the image has no fully transparent pixels",
             "a PNG of the image's size, transparent (alpha 0) where to edit",
         )
-    if "MASK has no alpha channel" in text_of(error):
-        return InvalidRequest(
-            "mask", "has no alpha channel", "transparent pixels where to edit, or mask_mode: white"
-        )
+    for said, problem in (("no alpha channel",) * 2, ("it is opaque", "no transparent pixels")):
+        if said in text_of(error):
+            accepted = "transparent pixels where to edit, or mask_mode: white"
+            return InvalidRequest("mask", f"has {problem}", accepted)
     if "SETTINGS.output_quality" in text_of(error):
         return InvalidRequest("output_compression", "is no field of a PNG", "jpeg or webp")
     return error

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,10 @@ from maskserve_client import (
 )
 from maskserve_client.errors import from_text
 from maskserve_core.contracts.keys import template_id
+from tests.fakes.corpus.encoding import chunks_of, png
 from tests.fakes.hostile import HostileCase, hostile_cases
 from tests.fakes.pictures import blob_mask, encode, scene
+from tests.fakes.profiles import cmyk_profile, rgb_profile
 from tests.fakes.triton_server import PAINT, FakeServer, FakeWorker
 
 SIZE = (40, 56)
@@ -101,6 +104,51 @@ def test_pictures_may_be_bytes_paths_or_pil(
     assert worker.seen[0]["IMAGE"] == IMAGES[0]
     cmyk = client.edit(Image.fromarray(SOURCE).convert("CMYK"), IMAGES[1], "x")
     assert cmyk.image.size == SIZE[::-1]
+
+
+@pytest.mark.parametrize(
+    ("image", "mask"),
+    [
+        (SOURCE, MASK),
+        (np.dstack([SOURCE, MASK]), MASK > 0),
+        (np.asfortranarray(SOURCE), MASK[..., None]),
+    ],
+)
+def test_arrays_are_taken(client: Client, image: np.ndarray, mask: np.ndarray) -> None:
+    check_picture(client.edit(image, mask, "x").image)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        SOURCE / 255,
+        SOURCE.astype(np.int64),
+        SOURCE[0, 0],
+        SOURCE[..., :2],
+        SOURCE[:0],
+        SOURCE[None],
+    ],
+)
+def test_an_array_that_is_no_picture_is_named(client: Client, array: np.ndarray) -> None:
+    with pytest.raises(InvalidRequest, match=r"mask: is an array of .*; accepted: uint8 from 0"):
+        client.edit(SOURCE, array, "x")
+    with pytest.raises(InvalidRequest, match="image: is an array of"):
+        client.register(array)
+
+
+def test_colours_of_pil_images_travel_both_ways(client: Client, worker: FakeWorker) -> None:
+    wide = Image.fromarray(SOURCE)
+    wide.info["icc_profile"] = rgb_profile(((0.68, 0.32), (0.265, 0.69), (0.15, 0.06)))
+    assert client.edit(wide, MASK, "x").image.info["icc_profile"] == wide.info["icc_profile"]
+    linear = Image.open(io.BytesIO(png(SOURCE, 2, before=((b"gAMA", struct.pack(">I", 100_000)),))))
+    client.edit(linear, MASK, "x")
+    assert dict(chunks_of(worker.seen[-1]["IMAGE"]))[b"gAMA"] == struct.pack(">I", 100_000)
+    inks = Image.fromarray(SOURCE).convert("CMYK")
+    inks.info["icc_profile"] = cmyk_profile()
+    client.edit(inks, MASK, "x")
+    sent = Image.open(io.BytesIO(worker.seen[-1]["IMAGE"]))
+    assert (sent.mode, sent.info.get("icc_profile")) == ("RGB", None)
+    assert np.abs(np.asarray(sent).astype(int) - np.asarray(inks.convert("RGB"))).mean() > 4
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])

@@ -314,3 +314,23 @@ def test_many_components_have_one_box() -> None:
     mask[2::8, 3::8] = 255
     assert component_boxes(mask, 2) == ((2, 3, 59, 60),)
     assert component_boxes(np.zeros((8, 8), np.uint8), 2) == ()
+
+
+def test_a_mask_that_leaves_next_to_nothing_is_told_of() -> None:
+    painted = np.zeros((20, 20), np.uint8)
+    painted[8:11, 8:11] = 255  # strokes on a transparent layer
+    white = np.full((20, 20), 255, np.uint8)
+    layer = build_masks(DecodedMask(white, painted), (20, 20), (16, 16))
+    assert layer.warnings == (
+        "MASK: 98% of the picture is edited, since there the mask is transparent (alpha 0); if "
+        "what is painted on it was meant, SETTINGS.mask_mode white edits where it is white",
+    )
+    inverse = build_masks(DecodedMask(255 - painted, None), (20, 20), (16, 16))
+    assert "white (luminance 128 or more)" in inverse.warnings[0]
+    for mask in (DecodedMask(painted, None), DecodedMask(white, 255 - painted)):
+        assert build_masks(mask, (20, 20), (16, 16)).warnings == ()
+    almost = np.full((20, 20), 255, np.uint8)
+    almost[:2] = 0
+    assert build_masks(DecodedMask(almost, None), (20, 20), (16, 16)).warnings == ()
+    with pytest.raises(InvalidRequest, match=r"or SETTINGS\.mask_mode white: it is opaque"):
+        build_masks(DecodedMask(painted, white), (20, 20), (16, 16), "alpha")
