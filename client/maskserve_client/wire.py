@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -22,6 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from maskserve_client.errors import from_text
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.errors import EngineFailed, InvalidRequest
@@ -216,21 +216,16 @@ def _request(
         if declared.name in tensors:
             given = tensors[declared.name]
             values = [given] if isinstance(given, bytes) else given
-            request.inputs.add(name=declared.name, datatype=declared.dtype, shape=[len(values)])
-            raw = b"".join(struct.pack("<I", len(value)) + value for value in values)
-            request.raw_input_contents.append(raw)
+            bytes_tensor.add_input(request, declared.name, values)
     return request
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, bytes]:
     """Output name → its one element."""
-    found = {}
-    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        length = int.from_bytes(raw[:4], "little")
-        if len(raw) != length + 4:
-            raise EngineFailed(f"the server's {tensor.name} is not one BYTES element")
-        found[tensor.name] = raw[4:]
-    return found
+    try:
+        return {name: bytes(value) for name, value in bytes_tensor.outputs(response).items()}
+    except ValueError as error:
+        raise EngineFailed(f"the server's answer cannot be read: {error}") from None
 
 
 def _json(raw: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
@@ -53,8 +54,7 @@ class ClusterControl:
             raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
         result = msgspec.json.encode(await self.do(operation, client))
         answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.id)
-        answer.outputs.add(name="RESULT", datatype="BYTES", shape=[1])
-        answer.raw_output_contents.append(len(result).to_bytes(4, "little") + result)
+        bytes_tensor.add_output(answer, "RESULT", [result])
         encoded: bytes = answer.SerializeToString()
         return encoded
 

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS, Contract
@@ -292,9 +293,10 @@ def view_input(message: pb.ModelInferRequest, name: str) -> memoryview:
         if len(contents) != 1:
             raise LookupError(name)
         return memoryview(contents[0])
-    if int.from_bytes(raw[:4], "little") + 4 != len(raw):
-        raise LookupError(name)
-    return memoryview(raw)[4:]
+    try:
+        return bytes_tensor.only(raw)
+    except ValueError:
+        raise LookupError(name) from None
 
 
 def count_input(message: pb.ModelInferRequest, name: str) -> int:
@@ -302,17 +304,13 @@ def count_input(message: pb.ModelInferRequest, name: str) -> int:
     place = [tensor.name for tensor in message.inputs].index(name)
     if not message.raw_input_contents:
         return len(message.inputs[place].contents.bytes_contents)
-    raw, at, count = message.raw_input_contents[place], 0, 0
-    while at < len(raw):
-        at += 4 + int.from_bytes(raw[at : at + 4], "little")
-        count += 1
-    return count if at == len(raw) else -1
+    return bytes_tensor.count(message.raw_input_contents[place])
 
 
 def _write(message: pb.ModelInferRequest, name: str, value: bytes) -> None:
     place, tensor = _input(message, name)
     if message.raw_input_contents:
-        message.raw_input_contents[place] = len(value).to_bytes(4, "little") + value
+        message.raw_input_contents[place] = bytes_tensor.pack([value])
     else:
         tensor.contents.bytes_contents[0] = value
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.tensors import CONTRACTS, Tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.edit_call import PUBLIC, UnknownModel
@@ -134,7 +135,7 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
             told["parameters"] = {"binary_data_size": len(raw)}
             tail.append(raw)
         else:
-            told["data"] = [_text(tensor.name, raw)]
+            told["data"] = [_text(tensor.name, bytes_tensor.only(raw))]
         outputs.append(told)
     values: dict[str, Any] = {
         "model_name": response.model_name,
@@ -173,8 +174,7 @@ def generate_request(model: str, version: str, body: bytes) -> pb.ModelInferRequ
     for declared in CONTRACTS[model].inputs:
         if declared.name in values:
             elements = _elements(declared, values.pop(declared.name))
-            message.inputs.add(name=declared.name, datatype=declared.dtype, shape=[len(elements)])
-            message.raw_input_contents.append(b"".join(map(_prefixed, elements)))
+            bytes_tensor.add_input(message, declared.name, list(map(_encoded, elements)))
     _put_parameters(message, {**values, **nested})
     return message
 
@@ -187,8 +187,8 @@ def generate_response(response: pb.ModelInferResponse) -> bytes:
     }
     if response.id:
         values["id"] = response.id
-    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        values[tensor.name] = _text(tensor.name, raw)
+    for name, element in bytes_tensor.outputs(response).items():
+        values[name] = _text(name, element)
     return msgspec.json.encode(values)
 
 
@@ -215,7 +215,7 @@ def _from_json(tensor: _Input) -> bytes:
     found: list[str] = []
     for element in tensor.data:
         found.extend([element] if isinstance(element, str) else element)
-    return b"".join(_prefixed(element) for element in found)
+    return bytes_tensor.pack(map(_encoded, found))
 
 
 def _elements(declared: Tensor, value: Any) -> list[str]:
@@ -232,18 +232,17 @@ def _accepted(declared: Tensor) -> str:
     return "a string, or a list of one" if declared.dims == (1,) else "a list of strings"
 
 
-def _prefixed(text: str) -> bytes:
+def _encoded(text: str) -> bytes:
     try:
-        value = text.encode()
+        return text.encode()
     except UnicodeEncodeError:
         raise InvalidRequest("body", "holds lone surrogates, not text", "Unicode text") from None
-    return len(value).to_bytes(4, "little") + value
 
 
-def _text(name: str, raw: bytes) -> str:
-    """The one element of a BYTES output, as text."""
+def _text(name: str, element: memoryview) -> str:
+    """An element of a BYTES output, as text."""
     try:
-        return raw[4:].decode("utf-8")
+        return str(element, "utf-8")
     except UnicodeDecodeError:
         raise InvalidRequest(
             f"outputs.{name}",

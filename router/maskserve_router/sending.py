@@ -13,6 +13,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import EngineFailed, MaskserveError
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Failure
@@ -57,7 +58,7 @@ def _is_whole(response: pb.ModelInferResponse, call: EditCall) -> bool:
     return (
         wanted <= {output.name for output in response.outputs}
         and len(contents) == len(response.outputs)
-        and all(int.from_bytes(raw[:4], "little") + 4 == len(raw) for raw in contents)
+        and all(bytes_tensor.count(raw) == 1 for raw in contents)
     )
 
 
@@ -112,13 +113,12 @@ def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[bytes, bool]:
     place = next((i for i, tensor in enumerate(response.outputs) if tensor.name == "META"), None)
     if place is None:  # not asked for, so that no event can be told from the last one
         return message, True
-    raw = response.raw_output_contents[place]
+    raw = bytes_tensor.only(response.raw_output_contents[place])
     try:
-        event = _read_meta(raw[4:]).event
+        event = _read_meta(raw).event
         if call.restarts:
-            meta = {**msgspec.json.decode(raw[4:]), "restarts": call.restarts}
-            value = msgspec.json.encode(meta)
-            response.raw_output_contents[place] = len(value).to_bytes(4, "little") + value
+            meta = {**msgspec.json.decode(raw), "restarts": call.restarts}
+            response.raw_output_contents[place] = bytes_tensor.pack([msgspec.json.encode(meta)])
             message = told.SerializeToString()
     except msgspec.MsgspecError:
         raise _not_an_answer(sent) from None
@@ -158,7 +158,5 @@ def _meta_of(answer: bytes, *, streamed: bool) -> _Meta:
         response = pb.ModelStreamInferResponse.FromString(answer).infer_response
     else:
         response = pb.ModelInferResponse.FromString(answer)
-    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-        if tensor.name == "META":
-            return _read_meta(raw[4:])
-    return _Meta()
+    meta = bytes_tensor.outputs(response).get("META")
+    return _Meta() if meta is None else _read_meta(meta)

@@ -9,6 +9,8 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts import bytes_tensor
+
 SERVICE = "inference.GRPCInferenceService"
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 OPTIONS = (
@@ -67,7 +69,7 @@ class Upstream:
             grpc.aio.AioRpcError: it failed.
         """
         answer = await self._infer_aside(control_request(operation), timeout=timeout)
-        return bytes(pb.ModelInferResponse.FromString(answer).raw_output_contents[0][4:])
+        return bytes(bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))["RESULT"])
 
     async def close(self) -> None:
         await self._channel.close()
@@ -77,9 +79,6 @@ class Upstream:
 def control_request(operation: dict[str, Any]) -> bytes:
     """The request of an operation."""
     request = pb.ModelInferRequest(model_name="control")
-    tensor = request.inputs.add(name="OP", datatype="BYTES")
-    tensor.shape.append(1)
-    value = msgspec.json.encode(operation)
-    request.raw_input_contents.append(len(value).to_bytes(4, "little") + value)
+    bytes_tensor.add_input(request, "OP", [msgspec.json.encode(operation)])
     encoded: bytes = request.SerializeToString()
     return encoded

@@ -13,6 +13,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.errors import EngineFailed, split_code
 from maskserve_core.triton.traffic import PROBE
@@ -90,6 +91,5 @@ def _request(front: str) -> pb.ModelInferRequest:
     request.parameters[PROBE].string_param = "1"
     for tensor in CONTRACTS[front].inputs:
         if not tensor.optional:
-            request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
-            request.raw_input_contents.append(bytes(4))  # one empty element, as its length says
+            bytes_tensor.add_input(request, tensor.name, [b""])
     return request

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from maskserve_core.contracts.tensors import SERVICES
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import (
     CODES,
     AdapterNotFound,
@@ -55,13 +54,10 @@ class ControlNetCalls:
             MaskserveError: what the service says, or Overloaded where it says nothing.
         """
         request = pb.ModelInferRequest(model_name=_MODEL)
-        raw = json.dumps(op).encode()
-        given = {"OP": (struct.pack("<I", len(raw)) + raw, 1), "ARRAYS": (arrays, len(arrays))}
-        for tensor in SERVICES[_MODEL].inputs:
-            content, count = given[tensor.name]
-            if count:
-                request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=[count])
-                request.raw_input_contents.append(content)
+        bytes_tensor.add_input(request, "OP", [json.dumps(op).encode()])
+        if arrays:
+            request.inputs.add(name="ARRAYS", datatype="UINT8", shape=[len(arrays)])
+            request.raw_input_contents.append(arrays)
         try:
             said = next(self._stub.ModelStreamInfer(iter([request]), timeout=limit_s), None)
         except grpc.RpcError as error:
@@ -72,8 +68,8 @@ class ControlNetCalls:
             raise Overloaded("the ControlNet service gives no answer; try again later")
         if said.error_message:
             raise _error(said.error_message)
-        content = said.infer_response.raw_output_contents[0]
-        result: dict[str, Any] = json.loads(content[4:])
+        raw = bytes_tensor.outputs(said.infer_response)["RESULT"]
+        result: dict[str, Any] = json.loads(bytes(raw))
         return result
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import read_size
@@ -209,16 +210,13 @@ def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRe
     }
     message = pb.ModelInferRequest(model_name=model)
     for name, values in inputs.items():
-        message.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
-        raw = b"".join(len(value).to_bytes(4, "little") + value for value in values)
-        message.raw_input_contents.append(raw)
+        bytes_tensor.add_input(message, name, values)
     return message
 
 
 def _picture(response: pb.ModelInferResponse) -> Picture:
-    outputs = zip(response.outputs, response.raw_output_contents, strict=True)
-    found = {tensor.name: raw[4:] for tensor, raw in outputs}
-    return found["IMAGE"], msgspec.json.decode(found["META"], type=dict[str, Any])
+    found = bytes_tensor.outputs(response)
+    return bytes(found["IMAGE"]), msgspec.json.decode(found["META"], type=dict[str, Any])
 
 
 def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:

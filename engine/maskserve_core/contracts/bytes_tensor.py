@@ -1,0 +1,67 @@
+"""BYTES tensors as they lie in KServe's gRPC messages: before each element its length, 4 bytes.
+
+(tritonclient has a codec, too, by way of numpy arrays of objects: it copies each element once
+more, and its reader takes lengths that reach beyond the end.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_LENGTH = 4
+
+
+def pack(elements: Iterable[bytes]) -> bytes:
+    """The contents of a tensor of these elements."""
+    return b"".join(
+        part for each in elements for part in (len(each).to_bytes(_LENGTH, "little"), each)
+    )
+
+
+def count(raw: bytes) -> int:
+    """Elements in a tensor's contents; -1: the lengths do not fit the bytes."""
+    at = found = 0
+    while at < len(raw):
+        at += _LENGTH + int.from_bytes(raw[at : at + _LENGTH], "little")
+        found += 1
+    return found if at == len(raw) else -1
+
+
+def only(raw: bytes) -> memoryview:
+    """The one element of a tensor, where it lies.
+
+    Raises:
+        ValueError: it has more or fewer, or lengths that do not fit.
+    """
+    if int.from_bytes(raw[:_LENGTH], "little") + _LENGTH != len(raw):
+        raise ValueError("is not one BYTES element")
+    return memoryview(raw)[_LENGTH:]
+
+
+def add_input(request: Any, name: str, elements: Sequence[bytes]) -> None:
+    """Append a tensor to a `ModelInferRequest` with raw contents."""
+    request.inputs.add(name=name, datatype="BYTES", shape=[len(elements)])
+    request.raw_input_contents.append(pack(elements))
+
+
+def add_output(response: Any, name: str, elements: Sequence[bytes]) -> None:
+    """Append a tensor to a `ModelInferResponse`."""
+    response.outputs.add(name=name, datatype="BYTES", shape=[len(elements)])
+    response.raw_output_contents.append(pack(elements))
+
+
+def outputs(response: Any) -> dict[str, memoryview]:
+    """The outputs of a `ModelInferResponse` that has one element in each.
+
+    Raises:
+        ValueError: it has not.
+    """
+    contents = zip(response.outputs, response.raw_output_contents, strict=True)
+    found = {}
+    for tensor, raw in contents:
+        try:
+            found[tensor.name] = only(raw)
+        except ValueError as error:
+            raise ValueError(f"{tensor.name} {error}") from None
+    return found
