@@ -275,8 +275,10 @@ def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
     )
 
 
-def count(config: dict[str, Any], height: int, width: int, halo: int) -> ModelWork:
+def count(
+    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool
+) -> ModelWork:
     """As `flux_work`; ValueError where a halo is given, as there are no convolutions."""
     if halo:
         raise ValueError("halo: a setting of UNets")
-    return flux_work(config, height, width)
+    return flux_work(config, height, width, recorded=recorded)

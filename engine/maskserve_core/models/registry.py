@@ -21,7 +21,9 @@ class FamilyFacts(Protocol):
     def read(self, folder: Path, semantics: str, native_resolution: int, /) -> ModelFacts:
         """The facts of a folder; `native_resolution` 0: what the folder says."""
 
-    def count(self, config: dict[str, Any], height: int, width: int, halo: int, /) -> ModelWork:
+    def count(
+        self, config: dict[str, Any], height: int, width: int, halo: int, /, *, recorded: bool
+    ) -> ModelWork:
         """The work of its denoiser, as `counted_work`."""
 
     def control_work(self, config: dict[str, Any], height: int, width: int, /) -> ModelWork:
@@ -59,7 +61,9 @@ def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
     raise ConfigError(f"[model] path: {pipeline} is not served; served: {served}")
 
 
-def counted_work(facts: ModelFacts, height: int, width: int, *, halo: int = 0) -> ModelWork:
+def counted_work(
+    facts: ModelFacts, height: int, width: int, *, halo: int = 0, recorded: bool = False
+) -> ModelWork:
     """A model's work on one picture.
 
     Args:
@@ -67,8 +71,9 @@ def counted_work(facts: ModelFacts, height: int, width: int, *, halo: int = 0) -
         height: latent rows (pixels / VAE scale).
         width: latent columns.
         halo: as `ModelWork.halo`; 0 for families without convolutions.
+        recorded: whether steps are CUDA graphs.
     """
-    return FAMILIES[facts.family].count(facts.denoiser, height, width, halo)
+    return FAMILIES[facts.family].count(facts.denoiser, height, width, halo, recorded=recorded)
 
 
 def control_work(

@@ -479,6 +479,8 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
     )
 
 
-def count(config: dict[str, Any], height: int, width: int, halo: int) -> ModelWork:
+def count(
+    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool
+) -> ModelWork:
     """As `unet_work`, with classifier-free guidance."""
-    return unet_work(config, height, width, halo=halo)
+    return unet_work(config, height, width, halo=halo, recorded=recorded)

@@ -286,7 +286,7 @@ class GangExecutor:
 
     def _share_tokens(self, reading: Sequence[_Row], count: int) -> bool:
         """Whether a step of these rows, and perhaps others, is shared by its tokens and not by its
-        passes (`batch.flow`).
+        passes (`families.flow.batch`).
         """
         if count == 1 or self._deals or not all(self._may_share(row, count) for row in reading):
             return False

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from maskserve_engine.batch.flow import Negative
 from maskserve_engine.batch.sequence_parallel import Exchange, Ranks
+from maskserve_engine.families.flow.rows import Negative
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import UnetBench

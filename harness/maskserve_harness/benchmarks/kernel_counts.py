@@ -11,9 +11,9 @@ import torch
 
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import sparse_layout
+from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flux.blocks import steps_ahead
 from maskserve_engine.families.flux.compiled import CompiledSegments
-from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.unet.rows import Guidance, UnetRow
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
 from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
@@ -320,8 +320,8 @@ def fake_bench(blocks: tuple[int, int], format: str) -> Bench:
     return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model, STEPS)
 
 
-def make_rows(bench: Bench, case: Case) -> list[FluxRow | FluxPrimingRow]:
-    rows: list[FluxRow | FluxPrimingRow] = []
+def make_rows(bench: Bench, case: Case) -> list[FlowRow | FlowPrimingRow]:
+    rows: list[FlowRow | FlowPrimingRow] = []
     for seed, ratio in enumerate(case.ratios):
         row = bench.row(ratio, seed)
         row.recorded = case.recorded

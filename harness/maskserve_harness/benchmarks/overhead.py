@@ -44,9 +44,9 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.registry import load_facts
-from maskserve_engine.batch import flow as flow_module
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flux import rows as rows_module
+from maskserve_engine.families.flow import batch as flow_module
+from maskserve_engine.families.flux import adapter as adapter_module
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_harness.benchmarks.admission import measure_admission
 from maskserve_harness.benchmarks.direct import Direct, Edit
@@ -111,7 +111,7 @@ def model_clock() -> Clock:
     """
     state = forward_module.State
     return Clock(
-        *((rows_module, name) for name in ("embed", "vectors")),
+        *((adapter_module, name) for name in ("embed", "vectors")),
         *((FluxStep, name) for name in ("pre", "post", "last")),
         *((state, name) for name in ("__init__", "attend", "join_streams", "computed_image")),
     )

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from maskserve_core.planning.degree_costs import sent_bytes
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.batch.sequence_parallel import Exchange, Ranks, share_of
-from maskserve_engine.families.flux.rows import FluxBatch, FluxRow
+from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.machine import processor
 
@@ -98,7 +99,7 @@ class _Rank:
         one = torch.zeros(1)
         self.ranks.all_to_all([one] * self.ranks.count, [1] * self.ranks.count)
 
-    def _stepper(self, row: FluxRow, kind: str, exchange: Exchange | None) -> Callable[[], None]:
+    def _stepper(self, row: FlowRow, kind: str, exchange: Exchange | None) -> Callable[[], None]:
         kinds = () if kind == "dense" else (kind,) * self.bench.blocks
         kept: list[FluxBatch] = []
 
@@ -115,7 +116,7 @@ def _run(args: argparse.Namespace, rank: int, store: str, out: Any) -> None:
     out.put((rank, _Rank(args, rank, store).measure(args.rounds)))
 
 
-def counted(bench: Bench, row: FluxRow, rank: int, ranks: int, value_bytes: int) -> dict[str, int]:
+def counted(bench: Bench, row: FlowRow, rank: int, ranks: int, value_bytes: int) -> dict[str, int]:
     """Bytes of a step in the blocks, as core counts them for shares that are alike, and of the
     model's answer.
     """

@@ -38,9 +38,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.batch import forward as forward_module
+from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments
-from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
@@ -54,7 +54,7 @@ _PARTS = (
 )
 
 
-def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) -> float:
+def rest_time(bench: Bench, timer: Timer, rows: Sequence[FlowRow], kind: str) -> float:
     """Milliseconds of one cached step that are not spent in blocks, but for their filling of keys:
     loading and decoding entries, packing, embedders, final layer, sampler.
     """

@@ -13,13 +13,14 @@ import torch
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.flux import flux_work
-from maskserve_engine.batch.flow import Negative, Schedule, Walk
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
+from maskserve_engine.families.flow.preparation import FlowTemplate
+from maskserve_engine.families.flow.rows import FlowInactive, FlowPrimingRow, FlowRow, Negative
+from maskserve_engine.families.flow.schedule import Schedule, Walk
+from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.flux.blocks import AHEAD
-from maskserve_engine.families.flux.preparation import FluxTemplate
-from maskserve_engine.families.flux.rows import FluxBatch, FluxInactive, FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
@@ -103,14 +104,14 @@ class Bench:
             blocks.append(BlockEntry(hidden, keys, values))
         self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
 
-    def row(self, mask_ratio: float | None, seed: int) -> FluxRow:
+    def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
         """A dense row (None), or a cached one with random active tokens."""
         tokens, channels = self.grid[0] * self.grid[1], self.config["in_channels"]
         out = self.config.get("out_channels") or channels
         cis = self._cis
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
-        row = FluxRow(
+        row = FlowRow(
             request_id=str(seed),
             schedule=Schedule(
                 torch.linspace(0.5, 0.45, self.steps + 1, device=self.device),
@@ -131,9 +132,9 @@ class Bench:
         count = max(1, round(mask_ratio * tokens))
         active = torch.from_numpy(np.sort(order[:count])).to(self.device)
         index = torch.from_numpy(np.sort(order[count:])).to(self.device)
-        template = FluxTemplate(row.latents, self._random(tokens, out), condition)
+        template = FlowTemplate(row.latents, self._random(tokens, out), condition)
         selection = Selection([np.sort(order[count:])])
-        row.inactive = FluxInactive(
+        row.inactive = FlowInactive(
             active, index, template.take(index), cis[self.text :][index], selection
         )
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
@@ -151,18 +152,18 @@ class Bench:
         }
         return low_rank_set(factors, places_of(self.model), self.device, self.dtype)
 
-    def guided(self, row: FluxRow) -> FluxRow:
+    def guided(self, row: FlowRow) -> FlowRow:
         """The row with a negative prompt: it takes a second pass."""
         text = self._random(self.text, self.model.inner_dim)
         row.negative = Negative(text, self._random(self.config["pooled_projection_dim"]), 3.0)
         return row
 
-    def priming_row(self) -> FluxPrimingRow:
+    def priming_row(self) -> FlowPrimingRow:
         """A template whose keys, values and hidden states are recorded at one anchor."""
         row = self.row(None, 0)
-        return FluxPrimingRow(
+        return FlowPrimingRow(
             request_id="prime",
-            template=FluxTemplate(row.latents, torch.empty_like(row.latents), row.condition),
+            template=FlowTemplate(row.latents, torch.empty_like(row.latents), row.condition),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
             text=row.text,
@@ -176,7 +177,7 @@ class Bench:
 
     def step(
         self,
-        rows: Sequence[FluxRow | FluxPrimingRow],
+        rows: Sequence[FlowRow | FlowPrimingRow],
         kind: str | Sequence[str],
         *,
         compiled: bool = False,
@@ -192,7 +193,7 @@ class Bench:
             self.batch = FluxBatch.of(rows, self.batch)
             self.batch.step(weights, kinds, exchange)
 
-    def walk(self, rows: Sequence[FluxRow], kind: str) -> None:
+    def walk(self, rows: Sequence[FlowRow], kind: str) -> None:
         """All steps of rows of this bench."""
         for _ in range(self.steps):
             self.step(rows, kind)

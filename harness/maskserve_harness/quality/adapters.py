@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.base.job import ControlInput, EditJob
+from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flux.control import FluxControlNet
-from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_harness.demo_model import looks, outlines
 from maskserve_harness.demo_model.scenes import Edit
@@ -103,11 +103,11 @@ class AdapterRig(Rig):
         moments = self.encoder.moments(control)
         return replace(job, controls=(ControlInput("net", control, moments=moments),))
 
-    def attach(self, row: FluxRow | FluxPrimingRow, job: EditJob) -> None:
+    def attach(self, row: FlowRow | FlowPrimingRow, job: EditJob) -> None:
         if self.lora is not None:
-            if self.own_entries or isinstance(row, FluxRow):
+            if self.own_entries or isinstance(row, FlowRow):
                 self.adapter.attach(row, job, ((self.lora, 1.0),))
-        elif not isinstance(row, FluxRow):
+        elif not isinstance(row, FlowRow):
             return
         elif self.served is None:
             self.adapter.control(row, job, {"net": self.net})

@@ -22,8 +22,8 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
@@ -81,17 +81,17 @@ class Rig:
         pixels = self.decoder.decode(latents)
         return np.where(edit.mask[..., None], pixels, edit.source)
 
-    def run(self, rows: Sequence[FluxRow], kinds: Sequence[str], until: int | None = None) -> None:
+    def run(self, rows: Sequence[FlowRow], kinds: Sequence[str], until: int | None = None) -> None:
         """Steps of rows with equal step counts, in batches: all, or up to step `until`."""
         for first in range(0, len(rows), BATCH):
             some = list(rows[first : first + BATCH])
             while some[0].step < (some[0].steps if until is None else until):
                 self.replay.step(some, kinds)
 
-    def attach(self, row: FluxRow | FluxPrimingRow, job: EditJob) -> None:
+    def attach(self, row: FlowRow | FlowPrimingRow, job: EditJob) -> None:
         """Give a new row what its edit has beside the model: nothing."""
 
-    def _dense_rows(self, jobs: Sequence[EditJob]) -> list[FluxRow]:
+    def _dense_rows(self, jobs: Sequence[EditJob]) -> list[FlowRow]:
         rows = [self.adapter.dense_row(job) for job in jobs]
         for row, job in zip(rows, jobs, strict=True):
             self.attach(row, job)
@@ -152,7 +152,7 @@ class Rig:
         """Share of the steps of its edits that left all blocks but the first out."""
         return self._steps_skipped[choice] / self._steps_taken[choice]
 
-    def _row(self, job: EditJob, coded: Sequence[AnchorEntry], choice: CacheChoice) -> FluxRow:
+    def _row(self, job: EditJob, coded: Sequence[AnchorEntry], choice: CacheChoice) -> FlowRow:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         job = replace(job, request=replace(job.request, settings=settings))
         # As the engine has it: a step without an entry computes the pinned tokens, too.
@@ -160,11 +160,11 @@ class Rig:
             None if step < choice.dense_steps else _nearest(coded, sigma)
             for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
         ]
-        row = cast(FluxRow, self.replay.cached_row(job, per_step, job.request.template_noise_seed))
+        row = cast(FlowRow, self.replay.cached_row(job, per_step, job.request.template_noise_seed))
         self.attach(row, job)
         return row
 
-    def _thinned(self, row: FluxRow, stands_for: int) -> FluxRow:
+    def _thinned(self, row: FlowRow, stands_for: int) -> FlowRow:
         part = thinned(row, stands_for)
         self.replay.follow(part, row)
         return part
@@ -229,7 +229,7 @@ class Rig:
         """Bytes that one template takes in the store, its whole context kept."""
         return sum(entry.nbytes for entry in _kept(entries, choice))
 
-    def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FluxRow]) -> list[Picture]:
+    def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FlowRow]) -> list[Picture]:
         return [
             self.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)
         ]

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flow.rows import FlowRow
 
 NEAR = 2
 """Tokens from a computed one within which everything is kept."""
 
 
-def thinned(row: FluxRow, stands_for: int) -> FluxRow:
+def thinned(row: FlowRow, stands_for: int) -> FlowRow:
     """A cached row like `row` that attends to fewer tokens, each far one in place of `stands_for`;
     steps and latents are its own.
     """

@@ -17,8 +17,8 @@ from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetRow
@@ -197,7 +197,7 @@ def test_a_turn_that_waits_for_an_answer_is_seen(
 
 
 def test_a_turn_that_looks_at_a_row_is_seen(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rows in (FluxRow, UnetRow):
+    for rows in (FlowRow, UnetRow):
 
         def looks(row: Any, *moves: Any, advance: Any = rows.advance) -> None:
             moves[0].cpu()

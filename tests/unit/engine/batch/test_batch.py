@@ -11,9 +11,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
-from maskserve_engine.batch.flow import FlowBatch
-from maskserve_engine.families.flux.preparation import make_schedule, unpack_latents
-from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flow.batch import FlowBatch
+from maskserve_engine.families.flow.preparation import unpack_latents
+from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.flow.schedule import make_schedule
 
 CHANNELS, TEXT = 16, 3
 
@@ -43,11 +44,14 @@ class Velocities:
         return self.answer.clone()
 
 
-class Batch(FlowBatch[FluxRow, Any]):
+class Batch(FlowBatch[Any]):
     """Rows stepped by `Velocities`."""
 
-    def begin_step(self, weights: Any, at: int) -> Any:
-        weights.timesteps = self.timesteps[at].tolist()
+    def vectors(self, weights: Any, timesteps: torch.Tensor) -> list[list[float]]:
+        return timesteps.tolist()
+
+    def at_step(self, weights: Any, vectors: list[float]) -> Any:
+        weights.timesteps = vectors
         return weights
 
 
@@ -69,8 +73,8 @@ def new_row(
     dtype: torch.dtype = torch.float32,
     *,
     condition: bool = True,
-) -> FluxRow:
-    return FluxRow(
+) -> FlowRow:
+    return FlowRow(
         request_id=f"{tokens}-{steps}",
         schedule=make_schedule(sampler, steps, tokens),
         grid=(tokens, 1),

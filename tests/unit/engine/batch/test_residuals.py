@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
-from maskserve_engine.families.flux.rows import FluxBatch
+from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights

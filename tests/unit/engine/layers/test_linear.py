@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux import blocks
+from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.flux.compiled import compile_segments
-from maskserve_engine.families.flux.rows import FluxBatch
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward

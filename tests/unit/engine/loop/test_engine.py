@@ -26,7 +26,7 @@ from maskserve_core.worker.status import StatusReader
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent, PreviewEvent, ProgressEvent
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.start.assembly import load_engine
@@ -267,12 +267,12 @@ def test_a_row_that_fails_beside_its_step_is_answered_and_its_mates_finish(
 
     made = engine.adapter.dense_row
 
-    class NoEntries(FluxRow):
+    class NoEntries(FlowRow):
         """A row whose entries do not fit."""
 
         uses_entries, load = True, broken
 
-    class NoResult(FluxRow):
+    class NoResult(FlowRow):
         result = broken
 
     def dense_row(each: EditJob) -> Any:

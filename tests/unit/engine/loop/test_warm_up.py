@@ -57,7 +57,7 @@ def test_flux_takes_a_dense_a_priming_and_a_cached_step(
     with caplog.at_level(logging.INFO):
         steps = Watched(config_of(tiny_fill, cache={"entry_kind": kind})).warm_up()
     cached = {"project"} if kind == "h" else {"kv"}
-    assert steps == [("FluxRow", set()), ("FluxPrimingRow", set()), ("FluxRow", cached)]
+    assert steps == [("FlowRow", set()), ("FlowPrimingRow", set()), ("FlowRow", cached)]
     assert "the denoiser was warmed up in 0." in caplog.text
 
 
@@ -100,7 +100,7 @@ def test_on_a_gpu_it_takes_steps_of_more_and_more_rows(
 
 def test_without_a_cache_one_step_is_enough(tiny_inpaint: Path) -> None:
     config = config_of(tiny_inpaint, cache={"enabled": False})
-    assert Watched(config).warm_up() == [("FluxRow", set())]
+    assert Watched(config).warm_up() == [("FlowRow", set())]
 
 
 def test_it_can_be_left_out(tiny_fill: Path, monkeypatch: pytest.MonkeyPatch) -> None:

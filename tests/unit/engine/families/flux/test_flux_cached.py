@@ -14,14 +14,14 @@ import torch
 
 from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.flow import Schedule, Walk
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flow.preparation import pack_latents
+from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
+from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
-from maskserve_engine.families.flux.preparation import pack_latents
-from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay, in_memory
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
@@ -73,9 +73,9 @@ def test_with_a_ring_over_the_whole_picture_cached_equals_dense(
     cached_rows.check_ring_over_all(replay, encoder, make_job(encoder, 2, mask_ring=64), kind)
 
 
-def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> FluxRow:
+def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> FlowRow:
     """A cached row whose every model input is that of the priming forward at an anchor."""
-    row = cast(FluxRow, cached(replay, job, primed))
+    row = cast(FlowRow, cached(replay, job, primed))
     assert row.inactive is not None
     entry, active = primed.entries[anchor], row.inactive.active
     inputs = primed.row.template.at(torch.tensor(entry.anchor.sigma))
@@ -91,7 +91,7 @@ def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> Flux
 
 
 def outputs_of(
-    adapter: FluxAdapter, rows: Sequence[FluxRow | FluxPrimingRow], kinds: Sequence[str]
+    adapter: FluxAdapter, rows: Sequence[FlowRow | FlowPrimingRow], kinds: Sequence[str]
 ) -> list[torch.Tensor]:
     """What the model answers for each row, which takes no step."""
     packed = Packed([row.model_input() for row in rows])
@@ -140,7 +140,7 @@ def test_inactive_tokens_come_back_as_the_template(
 ) -> None:
     job = make_job(encoder, 31)
     primed = Primed(adapter, encoder, job)
-    row = cast(FluxRow, cached(replay, job, primed))
+    row = cast(FlowRow, cached(replay, job, primed))
     out = pack_latents(torch.from_numpy(result(replay, row, "kv")))
     assert row.inactive is not None
     index = row.inactive.index
@@ -152,7 +152,7 @@ def test_a_one_token_mask_runs(adapter: FluxAdapter, replay: Replay, encoder: En
     mask = np.zeros_like(job.edit_mask)
     mask[5, 7] = 255
     job = replace(job, edit_mask=mask)
-    row = cast(FluxRow, cached(replay, job, Primed(adapter, encoder, job)))
+    row = cast(FlowRow, cached(replay, job, Primed(adapter, encoder, job)))
     assert len(row.latents) == 1
     assert np.isfinite(result(replay, row, "kv")).all()
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
+from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.flux.compiled import CompiledSegments, compile_segments
-from maskserve_engine.families.flux.rows import FluxBatch
 from maskserve_harness.benchmarks.step_rig import Bench
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ from maskserve_core.config import Config
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.forward import State
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.control import (
     FluxControlled,
@@ -21,7 +22,6 @@ from maskserve_engine.families.flux.control import (
     FluxRowControl,
     Nets,
 )
-from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.control_nets import random_net
@@ -102,7 +102,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
 ) -> None:
     """The kept keys and values of a step serve that step exactly."""
     job = controlled_job(encoder, "e", net)
-    row = cast(FluxRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
+    row = cast(FlowRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
     with_nets(replay, row, job, nets, 100)
     run_until(replay, row, 2)
     control = cast(FluxRowControl, row.residuals)
@@ -122,7 +122,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
         assert np.abs(added.numpy() - expected).max() <= tolerance(expected)
 
 
-def run_until(replay: Replay, row: FluxRow, step: int) -> None:
+def run_until(replay: Replay, row: FlowRow, step: int) -> None:
     while row.step < step:
         replay.step([row], ("kv",) * replay.adapter.blocks)
 
@@ -229,7 +229,7 @@ def test_a_control_that_never_acts_is_as_none_bit_for_bit(
         assert np.array_equal(result(replay, row, "kv"), expected), asked
     late = replace(job, controls=(replace(job.controls[0], start=0.5),))
     row = with_nets(replay, cached(replay, late, primed), late, nets, refresh)
-    without = cast(FluxRow, cached(replay, late, primed))
+    without = cast(FlowRow, cached(replay, late, primed))
     for step in range(4):
         assert torch.equal(row.latents, without.latents) == (step <= 3), step
         for each in (row, without):

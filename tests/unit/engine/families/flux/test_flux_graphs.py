@@ -16,12 +16,13 @@ from maskserve_core.config import ConfigError
 from maskserve_core.contracts.request import Lora
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch import flow, forward
+from maskserve_engine.batch import forward
 from maskserve_engine.batch.graphs import Graphs, bucket
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flow import batch as flow_batch
+from maskserve_engine.families.flow.preparation import grid_of
+from maskserve_engine.families.flow.rows import CachedTokens
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.preparation import grid_of
-from maskserve_engine.families.flux.rows import CachedTokens
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
@@ -166,7 +167,7 @@ def test_a_recorded_step_runs_nothing_of_the_model_by_itself(
         return walk(*args, **named)
 
     primed = [Primed(adapter, encoder, job) for job in jobs]
-    monkeypatch.setattr(flow, "forward", watched)
+    monkeypatch.setattr(flow_batch, "forward", watched)
     replay = Replay(adapter)
     for job, own in zip(jobs, primed, strict=True):
         row = cached(replay, job, own)

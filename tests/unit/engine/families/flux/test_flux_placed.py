@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flux.rows import FluxBatch, FluxRow
+from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 from maskserve_harness.benchmarks.replay import in_memory
@@ -35,7 +36,7 @@ class Run:
         self.rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
         self.batch: FluxBatch | None = None
 
-    def step(self, rows: Sequence[FluxRow], kinds: Sequence[str]) -> list[torch.Tensor]:
+    def step(self, rows: Sequence[FlowRow], kinds: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
             for row in rows:
                 row.step %= row.steps

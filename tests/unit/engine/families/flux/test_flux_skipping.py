@@ -16,8 +16,8 @@ from maskserve_core.config import ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.start.assembly import load_engine
@@ -62,24 +62,24 @@ def job_of(encoder: Encoder, seed: int) -> EditJob:
     return encode_case(encoder, random_case(rng, **LONG, **asked), f"edit-{seed}")
 
 
-def rows_of(replay: Replay, encoder: Encoder) -> list[FluxRow]:
+def rows_of(replay: Replay, encoder: Encoder) -> list[FlowRow]:
     """Dense rows and cached ones, two of which do not skip; some with a negative prompt."""
     adapter = replay.adapter
-    rows: list[FluxRow] = []
+    rows: list[FlowRow] = []
     for number, seed in enumerate(range(40, 46)):
         job = job_of(encoder, seed)
         if number % 3:
             row = cached(replay, job, Primed(adapter, encoder, job))
         else:
             row = adapter.dense_row(job)
-        assert isinstance(row, FluxRow)
+        assert isinstance(row, FlowRow)
         if number % 3 < 2:
             row.first_block = FirstBlockCache(THRESHOLD * (1 + number // 3))
         rows.append(row)
     return rows
 
 
-def run(replay: Replay, rows: list[FluxRow], kinds: tuple[str, ...]) -> list[NDArray[np.float32]]:
+def run(replay: Replay, rows: list[FlowRow], kinds: tuple[str, ...]) -> list[NDArray[np.float32]]:
     while rows[0].step < rows[0].steps:
         replay.step(rows, kinds)
     return [row.result().array() for row in rows]

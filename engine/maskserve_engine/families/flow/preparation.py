@@ -6,7 +6,6 @@ is served; Fill's extra channels, or what Inpaint blends in after each step.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,17 +15,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import acting
 from maskserve_core.imaging.masks import TokenIds, active_tokens, widened
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
-from maskserve_engine.batch.flow import Schedule, Walk
 from maskserve_engine.batch.graphs import bucket
 from maskserve_engine.cache.loader import Selection
+from maskserve_engine.families.flow.schedule import Schedule, make_schedule
 from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
-from maskserve_engine.stages.loader import load_plain, sampler_name
 
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines
 
@@ -47,7 +44,7 @@ def unpack_latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class FluxBlend:
+class FlowBlend:
     """Inpaint semantics: outside the mask, latents follow the noised source."""
 
     mask: Tensor
@@ -63,25 +60,25 @@ class FluxBlend:
         source = self.clean if last else sigma * self.noise + (1.0 - sigma) * self.clean
         return (1 - self.mask) * source + self.mask * latents
 
-    def take(self, index: Tensor) -> FluxBlend:
-        return FluxBlend(
+    def take(self, index: Tensor) -> FlowBlend:
+        return FlowBlend(
             *(each.index_select(0, index) for each in (self.mask, self.clean, self.noise))
         )
 
 
 @dataclass(frozen=True, slots=True)
-class FluxStart:
+class FlowStart:
     """A row's tensors before its first step, all tokens, in the model's dtype."""
 
     latents: Tensor
     """[n, 4C]"""
     condition: Tensor | None
     """[n, extra channels] for Fill."""
-    blend: FluxBlend | None
+    blend: FlowBlend | None
     """For Inpaint."""
 
-    def take(self, index: Tensor) -> FluxStart:
-        return FluxStart(
+    def take(self, index: Tensor) -> FlowStart:
+        return FlowStart(
             self.latents.index_select(0, index),
             None if self.condition is None else self.condition.index_select(0, index),
             None if self.blend is None else self.blend.take(index),
@@ -102,7 +99,7 @@ def start_fill(
     factor: int,
     schedule: Schedule,
     generator: torch.Generator,
-) -> FluxStart:
+) -> FlowStart:
     """FluxFillPipeline's preparation; draws image sample, noise, masked-image sample, in order."""
     clean = image.sample(generator)
     latents = _mixed(clean, draw(clean.shape, generator, clean.dtype), schedule)
@@ -110,7 +107,7 @@ def start_fill(
     condition = torch.cat(
         (pack_latents(masked.sample(generator)), packed_mask(mask, factor, latents.dtype)), dim=1
     )
-    return FluxStart(pack_latents(latents), condition, None)
+    return FlowStart(pack_latents(latents), condition, None)
 
 
 def start_inpaint(
@@ -120,7 +117,7 @@ def start_inpaint(
     schedule: Schedule,
     generator: torch.Generator,
     outside_seed: int | None,
-) -> FluxStart:
+) -> FlowStart:
     """FluxInpaintPipeline's preparation; the masked image that it encodes is never used.
 
     Args:
@@ -138,10 +135,10 @@ def start_inpaint(
     if outside_seed is not None:
         noise = noise_outside(noise, mask, outside_seed)
     latents = _mixed(clean, noise, schedule)
-    blend = FluxBlend(
+    blend = FlowBlend(
         pack_latents(mask.expand_as(latents).contiguous()), pack_latents(clean), pack_latents(noise)
     )
-    return FluxStart(pack_latents(latents), None, blend)
+    return FlowStart(pack_latents(latents), None, blend)
 
 
 def _mixed(clean: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
@@ -151,7 +148,7 @@ def _mixed(clean: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class FluxPrompt:
+class FlowPrompt:
     """What text encoders answered, in the model's dtype."""
 
     embeds: Tensor
@@ -160,17 +157,17 @@ class FluxPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class FluxInputs:
+class FlowInputs:
     """What a row begins with."""
 
     schedule: Schedule
-    start: FluxStart
-    prompt: FluxPrompt
-    negative: FluxPrompt | None
+    start: FlowStart
+    prompt: FlowPrompt
+    negative: FlowPrompt | None
 
 
 @dataclass(frozen=True, slots=True)
-class FluxTemplate:
+class FlowTemplate:
     """The template's own model inputs: what priming runs on and inactive tokens are pinned to."""
 
     clean: Tensor
@@ -180,12 +177,12 @@ class FluxTemplate:
     condition: Tensor | None
     """[n, extra channels]: for Fill the unmasked image and an empty mask."""
 
-    def take(self, index: Tensor) -> FluxTemplate:
+    def take(self, index: Tensor) -> FlowTemplate:
         condition = None if self.condition is None else self.condition.index_select(0, index)
         clean, noise = self.clean.index_select(0, index), self.noise.index_select(0, index)
-        return FluxTemplate(clean, noise, condition)
+        return FlowTemplate(clean, noise, condition)
 
-    def filled(self, factor: int) -> FluxTemplate:
+    def filled(self, factor: int) -> FlowTemplate:
         """With what Fill's models take besides; made where it is used, as it says nothing new."""
         mask = self.clean.new_zeros(len(self.clean), (PATCH * factor) ** 2)
         return replace(self, condition=torch.cat((self.clean, mask), dim=1))
@@ -197,83 +194,20 @@ class FluxTemplate:
         return latents if self.condition is None else torch.cat((latents, self.condition), dim=1)
 
 
-def template_inputs(image: Posterior, noise_seed: int) -> FluxTemplate:
+def template_inputs(image: Posterior, noise_seed: int) -> FlowTemplate:
     """Not `filled` yet; equal for every edit of the same pixels and noise seed."""
     clean = image.mode()
     noise = template_noise(clean.shape, noise_seed, clean.dtype)
-    return FluxTemplate(pack_latents(clean), pack_latents(noise), None)
-
-
-_SERVED = "FlowMatchEulerDiscreteScheduler"
-
-
-def load_sampler(config: Config) -> Any:
-    """The sampler of a model folder.
-
-    Raises:
-        ConfigError: the folder names another class than FlowMatchEulerDiscreteScheduler. Its
-            options would be read all the same, and every edit stepped in another way.
-    """
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    _check_name(sampler_name(config))
-    sampler = load_plain(config, "scheduler", FlowMatchEulerDiscreteScheduler)
-    if sampler.config.get("shift_terminal") and config.model.num_inference_steps == 1:
-        raise ConfigError(
-            "[model] num_inference_steps: 1 cannot be stretched to the sampler's shift_terminal; "
-            "use 2 or more"
-        )
-    return sampler
-
-
-def check_sampler(sampler: Any) -> None:
-    """Refuse samplers whose step this engine does not reproduce.
-
-    Raises:
-        ConfigError: another class than FlowMatchEulerDiscreteScheduler, or a stochastic one.
-    """
-    _check_name(type(sampler).__name__)
-    if sampler.config.get("stochastic_sampling", False) or sampler.config.get(
-        "invert_sigmas", False
-    ):
-        raise ConfigError("[model] path: stochastic or inverted samplers are not served")
-
-
-def _check_name(name: str) -> None:
-    if name != _SERVED:
-        raise ConfigError(
-            f"[model] path: sampler {name} is not served with FLUX models; served: {_SERVED}"
-        )
-
-
-def make_schedule(sampler: Any, steps: int, tokens: int, strength: float = 1.0) -> Schedule:
-    """The schedule that FluxFillPipeline and FluxInpaintPipeline use.
-
-    Args:
-        sampler: FlowMatchEulerDiscreteScheduler, which several threads may ask.
-        steps: num_inference_steps.
-        tokens: image tokens, which shift the schedule of most Flux models.
-        strength: share of the steps that is run.
-    """
-    sampler, config = copy.copy(sampler), sampler.config  # setting timesteps changes it
-    base, top = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    slope = (high - low) / (top - base)
-    mu = tokens * slope + (low - slope * base)
-    sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-    begin = steps - steps_run(steps, strength)
-    sigmas, timesteps = sampler.sigmas[begin:].clone(), sampler.timesteps[begin:]
-    columns = timesteps.tolist(), sigmas[:-1].tolist(), sigmas.diff().tolist()
-    return Schedule(sigmas, tuple(Walk(*step) for step in zip(*columns, strict=True)))
+    return FlowTemplate(pack_latents(clean), pack_latents(noise), None)
 
 
 @dataclass(frozen=True, slots=True)
-class FluxPrepared:
+class FlowPrepared:
     """Of one job."""
 
-    inputs: FluxInputs
+    inputs: FlowInputs
     """Of all tokens."""
-    template: FluxTemplate | None
+    template: FlowTemplate | None
     """Of all tokens, once prepared: of edits whose rows may read or make entries."""
     active: TokenIds
     """Of a cached row."""
@@ -283,7 +217,7 @@ class FluxPrepared:
     """Those that act, each with its picture's latents as tokens, [N, 4C]."""
 
 
-class FluxPreparation:
+class FlowPreparation:
     """Prepares jobs; used by any thread.
 
     Args:
@@ -308,38 +242,38 @@ class FluxPreparation:
         self._dtype, self._buckets = dtype, buckets
         self._shares_noise = outside_noise == "template"
 
-    def prepared(self, job: EditJob) -> FluxPrepared:
+    def prepared(self, job: EditJob) -> FlowPrepared:
         """The job's own, if it has been prepared; else without `template`."""
-        if isinstance(job.prepared, FluxPrepared):
+        if isinstance(job.prepared, FlowPrepared):
             return job.prepared
         schedule, active = self.schedule(job), self.active(job)
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         controls = self._controls(job, schedule, generator)  # they draw first
-        inputs = FluxInputs(
+        inputs = FlowInputs(
             schedule,
             self._start(job, schedule, generator),
             self.prompt(job.conditioning),
             None if job.negative is None else self.prompt(job.negative),
         )
-        return FluxPrepared(inputs, None, active, _others(job, active), controls)
+        return FlowPrepared(inputs, None, active, _others(job, active), controls)
 
     def with_ring(self, job: EditJob, ring: int) -> EditJob:
         """See `Adapter.with_ring`."""
         ringed = job.with_ring(ring)
-        if not isinstance(job.prepared, FluxPrepared):
+        if not isinstance(job.prepared, FlowPrepared):
             return ringed
         active = self._computed(ringed)
         own = replace(job.prepared, active=active, selection=_others(job, active))
         return replace(ringed, prepared=own)
 
-    def template(self, job: EditJob, noise_seed: int) -> FluxTemplate:
+    def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
         """The job's own, if it has been prepared; else draws the template's noise."""
-        own = job.prepared.template if isinstance(job.prepared, FluxPrepared) else None
+        own = job.prepared.template if isinstance(job.prepared, FlowPrepared) else None
         return own or template_inputs(self._posterior(job.moments), noise_seed)
 
     def active(self, job: EditJob) -> TokenIds:
         """Which tokens a cached row computes."""
-        if isinstance(job.prepared, FluxPrepared):
+        if isinstance(job.prepared, FlowPrepared):
             return job.prepared.active
         return self._computed(job)
 
@@ -364,17 +298,17 @@ class FluxPreparation:
         return not (own_way or acting(job.controls, steps))
 
     def schedule(self, job: EditJob) -> Schedule:
-        if isinstance(job.prepared, FluxPrepared):
+        if isinstance(job.prepared, FlowPrepared):
             return job.prepared.inputs.schedule
         settings, (height, width) = job.request.settings, grid_of(job)
         steps = settings.num_inference_steps
         assert steps is not None
         return make_schedule(self._sampler, steps, height * width, settings.strength)
 
-    def prompt(self, given: Conditioning) -> FluxPrompt:
+    def prompt(self, given: Conditioning) -> FlowPrompt:
         """What the text encoders answered, in the model's dtype."""
         embeds, pooled = given["prompt_embeds"], given["pooled"]
-        return FluxPrompt(*(torch.from_numpy(each).to(self._dtype) for each in (embeds, pooled)))
+        return FlowPrompt(*(torch.from_numpy(each).to(self._dtype) for each in (embeds, pooled)))
 
     def _controls(
         self, job: EditJob, schedule: Schedule, generator: torch.Generator
@@ -388,7 +322,7 @@ class FluxPreparation:
             )
         return tuple(found)
 
-    def _start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FluxStart:
+    def _start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
         """Draw everything else random of the edit, in the pipeline's own order, on the CPU."""
         image, factor = self._posterior(job.moments), self._facts.vae_scale_factor
         if self._facts.semantics == "fill":

@@ -1,48 +1,52 @@
-"""FLUX rows: one edit or one template being primed, with all the state between its steps; and what
-the running batch of them does before a step.
-"""
+"""Rows: one edit or one template being primed, with all the state between its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_engine.batch.flow import FlowBatch, Negative, Schedule, Walk
 from maskserve_engine.batch.packing import Residuals, RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
-from maskserve_engine.control_link.served import RowAsk, ServedRow, ask_service, new_batch
-from maskserve_engine.families.flux.blocks import (
-    AHEAD,
-    FluxStep,
-    Vectors,
-    embed,
-    steps_ahead,
-    vectors,
-)
-from maskserve_engine.families.flux.control import FluxControlled, FluxRowControl, Nets
-from maskserve_engine.families.flux.preparation import FluxBlend, FluxTemplate, unpack_latents
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.flow.preparation import FlowBlend, FlowTemplate, unpack_latents
+from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
 
 
+@dataclass(frozen=True, slots=True)
+class Negative:
+    """A negative prompt: each step also runs the model with it, and is led away from its answer
+    (diffusers' true classifier-free guidance).
+    """
+
+    text: Tensor
+    """[T, width] as `RowInput` has it."""
+    pooled: Tensor
+    scale: float
+    """true_cfg_scale, above 1."""
+
+    def input(self, own: RowInput) -> RowInput:
+        """The second pass of the row whose first is `own`."""
+        return replace(own, text=self.text, pooled=self.pooled)
+
+
 @dataclass(slots=True)
-class FluxInactive:
+class FlowInactive:
     """A cached row's tokens outside the mask: what stands in for computing them."""
 
     active: Tensor
     """[n] ids of the computed tokens."""
     index: Tensor
     """[m] ids of the others."""
-    template: FluxTemplate
+    template: FlowTemplate
     """Of the tokens at `index`."""
     cis: Tensor
     """[m, head_dim / 2]"""
@@ -54,8 +58,8 @@ class FluxInactive:
 class CachedTokens:
     """`packing.InactiveTokens` of one row, at whatever step it is."""
 
-    row: FluxRow
-    inactive: FluxInactive
+    row: FlowRow
+    inactive: FlowInactive
 
     @property
     def cis(self) -> Tensor:
@@ -74,7 +78,7 @@ class CachedTokens:
 
 
 @dataclass(slots=True)
-class FluxRow:
+class FlowRow:
     """One edit inside the running batch."""
 
     request_id: str
@@ -90,7 +94,7 @@ class FluxRow:
     latents: Tensor
     """[n, 4C] of the computed tokens; once packed, where they lie in the batch."""
     condition: Tensor | None
-    blend: FluxBlend | None
+    blend: FlowBlend | None
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
@@ -98,7 +102,7 @@ class FluxRow:
     """Whether its steps may be recorded as CUDA graphs."""
     residuals: Residuals | None = None
     adapters: Adapters = ()
-    inactive: FluxInactive | None = None
+    inactive: FlowInactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
     """What the next step reads; None: it computes all tokens."""
@@ -224,11 +228,11 @@ class FluxRow:
 
 
 @dataclass(slots=True)
-class FluxPrimingRow:
+class FlowPrimingRow:
     """A template whose entries are computed, one anchor per step."""
 
     request_id: str
-    template: FluxTemplate
+    template: FlowTemplate
     anchors: tuple[Anchor, ...]
     sigmas: Tensor
     """[anchors] float32, theirs."""
@@ -298,69 +302,4 @@ class FluxPrimingRow:
         self.step += 1
 
 
-Row = FluxRow | FluxPrimingRow
-
-
-class FluxBatch(FlowBatch[Row, FluxWeights]):
-    """Rows stepped by a FluxTransformer2DModel."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        super().__init__(rows)
-        self._controlled = tuple(
-            (row, row.residuals)
-            for row in rows
-            if isinstance(row, FluxRow) and isinstance(row.residuals, FluxRowControl)
-        )
-        self._nets = Nets() if self._controlled else None
-        self._served = tuple(
-            (row, row.residuals)
-            for row in rows
-            if isinstance(row, FluxRow) and isinstance(row.residuals, ServedRow)
-        )
-        self._number = new_batch() if self._served else 0
-        self._vectors: tuple[Vectors, ...] = ()
-        """Of `ahead` steps, the present one among them."""
-
-    @staticmethod
-    def steps_ahead(passes: int) -> int:
-        return steps_ahead(passes)
-
-    def begin_step(self, weights: FluxWeights, at: int) -> FluxStep:
-        if self._served:
-            ask_service([_asked(row, served) for row, served in self._served], self._number)
-        if self._nets is not None:
-            self._run_nets(self._nets)
-        return FluxStep(weights, self._vectors_of(weights, at))
-
-    def _vectors_of(self, weights: FluxWeights, at: int) -> Vectors:
-        """The vectors of a step, computed when the first of `ahead` steps needs its own."""
-        if at % self.ahead == 0 or not self._vectors:
-            first = at - at % self.ahead
-            ahead, packed = self.timesteps[first : first + self.ahead], self.packed
-            emb = embed(weights, ahead, packed.pooled, packed.guidance)
-            self._vectors = vectors(weights, emb)
-        return self._vectors[at % self.ahead]
-
-    def _run_nets(self, nets: Nets) -> None:
-        """Have ControlNets say what they add to this step."""
-        nets.run(
-            [
-                FluxControlled(
-                    control,
-                    row.model_input(),
-                    [step.timestep for step in row.walk(row.step)[:AHEAD]],
-                    row.step,
-                    row.steps,
-                )
-                for row, control in self._controlled
-            ]
-        )
-
-
-def _asked(row: FluxRow, served: ServedRow) -> RowAsk:
-    """What a service is given of a row's next step: the latents of all its tokens."""
-    given, channels = row.model_input(), row.channels
-    tokens = given.tokens[:, :channels]
-    if given.rest is not None:
-        tokens = torch.cat((tokens, given.rest.tokens()[:, :channels]))
-    return RowAsk(served, row.step, tokens, len(given.tokens), row.latents_ahead)
+Row = FlowRow | FlowPrimingRow

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,114 +19,15 @@ from torch import Tensor
 from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
 from maskserve_engine.batch.graphs import AtOnce, Graphs
-from maskserve_engine.batch.packing import Packed, RowInput
+from maskserve_engine.batch.packing import Packed
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
-from maskserve_engine.batch.skipping import FirstBlockCache, Skipper, forward_skipping
-from maskserve_engine.batch.stepping import KeptBatch, ReadingRow
+from maskserve_engine.batch.skipping import Skipper, forward_skipping
+from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.control_link.served import RowAsk, ServedRow, ask_service, new_batch
+from maskserve_engine.families.flow.rows import FlowRow, Negative, Row
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
-
-
-class Walk(NamedTuple):
-    """One step in plain numbers, each exactly a float32."""
-
-    timestep: float
-    """0 to 1000, what the model is told."""
-    sigma: float
-    change: float
-    """Of sigma, to the next step: negative."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Flow-matching Euler steps of one row: its own walk through the sigmas."""
-
-    sigmas: Tensor
-    """[n + 1] float32, the last one 0."""
-    walk: tuple[Walk, ...]
-
-    @property
-    def steps(self) -> int:
-        return len(self.walk)
-
-
-@dataclass(frozen=True, slots=True)
-class Negative:
-    """A negative prompt: each step also runs the model with it, and is led away from its answer
-    (diffusers' true classifier-free guidance).
-    """
-
-    text: Tensor
-    """[T, width] as `RowInput` has it."""
-    pooled: Tensor
-    scale: float
-    """true_cfg_scale, above 1."""
-
-    def input(self, own: RowInput) -> RowInput:
-        """The second pass of the row whose first is `own`."""
-        return replace(own, text=self.text, pooled=self.pooled)
-
-
-class FlowRow(ReadingRow, Protocol):
-    """A row whose latents a step moves by the model's velocity times the change of sigma."""
-
-    @property
-    def negative(self) -> Negative | None: ...
-
-    @property
-    def first_block(self) -> FirstBlockCache | None:
-        """Of a row that may skip blocks."""
-        ...
-
-    @property
-    def recorded(self) -> bool:
-        """Whether its steps may be recorded as CUDA graphs."""
-        ...
-
-    @property
-    def channels(self) -> int:
-        """Of its latents as tokens: the first ones of its model input."""
-        ...
-
-    @property
-    def steady(self) -> int:
-        """For how many steps from the next one on the same inputs are packed, but for latents."""
-        ...
-
-    @property
-    def blends(self) -> bool:
-        """Whether `blend_in` does anything."""
-        ...
-
-    def walk(self, begin: int) -> tuple[Walk, ...]:
-        """The steps from `begin` on."""
-        ...
-
-    def model_input(self) -> RowInput:
-        """What the model is given of the next step."""
-        ...
-
-    def settle(self, latents: Tensor, begin: int) -> None:
-        """Have the latents where they were packed.
-
-        Args:
-            latents: [n, C] the row's part of the batch, the computed tokens first; kept.
-            begin: where that part begins.
-        """
-        ...
-
-    def blend_in(self, moved: Tensor) -> None:
-        """Change [n, C] latents after the sampler's step and before it is booked."""
-        ...
-
-    def advance(self, moves: Tensor) -> None:
-        """Book a step that was taken.
-
-        Args:
-            moves: [N, C] of the whole batch: velocity times change of sigma; kept.
-        """
-        ...
 
 
 class FlowWeights(Protocol):
@@ -137,6 +38,9 @@ class FlowWeights(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def blocks(self) -> Sequence[Any]: ...
 
     @property
     def graphs(self) -> Graphs | None:
@@ -175,14 +79,13 @@ class FlowStep:
         return forward(self.model, self.packed, self.kinds, asking)
 
 
-R = TypeVar("R", bound=FlowRow)
 W = TypeVar("W", bound=FlowWeights)
 
 
-class FlowBatch(KeptBatch[R, W]):
+class FlowBatch(KeptBatch[Row, W]):
     """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
 
-    def __init__(self, rows: Sequence[R]) -> None:
+    def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
@@ -210,6 +113,14 @@ class FlowBatch(KeptBatch[R, W]):
         """The model's, with what the rows' adapters add to them."""
         self._share: RankShare | _Passes | None = None
         """Of the ranks that took the last step with this one."""
+        self._served = tuple(
+            (row, row.residuals)
+            for row in rows
+            if isinstance(row, FlowRow) and isinstance(row.residuals, ServedRow)
+        )
+        self._number = new_batch() if self._served else 0
+        self._vectors: Sequence[Any] = ()
+        """Of `ahead` steps, the present one among them."""
         self._lay_out()
 
     @staticmethod
@@ -219,7 +130,7 @@ class FlowBatch(KeptBatch[R, W]):
         """
         return 1
 
-    def holds(self, rows: Sequence[R]) -> bool:
+    def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < self.steps
 
     def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
@@ -249,7 +160,6 @@ class FlowBatch(KeptBatch[R, W]):
         for row in self.rows:
             row.advance(velocity)  # by now the sampler's move
 
-    @abstractmethod
     def begin_step(self, weights: W, at: int) -> Transformer:
         """The transformer for a step; what runs beside it has run.
 
@@ -257,6 +167,25 @@ class FlowBatch(KeptBatch[R, W]):
             weights: with what the rows' adapters add to them.
             at: number of the step among those that are laid out.
         """
+        if self._served:
+            ask_service([_asked(row, served) for row, served in self._served], self._number)
+        if at % self.ahead == 0 or not self._vectors:
+            first = at - at % self.ahead
+            self._vectors = self.vectors(weights, self.timesteps[first : first + self.ahead])
+        return self.at_step(weights, self._vectors[at % self.ahead])
+
+    @abstractmethod
+    def vectors(self, weights: W, timesteps: Tensor) -> Sequence[Any]:
+        """What timestep, guidance and prompt do to the blocks, for each of so many steps.
+
+        Args:
+            weights: with what the rows' adapters add to them.
+            timesteps: [S, R] of the packed rows, 0 to 1000.
+        """
+
+    @abstractmethod
+    def at_step(self, weights: W, vectors: Any) -> Transformer:
+        """The transformer at a step, of its `vectors`."""
 
     def _share_with(self, exchange: Exchange, weights: W) -> RankShare | _Passes:
         """Of two ranks each has a pass of every row, where every row has two: that takes one
@@ -345,7 +274,7 @@ class _Passes:
     def __init__(
         self,
         whole: Packed,
-        rows: Sequence[FlowRow],
+        rows: Sequence[Row],
         guided: Sequence[tuple[int, Negative]],
         exchange: Exchange,
     ) -> None:
@@ -383,3 +312,12 @@ class _Passes:
             answer = forward(model.take(self.own), self._packed, kinds)
         parts = self._share.gather(answer, [n * self._channels for n in self._lengths])
         return torch.cat([parts[i] for i in self._answered]).view(-1, self._channels)
+
+
+def _asked(row: FlowRow, served: ServedRow) -> RowAsk:
+    """What a service is given of a row's next step: the latents of all its tokens."""
+    given, channels = row.model_input(), row.channels
+    tokens = given.tokens[:, :channels]
+    if given.rest is not None:
+        tokens = torch.cat((tokens, given.rest.tokens()[:, :channels]))
+    return RowAsk(served, row.step, tokens, len(given.tokens), row.latents_ahead)

@@ -1,0 +1,1 @@
+"""Flow-matching transformers: what the rows of all such families share."""

@@ -1,0 +1,347 @@
+"""A flow-matching transformer behind the engine's adapter interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.keys import Anchor, anchor_steps, cover
+from maskserve_core.contracts.request import steps_run
+from maskserve_core.imaging.masks import cover_a_side
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.registry import counted_work
+from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
+from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.stepping import Stepping
+from maskserve_engine.batch.transfer import moved
+from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.families.flow.batch import FlowBatch, FlowWeights
+from maskserve_engine.families.flow.preparation import (
+    FlowInputs,
+    FlowPreparation,
+    FlowPrompt,
+    FlowTemplate,
+    grid_of,
+)
+from maskserve_engine.families.flow.rows import (
+    FlowInactive,
+    FlowPrimingRow,
+    FlowRow,
+    Negative,
+    Row,
+)
+from maskserve_engine.families.flow.schedule import check_sampler, load_sampler, make_schedule
+from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
+from maskserve_engine.stages.loader import device_of, held_bytes
+from maskserve_engine.stages.quantise import load_denoiser
+
+W = TypeVar("W", bound=FlowWeights)
+
+
+class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
+    """Rows of edits over one transformer. A family says what is its own: the class variables and
+    abstract methods here, and a `FlowBatch`.
+
+    Args:
+        facts: what the model folder says.
+        model: the family's `transformer`, in eval mode.
+        sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
+        compiled: whether segments of blocks are compiled; takes its time.
+        placed_bytes: `[cache] placed_bytes`.
+        outside_noise: `[model] outside_noise`.
+        graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
+        control_refresh: `[controls] refresh`.
+    """
+
+    batches: ClassVar[type[FlowBatch[Any]]]
+    """Of the family's rows."""
+    text_places: ClassVar[frozenset[str]]
+    """Places of the weights that `text` reads."""
+    anchor_tolerance = 1.0
+    """Any anchor serves any step (docs/adr/0007): how near it is to be, the stride says."""
+    entry_halves = 1
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        model: Any,
+        sampler: Any,
+        *,
+        compiled: bool = False,
+        placed_bytes: int = 0,
+        outside_noise: str = "template",
+        graphs: bool = False,
+        control_refresh: int = 1,
+    ) -> None:
+        check_sampler(sampler)
+        self.facts, self.model, self.sampler = facts, model, sampler
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.weight_bytes = held_bytes(model)
+        recorder = Graphs.on(model.device, model.dtype) if graphs else None
+        room = placed_bytes if recorder is None else 0
+        self.weights = self.weights_of(model, room, recorder, compiled=compiled)
+        super().__init__(self.batches, self.weights)
+        self.blocks = len(self.weights.blocks)
+        self._preparation = FlowPreparation(
+            facts,
+            sampler,
+            dtype=self.dtype,
+            outside_noise=outside_noise,
+            buckets=recorder is not None,
+        )
+        self._control_refresh = control_refresh
+        self._places = self.places_of(model)
+        self._positions = lru_cache(maxsize=64)(self.positions)
+        self.work = lru_cache(maxsize=64)(self._make_work)
+        self.anchors = lru_cache(maxsize=64)(self._make_anchors)
+
+    @classmethod
+    def load(cls, facts: ModelFacts, config: Config) -> Self:
+        """Raises ConfigError when a part is missing or unreadable."""
+        if config.cache.conv_halo:
+            raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
+        if config.engine.flux_cuda_graphs and config.cache.placed_bytes > 0:
+            raise ConfigError(
+                f"[cache] placed_bytes: {config.cache.placed_bytes} does not go with "
+                "[engine] flux_cuda_graphs, which places them anew at each step; use 0"
+            )
+        made = partial(fused, config, part="denoiser")
+        return cls(
+            facts,
+            load_denoiser(config, "transformer", cls.transformer(), made),
+            load_sampler(config),
+            compiled=config.model.compile,
+            placed_bytes=config.cache.placed_on(device_of(config).type),
+            outside_noise=config.model.outside_noise,
+            graphs=config.engine.flux_cuda_graphs,
+            control_refresh=config.controls.refresh,
+        )
+
+    @staticmethod
+    @abstractmethod
+    def transformer() -> Any:
+        """The diffusers class of its model; imported when first asked for."""
+
+    @abstractmethod
+    def weights_of(
+        self, model: Any, resident_bytes: int, graphs: Graphs | None, *, compiled: bool
+    ) -> W:
+        """The model's weights as its batches are given them.
+
+        Args:
+            model: as given to the adapter.
+            resident_bytes: that keys and values of a batch may take to stay in place.
+            graphs: of its steps; None: none is recorded.
+            compiled: whether segments of blocks are compiled.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def places_of(model: Any) -> Mapping[str, Place]:
+        """Where the layers that a LoRA may change lie in the weights."""
+
+    @abstractmethod
+    def blank_prompt(self, tokens: int) -> Conditioning:
+        """Of zeros, so many tokens long."""
+
+    @abstractmethod
+    def text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
+        """[T, width] text tokens at the first block, of a prompt's states [T, in]: the same at
+        every step.
+        """
+
+    @abstractmethod
+    def positions(self, height: int, width: int, text: int) -> Tensor:
+        """[T + height · width, head_dim / 2] complex rotary factors of text and image tokens."""
+
+    def steps(self, job: EditJob) -> int:
+        settings = job.request.settings
+        assert settings.num_inference_steps is not None
+        return steps_run(settings.num_inference_steps, settings.strength)
+
+    def tokens(self, job: EditJob) -> TokenCounts:
+        (gh, gw), active = grid_of(job), self._preparation.active(job)
+        side = self.facts.dense_steps.side > 0 and cover_a_side(active, gh, gw)
+        return TokenCounts(len(active), gh * gw, side)
+
+    def _make_work(self, height: int, width: int) -> ModelWork:
+        recorded = self.weights.graphs is not None
+        return counted_work(self.facts, height, width, recorded=recorded)
+
+    def counted(self, job: EditJob) -> Totals:
+        _, height, width = job.moments.shape
+        texts = [each for each in (job.conditioning, job.negative) if each is not None]
+        active = (float(self.tokens(job).active),)
+        return self.work(height, width).totals(
+            [RowTokens(active, float(len(text["prompt_embeds"]))) for text in texts]
+        )
+
+    def batch_key(self, job: EditJob) -> Hashable:
+        return None  # rows are packed without padding: any may share a step
+
+    def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
+        schedule = self._preparation.schedule(job)
+        return [(step.sigma, step.timestep) for step in schedule.walk]
+
+    def _make_anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
+        """Of every `stride` timesteps of the schedule the one in their middle, and as many between
+        them that no step of any schedule is out of reach.
+        """
+        walk = make_schedule(self.sampler, steps, tokens).walk
+        chosen = anchor_steps([step.sigma for step in walk], stride)
+        taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
+        return cover(tuple(taken), self.anchor_tolerance)
+
+    def prepare(self, job: EditJob) -> EditJob:
+        with torch.inference_mode():
+            return replace(job, prepared=self._preparation.prepared(job))
+
+    def prepare_template(self, job: EditJob, noise_seed: int) -> EditJob:
+        with torch.inference_mode():
+            ready = self._preparation.prepared(job)
+            template = self._preparation.template(job, noise_seed)
+            return replace(job, prepared=replace(ready, template=template))
+
+    def with_ring(self, job: EditJob, ring: int) -> EditJob:
+        return self._preparation.with_ring(job, ring)
+
+    def dense_row(self, job: EditJob) -> FlowRow:
+        with torch.inference_mode():
+            return self._row(job, moved(self._preparation.prepared(job).inputs, self.device))
+
+    def cached_row(self, job: EditJob, noise_seed: int) -> FlowRow:
+        with torch.inference_mode():
+            ready = self._preparation.prepared(job)
+            own = self._preparation.template(job, noise_seed)
+            active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
+            with one_cpu_thread():
+                start, rest = ready.inputs.start.take(active), own.take(index)
+            there = (replace(ready.inputs, start=start), rest, active, index)
+            inputs, template, active, index = moved(there, self.device)
+            ready.selection.sent([index])
+            row = self._row(job, inputs)
+            gh, gw = row.grid
+            text, image = row.cis.split((len(row.text), gh * gw))
+            template = self._filled(template)
+            row.inactive = FlowInactive(active, index, template, image[index], ready.selection)
+            row.cis = torch.cat((text, image[active]))
+            return row
+
+    def priming_row(
+        self,
+        job: EditJob,
+        anchors: Sequence[Anchor],
+        prompt: Conditioning,
+        noise_seed: int,
+        kinds: Sequence[frozenset[str]],
+        format: str,
+    ) -> FlowPrimingRow:
+        with torch.inference_mode():
+            sigmas = torch.tensor([anchor.sigma for anchor in anchors])
+            own = self._preparation.template(job, noise_seed)
+            there = (own, self._preparation.prompt(prompt), sigmas)
+            template, inputs, sigmas = moved(there, self.device)
+            text = self.text(inputs.embeds)
+            return FlowPrimingRow(
+                request_id=job.request.request_id,
+                template=self._filled(template),
+                anchors=tuple(anchors),
+                sigmas=sigmas,
+                text=text,
+                embeds=inputs.embeds,
+                pooled=inputs.pooled,
+                guidance=self._guidance(job),
+                cis=self._positions(*grid_of(job), len(text)),
+                kinds=kinds,
+                format=format,
+            )
+
+    def most_ranks(self, job: EditJob) -> int:
+        """As many as there are heads; of what ranks cannot share, one for each pass
+        (`batch.cfg_parallel`).
+        """
+        request = job.request
+        if request.settings.first_block_threshold:
+            return 1
+        if request.loras or job.controls:
+            return 1 if job.negative is None else 2
+        return self.weights.width // self.weights.head_dim
+
+    def carried(self, row: Row) -> tuple[Any, ...] | None:
+        """[n, 4C] the latents of its computed tokens; nothing of a priming row."""
+        return (row.latents,) if isinstance(row, FlowRow) else ()
+
+    def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
+        self.release()  # the row's batch holds for where it was
+        row.step = steps
+        if isinstance(row, FlowRow):
+            (row.latents,), row.moved = carried, None
+
+    def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
+        with torch.inference_mode():
+            return low_rank_set(factors, self._places, self.device, self.dtype)
+
+    def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
+        both, row.adapters = (*row.adapters, *adapters), adapters
+        if not any(self.text_places & own.updates.keys() for own, _ in both):
+            return  # what the row keeps of its prompt is as it was
+        with torch.inference_mode():
+            if isinstance(row, FlowPrimingRow):
+                row.text = self.text(row.embeds, adapters)
+                return
+            inputs = moved(self._preparation.prepared(job).inputs, self.device)
+            row.text = self.text(inputs.prompt.embeds, adapters)
+            if row.negative is not None:
+                assert inputs.negative is not None
+                negative = self.text(inputs.negative.embeds, adapters)
+                row.negative = replace(row.negative, text=negative)
+
+    def serve_control(self, row: Any, served: ServedRow) -> None:
+        row.residuals = served
+
+    def _row(self, job: EditJob, inputs: FlowInputs) -> FlowRow:
+        """A row that computes the tokens of `inputs`, which lie on the device."""
+        text, start = self.text(inputs.prompt.embeds), inputs.start
+        grid = grid_of(job)
+        threshold = job.request.settings.first_block_threshold
+        return FlowRow(
+            request_id=job.request.request_id,
+            schedule=inputs.schedule,
+            grid=grid,
+            text=text,  # the same at every step, so embedded once
+            pooled=inputs.prompt.pooled,
+            guidance=self._guidance(job),
+            cis=self._positions(*grid, len(text)),
+            latents=start.latents,
+            condition=start.condition,
+            blend=start.blend,
+            negative=self._negative(job, inputs.negative),
+            first_block=FirstBlockCache(threshold) if threshold else None,
+            recorded=self._preparation.recorded(job),
+        )
+
+    def _guidance(self, job: EditJob) -> float | None:
+        return job.request.settings.guidance_scale if self.facts.guidance == "embedded" else None
+
+    def _filled(self, template: FlowTemplate) -> FlowTemplate:
+        fill = self.facts.semantics == "fill"
+        return template.filled(self.facts.vae_scale_factor) if fill else template
+
+    def _negative(self, job: EditJob, prompt: FlowPrompt | None) -> Negative | None:
+        if prompt is None:
+            return None
+        scale = job.request.settings.true_cfg_scale
+        assert scale is not None, "a negative prompt comes with its scale (validation)"
+        return Negative(self.text(prompt.embeds), prompt.pooled, scale)
