@@ -5,11 +5,13 @@ Read from the headers of the model's own safetensors files: no weight is touched
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from maskserve_core.adapters.lora_header import BadAdapter, Layer, LoraHeader
+from maskserve_core.adapters.lora_header import BadAdapter, Layer
 from maskserve_core.files.safetensors_header import BadHeader, header_of
 
 _FOLDERS = {
@@ -17,16 +19,86 @@ _FOLDERS = {
     "text_encoder": ("text_encoder",),
     "text_encoder_2": ("text_encoder_2",),
 }
-# Names that the models' first publishers gave their layers. What they mean is known to the
-# converters of diffusers, which the engine reads such files by.
-_PUBLISHED_NAMES = {
-    "transformer": re.compile(
-        r"(double_blocks|single_blocks|final_layer|img_in|txt_in|time_in|vector_in|guidance_in)[._]"
+_FLUX = {
+    "double_blocks.{}.img_attn.qkv": (
+        "transformer_blocks.{}.attn.to_q",
+        "transformer_blocks.{}.attn.to_k",
+        "transformer_blocks.{}.attn.to_v",
     ),
-    "unet": re.compile(r"(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)[._]"),
+    "double_blocks.{}.txt_attn.qkv": (
+        "transformer_blocks.{}.attn.add_q_proj",
+        "transformer_blocks.{}.attn.add_k_proj",
+        "transformer_blocks.{}.attn.add_v_proj",
+    ),
+    "double_blocks.{}.img_attn.proj": ("transformer_blocks.{}.attn.to_out.0",),
+    "double_blocks.{}.txt_attn.proj": ("transformer_blocks.{}.attn.to_add_out",),
+    "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.net.0.proj",),
+    "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.net.2",),
+    "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.net.0.proj",),
+    "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.net.2",),
+    "double_blocks.{}.img_mod.lin": ("transformer_blocks.{}.norm1.linear",),
+    "double_blocks.{}.txt_mod.lin": ("transformer_blocks.{}.norm1_context.linear",),
+    "single_blocks.{}.linear1": (
+        "single_transformer_blocks.{}.attn.to_q",
+        "single_transformer_blocks.{}.attn.to_k",
+        "single_transformer_blocks.{}.attn.to_v",
+        "single_transformer_blocks.{}.proj_mlp",
+    ),
+    "single_blocks.{}.linear2": ("single_transformer_blocks.{}.proj_out",),
+    "single_blocks.{}.modulation.lin": ("single_transformer_blocks.{}.norm.linear",),
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }
-
+"""Names that FLUX's publisher gave its layers (kohya's files and ComfyUI's have them), and the
+layers of diffusers that each is, one behind the other.
+"""
+_FLUX |= {
+    "double_blocks.{}.qkv_lora1": _FLUX["double_blocks.{}.img_attn.qkv"],
+    "double_blocks.{}.qkv_lora2": _FLUX["double_blocks.{}.txt_attn.qkv"],
+    "double_blocks.{}.proj_lora1": _FLUX["double_blocks.{}.img_attn.proj"],
+    "double_blocks.{}.proj_lora2": _FLUX["double_blocks.{}.txt_attn.proj"],
+    "single_blocks.{}.qkv": _FLUX["single_blocks.{}.linear1"][:3],
+    "single_blocks.{}.proj": _FLUX["single_blocks.{}.linear2"],
+}  # x-flux, but for `.processor` (`_modern`)
+_SWAPPED = "final_layer.adaLN_modulation.1"
+"""Its outputs are shift and scale; in diffusers scale and shift."""
+_RESNET = {
+    "conv1": "in_layers.2",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+_UNET = {
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+"""Layers of diffusers' UNets, and the names that Stability gave them."""
+_TABLES = re.compile(r"(.*\.)?((token|position|class)_embedding|shared|embed_tokens|.*_bias)")
+"""Tables that are looked up: weights of two dimensions, and no layers that multiply."""
 _ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+
+
+class Meant(NamedTuple):
+    """What a name in a LoRA file stands for."""
+
+    layers: tuple[str, ...]
+    """Dotted names in the served model; of several the outputs lie one behind the other."""
+    published: bool = False
+    """Whether it is a name of the model's first publisher."""
+    swapped: bool = False
+    """Whether the halves of the outputs have changed places since."""
 
 
 class BaseLayers:
@@ -41,9 +113,15 @@ class BaseLayers:
         self, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], denoiser: str = "transformer"
     ) -> None:
         self._shapes = shapes
-        self._spellings = {part: _spellings(layers) for part, layers in shapes.items()}
-        self._published = _PUBLISHED_NAMES[denoiser]
         self.denoiser = denoiser
+        self._spellings = {part: _spellings(layers) for part, layers in shapes.items()}
+        own = self._spellings["denoiser"]
+        published = _of_flux if denoiser == "transformer" else _of_unet
+        self.published = published(shapes["denoiser"])
+        """Layers by the names that the model's first publisher gave them."""
+        for name, layers in self.published.items():
+            for spelled in (name, name.replace(".", "_")):
+                own.setdefault(spelled, Meant(layers, published=True, swapped=name == _SWAPPED))
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> BaseLayers | None:
@@ -65,69 +143,119 @@ class BaseLayers:
                     shapes.setdefault(part, {}).update(_shapes(file))
         return cls(shapes, denoiser) if denoiser else None
 
-    def name_of(self, part: str, module: str) -> str | None:
-        """The dotted name of a layer that a LoRA file spells in one of the usual ways.
+    @property
+    def parts(self) -> frozenset[str]:
+        """The parts of the model that have layers."""
+        return frozenset(self._shapes)
+
+    def meant(self, part: str, module: str) -> Meant | None:
+        """The layers that a LoRA file spells in one of the usual ways; None: the model has none.
 
         Args:
-            part: of the model, of `lora_header.PARTS`.
+            part: one of `parts`.
             module: as `lora_header.split_part` gives it.
-
-        Returns:
-            None: the file's names are those of the model's first publisher.
-
-        Raises:
-            BadAdapter: the model has no such layer.
         """
-        if part not in self._shapes:
-            raise BadAdapter(f"changes {part}, which is not served with this model")
-        found = self._spellings[part].get(_modern(part, module))
-        if found is None and not (part == "denoiser" and self._published.match(module)):
-            raise BadAdapter(
-                f"is for another model: the served one's {part} has no layer {module[:80]}"
-            )
-        return found
+        return self._spellings[part].get(_modern(part, module))
 
-    def check_layer(self, part: str, name: str, layer: Layer) -> None:
-        """Refuse an update that does not fit the layer of this dotted name.
+    def shape(self, part: str, name: str) -> tuple[int, ...]:
+        """[out, in], or [out, in, kh, kw], of the weight of the layer of this dotted name."""
+        return self._shapes[part][name]
+
+    def check_layer(self, part: str, meant: Meant, layer: Layer) -> None:
+        """Refuse an update that does not fit the layers that it is meant for.
+
+        FLUX's are also taken with fewer inputs, as diffusers takes them: others are 0 then. So
+        LoRAs of FLUX.1-dev change the wider first layer of Fill.
 
         Raises:
             BadAdapter: naming the layer.
         """
-        outputs, inputs, *kernel = self._shapes[part][name]
+        first, *_ = shapes = [self._shapes[part][name] for name in meant.layers]
+        inputs, *kernel = first[1:]
+        outputs, shown = sum(shape[0] for shape in shapes), " and ".join(meant.layers)[:80]
         if layer.inputs > inputs and layer.outputs == outputs:
             raise BadAdapter(
-                f"widens the inputs of {name[:80]} from {inputs} to {layer.inputs}, "
-                "which is not served"
+                f"widens the inputs of {shown} from {inputs} to {layer.inputs}, which is not served"
             )
+        narrow = (
+            layer.inputs < inputs
+            and part == "denoiser"
+            and self.denoiser == "transformer"
+            and not kernel
+        )
         # A linear layer may be kept as a convolution of side 1, and the other way round.
         same_kernel = list(layer.kernel) == kernel or {*layer.kernel, *kernel} == {1}
-        if (layer.outputs, layer.inputs) != (outputs, inputs) or not same_kernel:
+        fits = layer.outputs == outputs and (layer.inputs == inputs or narrow) and same_kernel
+        if not fits:
             raise BadAdapter(
-                f"is for another model: {name[:80]} takes {inputs} numbers to {outputs} in the "
-                f"served one's {part}, and {layer.inputs} to {layer.outputs} in the adapter"
+                f"is for another model: {shown} takes {_words(inputs, kernel)} to {outputs} in the "
+                f"served one's {part}, and {_words(layer.inputs, layer.kernel)} to {layer.outputs} "
+                "in the adapter"
             )
 
-    def check(self, header: LoraHeader) -> None:
-        """Refuse an adapter that was made for another model, as far as its header shows.
 
-        Raises:
-            BadAdapter: naming the layer.
-        """
-        for (part, module), layer in header.layers.items():
-            name = self.name_of(part, module)
-            if name is not None:
-                self.check_layer(part, name, layer)
+def _words(inputs: int, kernel: Sequence[int]) -> str:
+    return f"{inputs} numbers" + (f" of {kernel[0]}x{kernel[1]} places" if kernel else "")
 
 
-def _spellings(layers: Iterable[str]) -> dict[str, str]:
-    """Dotted names by the ways to spell them: kohya's files have underscores, and text models
-    have lost the first part of their names in the course of time.
+def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
+    """Layers by the ways to spell them: kohya's files have underscores, and text models have lost
+    the first part of their names in the course of time.
     """
     spelled = {}
     for name in layers:
         for own in (name, name.removeprefix("text_model.")):
-            spelled[own] = spelled[own.replace(".", "_")] = name
+            spelled[own] = spelled[own.replace(".", "_")] = Meant((name,))
     return spelled
+
+
+def _of_flux(layers: Container[str]) -> dict[str, tuple[str, ...]]:
+    """Published names of a FLUX model's layers."""
+    found = {}
+    for published, own in _FLUX.items():
+        for number in itertools.count():
+            named = tuple([each.format(number) for each in own])
+            if not all(name in layers for name in named):
+                break
+            found[published.format(number)] = named
+            if "{}" not in published:
+                break
+    return found
+
+
+def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Published names of a UNet's layers.
+
+    Its way down is numbered layer by layer, each with what attends behind it and each downsampler
+    by itself; on the way up an upsampler stands beside the last layer of its block.
+    """
+    found = {published: (own,) for own, published in _UNET.items() if own in layers}
+    layers_of = re.compile(r"down_blocks\.0\.resnets\.(\d+)\.conv1")
+    depth = sum(layers_of.fullmatch(name) is not None for name in layers)
+    form = re.compile(
+        r"(?P<way>down|mid|up)_blocks?\.((?P<block>\d+)\.)?"
+        r"(?P<kind>resnets|attentions|downsamplers|upsamplers)\.(?P<layer>\d+)\.(?P<rest>.+)"
+    )
+    for name in layers:
+        parts = form.fullmatch(name)
+        if parts is None:
+            continue
+        way, kind, rest = parts["way"], parts["kind"], parts["rest"]
+        block, layer = int(parts["block"] or 0), int(parts["layer"])
+        inner = _RESNET.get(rest, rest) if kind == "resnets" else rest
+        at = block * (depth + 1) + layer
+        if way == "mid":
+            published = f"middle_block.{2 * layer + (kind == 'attentions')}.{inner}"
+        elif kind == "downsamplers":
+            published = f"input_blocks.{(block + 1) * (depth + 1)}.0.op"
+        elif kind == "upsamplers":
+            attends = any(each.startswith(f"up_blocks.{block}.attentions.") for each in layers)
+            published = f"output_blocks.{at + depth}.{2 if attends else 1}.conv"
+        else:
+            stage, first = ("input_blocks", 1) if way == "down" else ("output_blocks", 0)
+            published = f"{stage}.{first + at}.{int(kind == 'attentions')}.{inner}"
+        found[published] = (name,)
+    return found
 
 
 def _modern(part: str, module: str) -> str:
@@ -152,5 +280,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     return {
         name.removesuffix(".weight"): place.shape
         for name, place in header.tensors.items()
-        if name.endswith(".weight") and len(place.shape) >= 2 and "_embedding." not in name
+        if name.endswith(".weight")
+        and len(place.shape) >= 2
+        and _TABLES.fullmatch(name.removesuffix(".weight")) is None
     }

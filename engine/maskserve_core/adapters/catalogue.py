@@ -20,13 +20,14 @@ import msgspec
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.lora_header import BadAdapter, read_header
+from maskserve_core.adapters.lora_plan import plan_of
 from maskserve_core.adapters.storage import Storage, StorageFailed, Stored
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
 
 log = logging.getLogger("maskserve")
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class KnownAdapter(msgspec.Struct, frozen=True):
@@ -46,6 +47,11 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     """What it changes, of `lora_header.PARTS`."""
     problem: str = ""
     """Why it is not served; empty if it is."""
+    notes: tuple[str, ...] = ()
+    """What of it is left out, or taken for granted (`lora_plan.LoraPlan.notes`)."""
+    config: str = ""
+    """PEFT's configuration beside it, in the storage; empty: there is none."""
+    config_bytes: int = 0
 
     def check(self, field: str) -> None:
         """Refuse one that is not served.
@@ -169,8 +175,17 @@ class Catalogue:
     def _described(self, stored: Stored) -> KnownAdapter:
         """What the header of a file says, or why it is refused."""
         asked = self._config.adapters
-        plain = KnownAdapter(stored.name, stored.path, stored.version, stored.nbytes)
+        plain = KnownAdapter(
+            stored.name,
+            stored.path,
+            stored.version,
+            stored.nbytes,
+            config=stored.config,
+            config_bytes=stored.config_bytes,
+        )
         try:
+            if stored.problem:
+                raise BadAdapter(stored.problem)
             if stored.nbytes > asked.host_bytes:
                 raise BadAdapter(
                     f"is {stored.nbytes} bytes long; [adapters] host_bytes is {asked.host_bytes}"
@@ -180,15 +195,21 @@ class Catalogue:
                 stored.nbytes,
                 max_bytes=asked.max_bytes,
                 max_rank=asked.max_rank,
+                config=self._storage.read(stored.config, 0, stored.config_bytes)
+                if stored.config
+                else b"",
             )
-            base = self._base_layers()
-            if base is not None:
-                base.check(header)
+            plan = plan_of(header, self.base_layers())
         except BadAdapter as error:
             return msgspec.structs.replace(plain, problem=str(error))
-        return msgspec.structs.replace(plain, rank=header.rank, parts=header.parts)
+        return msgspec.structs.replace(plain, rank=header.rank, parts=plan.parts, notes=plan.notes)
 
-    def _base_layers(self) -> BaseLayers | None:
+    def base_layers(self) -> BaseLayers | None:
+        """Of the served model; None: its weights are no safetensors files.
+
+        Raises:
+            OSError: they cannot be read.
+        """
         if not self._base_read:
             self._base = BaseLayers.of_folder(self._config.model.path)
             self._base_read = True

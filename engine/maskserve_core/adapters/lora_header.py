@@ -10,29 +10,57 @@ Files are safetensors only: other formats may run code when they are read.
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from maskserve_core.files import safetensors_header
-from maskserve_core.files.safetensors_header import BadHeader, Header, TensorPlace, short
+from maskserve_core.files.safetensors_header import (
+    BadHeader,
+    Header,
+    TensorPlace,
+    encode_header,
+    reader_of,
+    short,
+)
 
+PEFT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+"""What PEFT's `save_pretrained` writes into a folder; alphas are in the second alone."""
+CONFIG_KEY = "adapter_config"
+"""The second's key in the metadata of a file that was brought here: there it is one file."""
+MAX_CONFIG_BYTES = 2**20
 PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 
-_DTYPES = ("F16", "BF16", "F32")
-_DOWN = re.compile(
-    r"(?P<module>.+?)(\.lora_A(\.default)?|\.lora\.down|\.lora_down|\.lora_linear_layer\.down"
-    r"|_lora\.down|(?<=_lora[12])\.down)\.weight"
-)
-_UP = re.compile(
-    r"(?P<module>.+?)(\.lora_B(\.default)?|\.lora\.up|\.lora_up|\.lora_linear_layer\.up"
-    r"|_lora\.up|(?<=_lora[12])\.up)\.weight"
-)
-_ROLES = {"down": _DOWN, "up": _UP, "alpha": re.compile(r"(?P<module>.+?)\.(alpha|lora_alpha)")}
+_EXPONENTS = {
+    "F8_E4M3": (np.uint8, 0x7F),  # has no infinity, and one NaN of either sign
+    "F8_E5M2": (np.uint8, 0x7C),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F32": (np.uint32, 0x7F800000),
+    "F64": (np.uint64, 0x7FF0000000000000),
+}
+"""Of each dtype that matrices may have: its words, and bits that are all set in a number that is
+infinite or NaN.
+"""
+_ENDS = {
+    "down": (".lora_A", ".lora_down", ".lora.down", ".lora_linear_layer.down", "_lora.down"),
+    "up": (".lora_B", ".lora_up", ".lora.up", ".lora_linear_layer.up", "_lora.up"),
+    "alpha": (".alpha", ".lora_alpha"),
+}
+"""What the names of an update's tensors end with, but for `.weight`."""
+_OTHER_TENSORS = {
+    "biases": tuple([f"{end}.bias" for role in ("down", "up") for end in _ENDS[role]]),
+    "differences of biases": (".diff_b",),
+    "differences of weights": (".diff",),
+}
+"""What else there may be, by what its names end with."""
 # Other kinds of adapters, by what their tensors' names hold.
 _OTHER_KINDS = {
     "DoRA": re.compile(r"dora_scale|lora_magnitude_vector"),
@@ -42,14 +70,19 @@ _OTHER_KINDS = {
     "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
     "IA3": re.compile(r"\.on_input$"),
     "Tucker-decomposed LoRA": re.compile(r"\.lora_mid\."),
-    "LoRA with biases": re.compile(r"\.(lora_[AB]|lora_down|lora_up|lora\.down|lora\.up)\.bias$"),
-    "textual inversion": re.compile(r"emb_params|string_to_param|^bundle_emb"),
-    "full difference of weights": re.compile(r"\.(diff|diff_b|set_weight)$"),
+    "new weights": re.compile(r"\.set_weight$"),
     "LoRA with norms": re.compile(r"norm\w*\.(scale|weight|bias)$|\.[wb]_norm$"),
 }
 _PREFIXES = (
-    ("text_encoder_2", ("text_encoder_2.", "lora_te2_", "lora_te3_")),
-    ("text_encoder", ("text_encoder.", "lora_te_", "lora_te1_")),
+    (
+        "text_encoder_2",
+        ("text_encoder_2.", "lora_te2_", "text_encoders.clip_g.transformer."),
+    ),
+    (
+        "text_encoder",
+        ("text_encoder.", "lora_te_", "lora_te1_", "text_encoders.clip_l.transformer."),
+    ),
+    ("t5", ("text_encoder_3.", "lora_te3_", "text_encoders.t5xxl.transformer.")),
     (
         "denoiser",
         (
@@ -58,6 +91,7 @@ _PREFIXES = (
             "base_model.model.",
             "transformer.",
             "unet.",
+            "model.diffusion_model.",
             "diffusion_model.",
             "lora_transformer_",
             "lora_unet_",
@@ -77,6 +111,8 @@ class LoraHeader:
     layers: Mapping[tuple[str, str], Layer]
     """By part (of PARTS) and the layer's name there, as the file spells it without its prefix."""
     names: Mapping[tuple[str, str], Names]
+    others: Mapping[str, str]
+    """Tensors that are no matrices of an update, and what each is."""
     tensors: Mapping[str, TensorPlace]
     nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -85,12 +121,6 @@ class LoraHeader:
     def rank(self) -> int:
         """The largest of its layers'."""
         return max(layer.rank for layer in self.layers.values())
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts of the model that it changes."""
-        changed = {part for part, _ in self.layers}
-        return tuple(part for part in PARTS if part in changed)
 
 
 class Names(NamedTuple):
@@ -112,27 +142,24 @@ class Layer(NamedTuple):
 
 
 def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
-    """Tensors and metadata of a file, in dtypes that are served.
-
-    Args:
-        read: gives the file's bytes [begin, end).
-        nbytes: of the file.
+    """`safetensors_header.read_header`.
 
     Raises:
         BadAdapter: it is no safetensors file, or cut short.
     """
     try:
-        header = safetensors_header.read_header(read, nbytes)
+        return safetensors_header.read_header(read, nbytes)
     except BadHeader as error:
         raise BadAdapter(str(error)) from error
-    for name, place in header.tensors.items():
-        if place.dtype not in _DTYPES:
-            raise BadAdapter(f"holds {short(name)} in {place.dtype}; served: {', '.join(_DTYPES)}")
-    return header
 
 
 def read_header(
-    read: Callable[[int, int], bytes], nbytes: int, *, max_bytes: int, max_rank: int
+    read: Callable[[int, int], bytes],
+    nbytes: int,
+    *,
+    max_bytes: int = sys.maxsize,
+    max_rank: int = sys.maxsize,
+    config: bytes = b"",
 ) -> LoraHeader:
     """What a LoRA file changes, by its header alone.
 
@@ -141,6 +168,7 @@ def read_header(
         nbytes: of the file.
         max_bytes: that it may have.
         max_rank: that its layers may have.
+        config: PEFT's adapter_config.json, where one lies beside the file.
 
     Raises:
         BadAdapter: it cannot be served.
@@ -148,50 +176,112 @@ def read_header(
     if nbytes > max_bytes:
         raise BadAdapter(f"is {nbytes} bytes long; at most {max_bytes} are served")
     tensors, metadata, _ = read_tensors(read, nbytes)
-    _refuse_other_kinds(tensors, metadata)
-    named = by_module(tensors)
+    if config:
+        metadata[CONFIG_KEY] = config.decode("utf-8", "replace")
+    _refuse_other_kinds(tensors)
+    named, others = by_module(tensors)
     layers = {}
     for (part, module), names in named.items():
-        layer = _layer(module, tensors[names.down].shape, tensors[names.up].shape)
+        down, up = tensors[names.down], tensors[names.up]
+        layer = _layer(module, down.shape, up.shape)
         if layer.rank > max_rank:
             raise BadAdapter(f"has rank {layer.rank} in {short(module)}; at most {max_rank} served")
+        for name, place in ((names.down, down), (names.up, up)):
+            if place.dtype not in _EXPONENTS:
+                raise BadAdapter(
+                    f"holds {short(name)} in {place.dtype}; served: {', '.join(_EXPONENTS)}"
+                )
         if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
             raise BadAdapter(f"holds an alpha for {short(module)} that is no single number")
         layers[part, module] = layer
-    return LoraHeader(layers, named, tensors, nbytes, metadata)
+    return LoraHeader(layers, named, others, tensors, nbytes, metadata)
 
 
-def by_module(tensors: Iterable[str]) -> dict[tuple[str, str], Names]:
-    """The tensors of each module that a LoRA file changes, by part and the module's name there.
+def header_of_file(path: Path, **bounds: int) -> LoraHeader:
+    """`read_header` of a file on this host, with PEFT's configuration if it lies beside it.
 
     Raises:
-        BadAdapter: a tensor is no part of a LoRA, or one is missing.
+        BadAdapter: as `read_header`.
+        OSError: it cannot be read.
+    """
+    beside = path.with_name(CONFIG_FILE)
+    config = b""
+    if path.name == PEFT_FILE and beside.is_file():
+        with beside.open("rb") as opened:
+            config = opened.read(MAX_CONFIG_BYTES + 1)
+        if len(config) > MAX_CONFIG_BYTES:
+            raise BadAdapter(f"has an {CONFIG_FILE} of more than {MAX_CONFIG_BYTES} bytes")
+    with path.open("rb") as opened:
+        nbytes = os.fstat(opened.fileno()).st_size
+        return read_header(reader_of(opened), nbytes, config=config, **bounds)
+
+
+def with_config(header: Header, config: bytes) -> bytes:
+    """What stands before the tensors of a file that has PEFT's adapter_config.json in its metadata.
+
+    Args:
+        header: of the file as it is.
+        config: what the other file holds.
+    """
+    metadata = {**header.metadata, CONFIG_KEY: config.decode("utf-8", "replace")}
+    placed = sorted(header.tensors.items(), key=lambda item: item[1][2:])
+    tensors = {name: (place.dtype, place.shape, place.nbytes) for name, place in placed}
+    return encode_header(tensors, metadata)
+
+
+def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dict[str, str]]:
+    """The tensors of each module that a LoRA file changes, by part and the module's name there; and
+    those that are no matrices of an update, with what each is.
+
+    Raises:
+        BadAdapter: there are no matrices, or one of a pair is missing.
     """
     found: dict[str, Names] = {}
+    others: dict[str, str] = {}
     for name in tensors:
-        for role, form in _ROLES.items():
-            match = form.fullmatch(name)
-            if match is not None:
-                module = match["module"]
-                before = found.get(module, Names())
-                if getattr(before, role):
-                    raise BadAdapter(f"holds the matrices of {short(module)} twice")
-                found[module] = before._replace(**{role: name})
-                break
-        else:
-            raise BadAdapter(f"holds {short(name)}, which is no part of a LoRA")
-    if not found:
-        raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
-    for module, names in found.items():
+        module, role = _taken_apart(name)
+        if not role:
+            others[name] = _what_else(name)
+            continue
+        before = found.get(module, Names())
+        if getattr(before, role):
+            raise BadAdapter(f"holds the matrices of {short(module)} twice")
+        found[module] = before._replace(**{role: name})
+    for module, names in list(found.items()):
         if names.alpha and not names.down and not names.up:
-            raise BadAdapter(f"holds an alpha for {short(module)}, and no matrices")
-        if not names.down or not names.up:
+            others[names.alpha] = "an alpha without matrices"
+            del found[module]
+        elif not names.down or not names.up:
             missing = "up" if names.down else "down"
             raise BadAdapter(f"is not whole: {short(module)} has no {missing} matrix")
+    if not found:
+        raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
     parts = {split_part(module): names for module, names in found.items()}
     if len(parts) != len(found):
         raise BadAdapter("holds the matrices of one layer twice, under two spellings")
-    return parts
+    return parts, others
+
+
+def _taken_apart(name: str) -> tuple[str, str]:
+    """A tensor's module and its role (of `Names`); an empty role: it is no part of an update."""
+    stem = name.removesuffix(".weight")
+    for role, ends in _ENDS.items():
+        for end in ends:
+            if stem.endswith(end) and len(stem) > len(end):
+                return stem[: -len(end)], role
+    module, _, last = stem.rpartition(".")
+    if last in ("down", "up") and module.endswith(("_lora1", "_lora2")):  # x-flux: image and text
+        return module, last
+    if stem is not name and module.endswith((".lora_A", ".lora_B")):  # PEFT's, with its own name
+        return module[: -len(".lora_A")], "down" if module.endswith("A") else "up"
+    return name, ""
+
+
+def _what_else(name: str) -> str:
+    for what, mark in _OTHER_TENSORS.items():
+        if name.endswith(mark):
+            return what
+    return "no part of a LoRA"
 
 
 def split_part(module: str) -> tuple[str, str]:
@@ -203,35 +293,46 @@ def split_part(module: str) -> tuple[str, str]:
     return "denoiser", module
 
 
-def check_values(data: npt.NDArray[np.uint8], tensors: Mapping[str, TensorPlace]) -> None:
+def check_values(
+    data: npt.NDArray[np.uint8],
+    tensors: Mapping[str, TensorPlace],
+    numbers: Iterable[str],
+    zeros: Iterable[str] = (),
+) -> None:
     """Refuse weights that are no finite numbers.
 
     Args:
         data: [bytes of the file], such as a memory map.
         tensors: of its header.
+        numbers: tensors that are used.
+        zeros: those that are left out because they change nothing.
 
     Raises:
         BadAdapter: naming the tensor.
     """
-    for name, place in tensors.items():
-        raw = data[place.begin : place.end]
-        # A number is infinite or NaN if all bits of its exponent are set.
-        if place.dtype == "F32":
-            words, exponent = raw.view(np.uint32), 0x7F800000
-        else:
-            words = raw.view(np.uint16)
-            exponent = 0x7C00 if place.dtype == "F16" else 0x7F80
-        if bool(((words & exponent) == exponent).any()):
+    for name in numbers:
+        place = tensors[name]
+        if place.dtype not in _EXPONENTS:
+            continue  # an alpha in integers
+        word, exponent = _EXPONENTS[place.dtype]
+        # Not a view: tensors need not begin where a word may.
+        words = np.frombuffer(data[place.begin : place.end], word)
+        if bool(((words & word(exponent)) == exponent).any()):
             raise BadAdapter(f"holds NaN or infinity in {short(name)}")
+    for name in zeros:
+        place = tensors[name]
+        word, _ = _EXPONENTS.get(place.dtype, (np.uint8, 0))
+        words = np.frombuffer(data[place.begin : place.end], word)
+        sign = 1 << 8 * word().itemsize - 1 if place.dtype in _EXPONENTS else 0
+        if bool((words & ~word(sign)).any()):
+            raise BadAdapter(f"holds {short(name)}, which is not served unless it is all zero")
 
 
-def _refuse_other_kinds(tensors: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> None:
+def _refuse_other_kinds(tensors: Iterable[str]) -> None:
     for kind, mark in _OTHER_KINDS.items():
         for name in tensors:
             if mark.search(name) is not None:
                 raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)})")
-    if re.search(r"use_dora\"?: ?true", metadata.get("lora_adapter_metadata", "")):
-        raise BadAdapter("is of a kind that is not served: DoRA (its metadata says use_dora)")
 
 
 def _layer(name: str, down: tuple[int, ...], up: tuple[int, ...]) -> Layer:

@@ -7,18 +7,29 @@ behind if the storage is silent. Few such threads may be stuck at once.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
+
+from maskserve_core.adapters.lora_header import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    PEFT_FILE,
+    read_tensors,
+    short,
+    with_config,
+)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """The form of an adapter's name: it can lead to no other folder."""
 CHUNK_BYTES = 8 * 2**20
 
-_FOLDER_FILE = "pytorch_lora_weights.safetensors"
-_SUFFIX = ".safetensors"
+FOLDER_FILES = ("pytorch_lora_weights.safetensors", PEFT_FILE)
+"""Of a folder that is an adapter; the first of these that is there."""
+SUFFIX = ".safetensors"
 # What file systems say of a file that is another after the file has been replaced.
 _STAMPS = ("ETag", "etag", "checksum", "md5", "md5Hash", "generation", "version_id", "crc32c")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified")
@@ -40,6 +51,11 @@ class Stored(NamedTuple):
     nbytes: int
     version: str
     """32 hexadecimal digits: others after the file has been replaced."""
+    config: str = ""
+    """PEFT's configuration beside it; empty: there is none."""
+    config_bytes: int = 0
+    problem: str = ""
+    """Why it is not served, as far as its name tells; else empty."""
 
 
 class Storage:
@@ -75,7 +91,10 @@ class Storage:
             files, root = self._files()
             files.invalidate_cache()
             try:
-                about = files.info(path)
+                beside = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
+                about = {path: files.info(path)}
+                if path.endswith(f"/{PEFT_FILE}") and files.exists(beside):
+                    about[beside] = files.info(beside)
             except FileNotFoundError:
                 return None
             return _stored(path, root, about)
@@ -94,14 +113,31 @@ class Storage:
             raise StorageFailed(f"it gave {len(data)} of {end - begin} bytes")
         return data
 
-    def chunks(self, path: str, nbytes: int) -> Iterator[bytes]:
-        """A whole file, piece by piece.
+    def whole(
+        self, path: str, nbytes: int, config: str = "", config_bytes: int = 0
+    ) -> tuple[int, Iterator[bytes]]:
+        """Bytes of a file and its pieces, with PEFT's configuration in its header where one lies
+        beside it: so it is one file on this host. Arguments are as `Stored` has them.
+
+        Raises:
+            StorageFailed: as `read`.
+            BadAdapter: it is no safetensors file.
+        """
+        if not config:
+            return nbytes, self.chunks(path, nbytes)
+        header = read_tensors(lambda begin, end: self.read(path, begin, end), nbytes)
+        head = with_config(header, self.read(config, 0, config_bytes))
+        tensors = self.chunks(path, nbytes, header.begin)
+        return len(head) + nbytes - header.begin, itertools.chain((head,), tensors)
+
+    def chunks(self, path: str, nbytes: int, begin: int = 0) -> Iterator[bytes]:
+        """A file from a byte on, piece by piece.
 
         Raises:
             StorageFailed: as `read`.
         """
-        for begin in range(0, nbytes, CHUNK_BYTES):
-            yield self.read(path, begin, min(begin + CHUNK_BYTES, nbytes))
+        for first in range(begin, nbytes, CHUNK_BYTES):
+            yield self.read(path, first, min(first + CHUNK_BYTES, nbytes))
 
     def _files(self) -> tuple[Any, str]:
         """Fsspec's file system and the folder in it."""
@@ -118,8 +154,7 @@ class Storage:
         found: dict[str, dict[str, Any]] = files.find(root, maxdepth=2, detail=True)
         if not found and not files.exists(root):
             raise StorageFailed(f"there is no folder {self.url}")
-        each = (_stored(path, root, about) for path, about in sorted(found.items()))
-        # NAME.safetensors wins over a folder NAME: it is sorted last, behind "NAME/".
+        each = (_stored(path, root, found) for path in sorted(found, key=_precedence))
         return [stored for stored in each if stored is not None]
 
     def _within(self, doing: str, call: Callable[[], _R]) -> _R:
@@ -149,20 +184,54 @@ class Storage:
         return result  # type: ignore[return-value]
 
 
-def _stored(path: str, root: str, about: dict[str, Any]) -> Stored | None:
-    """The adapter that a file is; None: another file."""
+def why_no_name(name: str) -> str:
+    """What is wrong with the name of an adapter's file or folder."""
+    return (
+        f"has a name that is not served: {short(name)!r}; rename it to letters of A to Z, digits, "
+        "'.', '_' and '-', up to 128"
+    )
+
+
+def _precedence(path: str) -> tuple[int, str]:
+    """NAME.safetensors comes last, and wins over a folder NAME."""
+    file = path.rpartition("/")[2]
+    return -FOLDER_FILES.index(file) if file in FOLDER_FILES else 1, path
+
+
+def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Stored | None:
+    """The adapter that a file is; None: another file.
+
+    Args:
+        path: one of `found`.
+        root: of the storage.
+        found: what the file system says of its files.
+    """
+    about = found[path]
     inside = unquote(f"/{path.lstrip('/')}").removeprefix(f"/{root.strip('/')}").strip("/")
     folder, _, file = inside.rpartition("/")
-    if about.get("type") == "directory":
+    if about.get("type") == "directory" or inside.startswith("."):
         return None
     if folder:
-        name = folder if file == _FOLDER_FILE else ""
+        name = folder if file in FOLDER_FILES else ""
     else:
-        name = file.removesuffix(_SUFFIX) if file.endswith(_SUFFIX) else ""
-    if NAME.fullmatch(name) is None:
+        name = file.removesuffix(SUFFIX) if file.endswith(SUFFIX) else ""
+    if not name:
         return None
-    nbytes = int(about.get("size") or 0)
+    nbytes, said = int(about.get("size") or 0), [inside, *_stamps(about)]
+    beside = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
+    config = beside if file == PEFT_FILE and beside in found else ""
+    config_bytes = int(found[config].get("size") or 0) if config else 0
+    if config:
+        said += _stamps(found[config])
+    problem = why_no_name(name) if NAME.fullmatch(name) is None else ""
+    if config_bytes > MAX_CONFIG_BYTES:
+        problem = f"has an {CONFIG_FILE} of {config_bytes} bytes; at most {MAX_CONFIG_BYTES}"
+    version = hashlib.sha256("\0".join(said).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return Stored(name, path, nbytes, version, config, config_bytes, problem)
+
+
+def _stamps(about: Mapping[str, Any]) -> list[str]:
+    """What is another after the file has been replaced."""
     stamp = [str(about[key]) for key in _STAMPS if about.get(key)]
     stamp = stamp or [str(about[key]) for key in _TIMES if about.get(key)]
-    said = "\0".join((inside, str(nbytes), *stamp))
-    return Stored(name, path, nbytes, hashlib.sha256(said.encode()).hexdigest()[:32])
+    return [str(int(about.get("size") or 0)), *stamp]

@@ -16,16 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.catalogue import Catalogue, KnownAdapter
 from maskserve_core.adapters.folder import AdapterFile, AdapterFolder, NoRoom
-from maskserve_core.adapters.lora_header import BadAdapter, check_values, read_header, read_tensors
-from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
+from maskserve_core.adapters.lora_header import BadAdapter
+from maskserve_core.adapters.lora_plan import check_file
+from maskserve_core.adapters.storage import (
+    CHUNK_BYTES,
+    FOLDER_FILES,
+    NAME,
+    SUFFIX,
+    Storage,
+    StorageFailed,
+    why_no_name,
+)
 from maskserve_core.config import AdaptersConfig, Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError, Overloaded
-from maskserve_core.files.safetensors_header import reader_of
 
 log = logging.getLogger("maskserve")
 
@@ -112,8 +118,10 @@ class AdapterStore:
         if adapter.version != version:
             raise _replaced(name, field)
         self._check_unchanged(adapter, field)
-        chunks = self._storage.chunks(adapter.path, adapter.nbytes)
-        found = self.host.write(name, version, adapter.nbytes, chunks, _check_file)
+        nbytes, chunks = self._storage.whole(
+            adapter.path, adapter.nbytes, adapter.config, adapter.config_bytes
+        )
+        found = self.host.write(name, version, nbytes, chunks, self._check)
         try:
             self._check_unchanged(adapter, field)  # else its pieces may be of two files
         except (MaskserveError, StorageFailed):
@@ -126,6 +134,9 @@ class AdapterStore:
             except (NoRoom, TimeoutError) as error:
                 log.warning("adapter %s is not kept on disk: %s", name, error)
         return found
+
+    def _check(self, path: Path) -> None:
+        check_file(path, self.catalogue.base_layers())
 
     def _from_disk(self, on_disk: AdapterFile) -> AdapterFile | None:
         """Copied to memory; None: the file on disk is damaged, and dropped."""
@@ -189,43 +200,37 @@ def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
     """What a file is that nobody serves yet, checked to its last weight.
 
     Args:
-        path: of a LoRA.
+        path: of a LoRA, or PEFT's or diffusers' folder of one.
         model: folder of the model that it is for; None: that is not looked at.
 
     Raises:
         BadAdapter: it would not be served.
         OSError: it cannot be read.
     """
-    limits, nbytes = AdaptersConfig(), path.stat().st_size
-    with path.open("rb") as opened:
-        header = read_header(
-            reader_of(opened), nbytes, max_bytes=limits.max_bytes, max_rank=limits.max_rank
-        )
+    if path.is_dir():
+        path = next((path / file for file in FOLDER_FILES if (path / file).is_file()), path)
+    in_folder = path.name in FOLDER_FILES
+    name = path.resolve().parent.name if in_folder else path.name.removesuffix(SUFFIX)
+    if NAME.fullmatch(name) is None:
+        raise BadAdapter(why_no_name(name))
+    limits = AdaptersConfig()
     base = None if model is None else BaseLayers.of_folder(model)
-    if base is not None:
-        base.check(header)
-    check_values(np.memmap(path, np.uint8, mode="r"), header.tensors)
+    header, plan = check_file(path, base, max_bytes=limits.max_bytes, max_rank=limits.max_rank)
     digest = hashlib.sha256()
     for piece in _pieces(path):
         digest.update(piece)
     return {
-        "name": path.name.removesuffix(".safetensors"),
-        "bytes": nbytes,
+        "name": name,
+        "bytes": header.nbytes,
         "rank": header.rank,
-        "parts": list(header.parts),
+        "parts": list(plan.parts),
+        "notes": list(plan.notes),
         "digest": digest.hexdigest(),
     }
 
 
 def _replaced(name: str, field: str) -> MaskserveError:
     return Overloaded(f"{field}: adapter {name} has just been replaced; send the edit again")
-
-
-def _check_file(path: Path) -> None:
-    """Refuse a file whose numbers are not finite, or that is not what its header says."""
-    data = np.memmap(path, np.uint8, mode="r")
-    header = read_tensors(lambda begin, end: bytes(data[begin:end]), data.size)
-    check_values(data, header.tensors)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -100,7 +100,10 @@ def test_the_catalogue_tells_what_each_adapter_is(tmp_path: Path, folder: Path) 
     with opened(tmp_path) as store:
         store.catalogue.scan()
         known = store.catalogue.all()
-        assert set(known) == {"one", "two", "bad"}
+        assert set(known) == {"one", "two", "bad", "a b", "-dash"}
+        for name in ("a b", "-dash"):
+            with pytest.raises(InvalidRequest, match="has a name that is not served"):
+                store.catalogue.find(name)
         assert (known["one"].rank, known["one"].nbytes) == (7, len(raw))
         assert known["one"].parts == ("denoiser",)
         assert brought(store, "one") == raw

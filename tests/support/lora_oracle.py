@@ -1,0 +1,61 @@
+"""What diffusers makes of a LoRA file, and what is made of it here, as changes of weights."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.lora_header import PARTS
+from maskserve_engine.adapters.lora_file import Parts, read_lora
+
+
+def deltas(parts: Parts) -> dict[str, Tensor]:
+    """B A of each layer, by part and name."""
+    found = {}
+    for part, layers in parts.items():
+        for name, (down, up) in layers.items():
+            product = up.flatten(1).double() @ down.flatten(1).double()
+            found[f"{part}/{name}"] = product.reshape(up.shape[0], *down.shape[1:])
+    return found
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        bound = 1e-5 * max(1.0, float(value.abs().max()))
+        assert float((found[name] - value).abs().max()) <= bound, name
+
+
+def read(path: Path, model: Path, dtype: torch.dtype = torch.float32) -> Parts:
+    base = BaseLayers.of_folder(model)
+    assert base is not None
+    return read_lora(path, base, str(model), dtype)
+
+
+def by_diffusers(path: Path, model: Path) -> dict[str, Tensor]:
+    """B A of each layer in the model's own pipeline, which has loaded the file by itself."""
+    import diffusers
+    from peft.tuners.lora import LoraLayer
+
+    index = json.loads((model / "model_index.json").read_text())
+    plain = {"safety_checker": None} if index["_class_name"].startswith("StableDiffusionIn") else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe: Any = getattr(diffusers, index["_class_name"]).from_pretrained(model, **plain)
+        pipe.load_lora_weights(str(path), adapter_name="x")
+    parts = {"denoiser": getattr(pipe, "transformer", None) or getattr(pipe, "unet", None)}
+    parts |= {part: getattr(pipe, part, None) for part in PARTS[1:]}
+    found = {}
+    for part, own in parts.items():
+        if isinstance(own, nn.Module):
+            for name, layer in own.named_modules():
+                if isinstance(layer, LoraLayer) and "x" in layer.scaling:
+                    found[f"{part}/{name}"] = layer.get_delta_weight("x").detach().double()
+    return found
