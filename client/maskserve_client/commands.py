@@ -399,7 +399,8 @@ def _adapter(about: dict[str, Any]) -> str:
         return f"not served: it {about['problem']}"
     kept = " and ".join(_tiers(about)) or "in the storage only"
     size = f"rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, {', '.join(about['parts'])}"
-    return f"{size}; {kept}{', pinned' if about['pinned'] else ''}"
+    notes = "".join(f"; {note}" for note in about.get("notes", ()))
+    return f"{size}; {kept}{', pinned' if about['pinned'] else ''}{notes}"
 
 
 def _controlnet(about: dict[str, Any]) -> str:
@@ -419,7 +420,7 @@ def _tiers(about: dict[str, Any]) -> list[str]:
 
 def adapters_check(options: argparse.Namespace) -> None:
     """`maskserve adapters check`: files here, the others at the server."""
-    files = [name for name in options.names if name.endswith(".safetensors")]
+    files = [name for name in options.names if name.endswith(".safetensors") or Path(name).is_dir()]
     checked = [_checked_file(name, options.model) for name in files]
     names = [name for name in options.names if name not in files]
     if names:
@@ -435,6 +436,8 @@ def adapters_check(options: argparse.Namespace) -> None:
             f"{about['name']}: rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, "
             f"{', '.join(about['parts'])}, sha256 {digest}…"
         )
+        for note in about.get("notes", ()):
+            print(f"{about['name']}: {note}")
 
 
 def _checked_file(name: str, model: str | None) -> dict[str, Any]:

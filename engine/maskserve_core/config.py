@@ -299,8 +299,9 @@ class AdaptersConfig(Table, frozen=True):
 
     store: str = ""
     """Where they are: a folder, or a URL as fsspec takes it (s3://bucket/folder). An adapter NAME
-    is the file NAME.safetensors, or NAME/pytorch_lora_weights.safetensors. Empty: edits may name
-    none."""
+    is the file NAME.safetensors, or in a folder NAME pytorch_lora_weights.safetensors or PEFT's
+    adapter_model.safetensors and adapter_config.json. A name has letters of A to Z, digits, '.',
+    '_' and '-'; others are listed and not served. Empty: edits may name none."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """How often the store is listed anew."""
     timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0

@@ -57,5 +57,6 @@ def by_diffusers(path: Path, model: Path) -> dict[str, Tensor]:
         if isinstance(own, nn.Module):
             for name, layer in own.named_modules():
                 if isinstance(layer, LoraLayer) and "x" in layer.scaling:
-                    found[f"{part}/{name}"] = layer.get_delta_weight("x").detach().double()
+                    own_layer: Any = layer
+                    found[f"{part}/{name}"] = own_layer.get_delta_weight("x").detach().double()
     return found

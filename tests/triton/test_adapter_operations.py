@@ -61,10 +61,16 @@ def test_adapters_are_listed_checked_loaded_pinned_and_evicted(
     assert (good["name"], good["tiers"], good["pinned"]) == ("good", [], False)
     assert "is for another model" in other["problem"]
     path = Path(served.adapters.store) / "good.safetensors"
+    checked = ask(served, "adapter_check", name="good")
+    assert checked["digest"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert checked["tiers"] == ask(served, "adapters")["adapters"][0]["tiers"] == []
     loaded = ask(served, "adapter_load", name="good")
     assert loaded["digest"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert loaded["tiers"] == ["host"]
+    [before] = Path(served.runtime_dir, "adapters").glob("good@*")
+    used = before.stat().st_mtime_ns
     assert ask(served, "adapter_check", name="good") == loaded
+    assert before.stat().st_mtime_ns == used
     assert ask(served, "adapter_pin", name="good")["pinned"]
     good, _ = ask(served, "adapters")["adapters"]
     assert (good["tiers"], good["pinned"], good["digest"]) == (["host"], True, loaded["digest"])

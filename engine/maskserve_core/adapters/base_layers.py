@@ -229,7 +229,9 @@ def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
     Its way down is numbered layer by layer, each with what attends behind it and each downsampler
     by itself; on the way up an upsampler stands beside the last layer of its block.
     """
-    found = {published: (own,) for own, published in _UNET.items() if own in layers}
+    found: dict[str, tuple[str, ...]] = {
+        published: (own,) for own, published in _UNET.items() if own in layers
+    }
     layers_of = re.compile(r"down_blocks\.0\.resnets\.(\d+)\.conv1")
     depth = sum(layers_of.fullmatch(name) is not None for name in layers)
     form = re.compile(

@@ -39,12 +39,12 @@ MAX_CONFIG_BYTES = 2**20
 PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 
 _EXPONENTS = {
-    "F8_E4M3": (np.uint8, 0x7F),  # has no infinity, and one NaN of either sign
-    "F8_E5M2": (np.uint8, 0x7C),
-    "F16": (np.uint16, 0x7C00),
-    "BF16": (np.uint16, 0x7F80),
-    "F32": (np.uint32, 0x7F800000),
-    "F64": (np.uint64, 0x7FF0000000000000),
+    "F8_E4M3": ("u1", 0x7F),  # has no infinity, and one NaN of either sign
+    "F8_E5M2": ("u1", 0x7C),
+    "F16": ("u2", 0x7C00),
+    "BF16": ("u2", 0x7F80),
+    "F32": ("u4", 0x7F800000),
+    "F64": ("u8", 0x7FF0000000000000),
 }
 """Of each dtype that matrices may have: its words, and bits that are all set in a number that is
 infinite or NaN.
@@ -204,16 +204,27 @@ def header_of_file(path: Path, **bounds: int) -> LoraHeader:
         BadAdapter: as `read_header`.
         OSError: it cannot be read.
     """
-    beside = path.with_name(CONFIG_FILE)
-    config = b""
-    if path.name == PEFT_FILE and beside.is_file():
-        with beside.open("rb") as opened:
-            config = opened.read(MAX_CONFIG_BYTES + 1)
-        if len(config) > MAX_CONFIG_BYTES:
-            raise BadAdapter(f"has an {CONFIG_FILE} of more than {MAX_CONFIG_BYTES} bytes")
+    config = config_beside(path)
     with path.open("rb") as opened:
         nbytes = os.fstat(opened.fileno()).st_size
         return read_header(reader_of(opened), nbytes, config=config, **bounds)
+
+
+def config_beside(path: Path) -> bytes:
+    """PEFT's adapter_config.json beside its file; empty: there is none.
+
+    Raises:
+        BadAdapter: it is too long.
+        OSError: it cannot be read.
+    """
+    beside = path.with_name(CONFIG_FILE)
+    if path.name != PEFT_FILE or not beside.is_file():
+        return b""
+    with beside.open("rb") as opened:
+        config = opened.read(MAX_CONFIG_BYTES + 1)
+    if len(config) > MAX_CONFIG_BYTES:
+        raise BadAdapter(f"has an {CONFIG_FILE} of more than {MAX_CONFIG_BYTES} bytes")
+    return config
 
 
 def with_config(header: Header, config: bytes) -> bytes:
@@ -315,16 +326,15 @@ def check_values(
         if place.dtype not in _EXPONENTS:
             continue  # an alpha in integers
         word, exponent = _EXPONENTS[place.dtype]
-        # Not a view: tensors need not begin where a word may.
-        words = np.frombuffer(data[place.begin : place.end], word)
-        if bool(((words & word(exponent)) == exponent).any()):
+        words = np.frombuffer(data[place.begin : place.end], word)  # they may lie askew
+        if bool(((words & exponent) == exponent).any()):
             raise BadAdapter(f"holds NaN or infinity in {short(name)}")
     for name in zeros:
         place = tensors[name]
-        word, _ = _EXPONENTS.get(place.dtype, (np.uint8, 0))
-        words = np.frombuffer(data[place.begin : place.end], word)
-        sign = 1 << 8 * word().itemsize - 1 if place.dtype in _EXPONENTS else 0
-        if bool((words & ~word(sign)).any()):
+        raw = data[place.begin : place.end]
+        if place.dtype in _EXPONENTS:  # but for the sign
+            raw = np.frombuffer(raw, _EXPONENTS[place.dtype][0]) << 1
+        if bool(raw.any()):
             raise BadAdapter(f"holds {short(name)}, which is not served unless it is all zero")
 
 

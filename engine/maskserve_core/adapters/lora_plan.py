@@ -28,8 +28,8 @@ from maskserve_core.adapters.lora_header import (
     Names,
     check_values,
     header_of_file,
-    short,
 )
+from maskserve_core.files.safetensors_header import short
 
 _DIFFUSERS_KEY = "lora_adapter_metadata"
 _OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq")

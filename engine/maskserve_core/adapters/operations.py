@@ -33,14 +33,7 @@ class AdapterOperations:
             return {"adapters": [], "problem": ""}
         self._store.catalogue.scan(at_once=True, wait=False)
         pinned = self._store.host.pinned()
-        folders = {"host": self._store.host}
-        if self._store.disk is not None:
-            folders["disk"] = self._store.disk
-        held = {
-            (each.name, each.version, tier): each.digest
-            for tier, folder in folders.items()
-            for each in folder.held()
-        }
+        held = self._held()
         return {
             "adapters": [
                 _shown(adapter, held, name in pinned)
@@ -48,6 +41,17 @@ class AdapterOperations:
             ],
             "problem": self._store.catalogue.problem,
         }
+
+    def check(self, name: str) -> dict[str, Any]:
+        """What an adapter is, checked to its last weight; where it lies stays as it is.
+
+        Raises:
+            MaskserveError: as AdapterStore.fetch.
+        """
+        adapter = self._known(name)
+        digest = self._store.checked(adapter, _FIELD)
+        about = _shown(adapter, self._held(), name in self._store.host.pinned())
+        return {**about, "digest": digest}
 
     def load(self, name: str) -> dict[str, Any]:
         """Have an adapter checked to its last weight, and brought to this host's memory.
@@ -80,6 +84,17 @@ class AdapterOperations:
         self._store.host.pin(name, pinned=False)
         return {"name": name, "freed_bytes": self._store.forget(name)}
 
+    def _held(self) -> dict[tuple[str, str, str], str]:
+        """Digests of the files on this host, by name, version and tier."""
+        folders = {"host": self._store.host}
+        if self._store.disk is not None:
+            folders["disk"] = self._store.disk
+        return {
+            (each.name, each.version, tier): each.digest
+            for tier, folder in folders.items()
+            for each in folder.held()
+        }
+
     def _known(self, name: str) -> KnownAdapter:
         self._check_name(name)
         self._store.catalogue.scan(at_once=True, wait=False)
@@ -102,6 +117,7 @@ def _shown(
         "bytes": adapter.nbytes,
         "rank": adapter.rank,
         "parts": list(adapter.parts),
+        "notes": list(adapter.notes),
         "problem": adapter.problem,
         "version": adapter.version,
         "digest": digests[0] if digests else "",

@@ -19,9 +19,9 @@ from maskserve_core.adapters.lora_header import (
     MAX_CONFIG_BYTES,
     PEFT_FILE,
     read_tensors,
-    short,
     with_config,
 )
+from maskserve_core.files.safetensors_header import short
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """The form of an adapter's name: it can lead to no other folder."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,12 @@ from typing import Any
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.catalogue import Catalogue, KnownAdapter
 from maskserve_core.adapters.folder import AdapterFile, AdapterFolder, NoRoom
-from maskserve_core.adapters.lora_header import BadAdapter
+from maskserve_core.adapters.lora_header import (
+    BadAdapter,
+    config_beside,
+    read_tensors,
+    with_config,
+)
 from maskserve_core.adapters.lora_plan import check_file
 from maskserve_core.adapters.storage import (
     CHUNK_BYTES,
@@ -32,6 +38,7 @@ from maskserve_core.adapters.storage import (
 )
 from maskserve_core.config import AdaptersConfig, Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.files.safetensors_header import reader_of
 
 log = logging.getLogger("maskserve")
 
@@ -103,6 +110,31 @@ class AdapterStore:
         except BadAdapter as error:
             raise InvalidRequest(field, f"adapter {name} {error}") from error
 
+    def checked(self, adapter: KnownAdapter, field: str) -> str:
+        """The sha256 of a file whose every weight has been looked at, wherever it lies: it comes to
+        no folder of this host, and none that is here counts as used.
+
+        Raises:
+            MaskserveError: as `fetch`.
+        """
+        for each in self.host.held():
+            if (each.name, each.version) == (adapter.name, adapter.version):
+                return each.digest  # looked at as it came
+        digest = hashlib.sha256()
+        try:
+            _, chunks = self._whole(adapter)
+            with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:
+                for chunk in chunks:
+                    copy.write(chunk)
+                    digest.update(chunk)
+                copy.flush()
+                self._check(Path(copy.name))
+        except (StorageFailed, OSError) as error:
+            raise Overloaded(f"{field}: adapter {adapter.name} cannot be had: {error}") from error
+        except BadAdapter as error:
+            raise InvalidRequest(field, f"adapter {adapter.name} {error}") from error
+        return digest.hexdigest()
+
     def forget(self, name: str) -> int:
         """Remove an adapter's files from this host; returns the bytes that were freed."""
         return self.host.remove(name) + (0 if self.disk is None else self.disk.remove(name))
@@ -118,9 +150,7 @@ class AdapterStore:
         if adapter.version != version:
             raise _replaced(name, field)
         self._check_unchanged(adapter, field)
-        nbytes, chunks = self._storage.whole(
-            adapter.path, adapter.nbytes, adapter.config, adapter.config_bytes
-        )
+        nbytes, chunks = self._whole(adapter)
         found = self.host.write(name, version, nbytes, chunks, self._check)
         try:
             self._check_unchanged(adapter, field)  # else its pieces may be of two files
@@ -134,6 +164,12 @@ class AdapterStore:
             except (NoRoom, TimeoutError) as error:
                 log.warning("adapter %s is not kept on disk: %s", name, error)
         return found
+
+    def _whole(self, adapter: KnownAdapter) -> tuple[int, Iterator[bytes]]:
+        """Its bytes on this host, and its pieces."""
+        return self._storage.whole(
+            adapter.path, adapter.nbytes, adapter.config, adapter.config_bytes
+        )
 
     def _check(self, path: Path) -> None:
         check_file(path, self.catalogue.base_layers())
@@ -216,17 +252,27 @@ def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
     limits = AdaptersConfig()
     base = None if model is None else BaseLayers.of_folder(model)
     header, plan = check_file(path, base, max_bytes=limits.max_bytes, max_rank=limits.max_rank)
-    digest = hashlib.sha256()
-    for piece in _pieces(path):
-        digest.update(piece)
     return {
         "name": name,
         "bytes": header.nbytes,
         "rank": header.rank,
         "parts": list(plan.parts),
         "notes": list(plan.notes),
-        "digest": digest.hexdigest(),
+        "digest": _digest_here(path),
     }
+
+
+def _digest_here(path: Path) -> str:
+    """The sha256 that a file will have on a host (`Storage.whole`)."""
+    digest, config = hashlib.sha256(), config_beside(path)
+    with path.open("rb") as opened:
+        if config:
+            header = read_tensors(reader_of(opened), path.stat().st_size)
+            digest.update(with_config(header, config))
+            opened.seek(header.begin)
+        while piece := opened.read(CHUNK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _replaced(name: str, field: str) -> MaskserveError:

@@ -36,6 +36,8 @@ class Lora(LoraSetting, frozen=True):
     """Whether it changes text encoders, too: its file is then on the host before the edit leaves
     the front, as an encoder waits for nobody.
     """
+    notes: tuple[str, ...] = ()
+    """What of the file is left out, or taken for granted (`adapters.lora_plan`)."""
 
 
 class ResolvedControl(ControlSetting, frozen=True):
@@ -201,7 +203,15 @@ def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tu
     for index, lora in enumerate(loras):
         adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
         text = any(part.startswith("text_encoder") for part in adapter.parts)
-        found.append(Lora(name=lora.name, scale=lora.scale, version=adapter.version, text=text))
+        found.append(
+            Lora(
+                name=lora.name,
+                scale=lora.scale,
+                version=adapter.version,
+                text=text,
+                notes=adapter.notes,
+            )
+        )
     return tuple(found)
 
 

@@ -178,7 +178,9 @@ class WorkerControl:
                 return self._evict(self._named(operation), operation.get("scope", NO_SCOPE))
             case "adapters":
                 return {**self._adapters.overview(), "controlnets": self._controlnets()}
-            case "adapter_check" | "adapter_load":
+            case "adapter_check":
+                return self._adapters.check(operation["name"])
+            case "adapter_load":
                 return self._adapters.load(operation["name"])
             case "adapter_pin" | "adapter_unpin":
                 return self._adapters.pin(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import PARTS, BadAdapter, header_of_file, short
+from maskserve_core.adapters.lora_header import PARTS, BadAdapter, header_of_file
 from maskserve_core.adapters.lora_plan import Update, plan_of
+from maskserve_core.files.safetensors_header import short
 from maskserve_engine.layers.low_rank import Factors
 
 _log = logging.getLogger(__name__)

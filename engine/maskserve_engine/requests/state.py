@@ -197,7 +197,13 @@ class LoraUse:
         return {
             "adapters": mode,
             "loras": [
-                {"name": lora.name, "digest": digest, "scale": lora.scale} for lora, digest in each
+                {
+                    "name": lora.name,
+                    "digest": digest,
+                    "scale": lora.scale,
+                    **({"notes": list(lora.notes)} if lora.notes else {}),
+                }
+                for lora, digest in each
             ],
             "loras_from_step": self.from_step,
             "loras_waited_ms": _ms(self.waited_s),

@@ -97,7 +97,7 @@ def _counted(worker: Direct, job: EditJob, file: Path) -> float:
     with safe_open(file, "pt") as opened:
         layers = {
             module: sum(opened.get_tensor(name).numel() for name in (names.down, names.up))
-            for (_, module), names in by_module(opened.keys()).items()
+            for (_, module), names in by_module(opened.keys())[0].items()
         }
     without = EditWork.of(job, adapter)
     ours = without.with_loras([lora_work(adapter.facts, work, layers)], work)

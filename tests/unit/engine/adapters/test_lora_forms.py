@@ -469,7 +469,7 @@ def test_peft_s_folder_is_served_as_peft_has_it(
     store = store_of(tmp_path, models["flux"])
     known = store.catalogue.find("mine")
     brought = store.fetch("mine", known.version)
-    assert (known.rank, known.notes) == (4, ())
+    assert (known.rank, known.notes, brought.digest) == (4, (), facts["digest"])
     assert_same(deltas(read(brought.path, models["flux"])), expected)
     before = known.version
     said = json.loads((folder / "adapter_config.json").read_text())
