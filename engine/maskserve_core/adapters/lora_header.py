@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -331,7 +331,7 @@ def check_values(
             raise BadAdapter(f"holds NaN or infinity in {short(name)}")
     for name in zeros:
         place = tensors[name]
-        raw = data[place.begin : place.end]
+        raw: npt.NDArray[Any] = data[place.begin : place.end]
         if place.dtype in _EXPONENTS:  # but for the sign
             raw = np.frombuffer(raw, _EXPONENTS[place.dtype][0]) << 1
         if bool(raw.any()):

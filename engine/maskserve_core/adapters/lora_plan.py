@@ -43,7 +43,7 @@ _NEEDED = {
 """Keys of PEFT's configuration that say the adapter is more than factors."""
 
 
-class Update(NamedTuple):
+class LayerUpdate(NamedTuple):
     """What the file adds to one layer: `scale` times the rows of B times A."""
 
     part: str
@@ -63,7 +63,7 @@ class Update(NamedTuple):
 class LoraPlan:
     """All of a file that is served."""
 
-    updates: tuple[Update, ...]
+    updates: tuple[LayerUpdate, ...]
     notes: tuple[str, ...]
     """A sentence for each sort of what is left out, or taken for granted."""
     zeros: tuple[str, ...]
@@ -106,7 +106,7 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
             sort = left if reason else unknown
             sort.setdefault(reason or part, []).append(names.down)
     own = {(part, each.layers[0]) for (part, _), each in meant.items() if not each.published}
-    updates: dict[tuple[str, str], Update] = {}
+    updates: dict[tuple[str, str], LayerUpdate] = {}
     for (part, module), meaning in meant.items():
         if meaning.published and {(part, name) for name in meaning.layers} <= own:
             left.setdefault("the same layers are there under another name", []).append(
@@ -157,7 +157,7 @@ def check_file(path: Path, base: BaseLayers | None, **bounds: int) -> tuple[Lora
 def _unplaced(header: LoraHeader) -> LoraPlan:
     """Of a model that nobody knows."""
     updates = [
-        Update(part, module, names, None, (), header.layers[part, module].inputs)
+        LayerUpdate(part, module, names, None, (), header.layers[part, module].inputs)
         for (part, module), names in header.names.items()
     ]
     return LoraPlan(tuple(updates), (), ())
@@ -211,7 +211,7 @@ def _updates(
     header: LoraHeader,
     base: BaseLayers,
     alphas: _Alphas,
-) -> Iterator[Update]:
+) -> Iterator[LayerUpdate]:
     names, layer = header.names[part, module], header.layers[part, module]
     end = 0
     for name in meant.layers:
@@ -223,7 +223,7 @@ def _updates(
         elif len(meant.layers) > 1:
             rows = ((begin, end),)
         scale = alphas.scale(part, module, layer.rank, own=bool(names.alpha))
-        yield Update(part, name, names, scale, rows, inputs)
+        yield LayerUpdate(part, name, names, scale, rows, inputs)
 
 
 class _Alphas:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.lora_header import PARTS, BadAdapter, header_of_file
-from maskserve_core.adapters.lora_plan import Update, plan_of
+from maskserve_core.adapters.lora_plan import LayerUpdate, plan_of
 from maskserve_core.files.safetensors_header import short
 from maskserve_engine.layers.low_rank import Factors
 
@@ -63,7 +63,7 @@ def read_lora(
     return parts
 
 
-def _factors(update: Update, read: Callable[[str], Tensor]) -> Factors:
+def _factors(update: LayerUpdate, read: Callable[[str], Tensor]) -> Factors:
     """In float32, with the scale in B."""
     names, scale = update.names, update.scale
     down, up = read(names.down).float(), read(names.up).float()
