@@ -22,6 +22,7 @@ class Admission:
 
     def __init__(self, bounds: AdmissionBounds, metrics: Metrics) -> None:
         self._edits, self._bytes = Shares(bounds.max_edits), Shares(bounds.max_bytes)
+        self._operations = Shares(bounds.max_edits)
         self._metrics = metrics
         self.closed = False
         """The router is stopping."""
@@ -59,6 +60,20 @@ class Admission:
         finally:
             self._edits.give_back(client.scope)
             self._ended(time.monotonic())
+
+    @contextmanager
+    def operation(self, client: KeyHolder, size: int) -> Iterator[None]:
+        """An operation of `control` is under way, for which so many bytes are in memory.
+
+        Raises:
+            RetryLater: the router, or the client, has as many as it may.
+        """
+        self._take(self._operations, client, 1, "operations", "operations are under way")
+        try:
+            with self.hold(client, size):
+                yield
+        finally:
+            self._operations.give_back(client.scope)
 
     @contextmanager
     def hold(self, client: KeyHolder, size: int) -> Iterator[None]:

@@ -73,15 +73,15 @@ class Routing(Table, frozen=True):
     remembered_images: Count = 65_536
     """Images whose template is remembered, so that the next edit finds the worker that has it."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Threads that decode masks."""
+    """Threads that inflate and parse requests and decode masks; keys have them in turn."""
 
 
 class AdmissionBounds(Table, frozen=True):
     """`[admission]`: how much the router takes on. One more is refused, with a time to retry."""
 
     max_edits: Count = 512
-    """Edits taken and not answered. Of these and of `max_bytes` a key may have as much as it leaves
-    free."""
+    """Edits taken and not answered, and as many operations of `control`. Of these and of `max_bytes`
+    a key may have as much as it leaves free."""
     max_bytes: Bytes = 1024 * MIB
     """Bytes of their requests, those still being read included. With keys, twice the largest
     body at the least."""

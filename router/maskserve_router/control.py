@@ -16,6 +16,7 @@ from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation
+from maskserve_router.admission import Admission
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import read_input, request_id_of
 from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
@@ -23,6 +24,8 @@ from maskserve_router.keys import KeyHolder
 from maskserve_router.missed_operations import MissedOperations, refused
 from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions
+from maskserve_router.turns import Turns
+from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker
 
 log = logging.getLogger("maskserve.router")
@@ -35,10 +38,16 @@ class ClusterControl:
     """Operations on the cluster."""
 
     def __init__(
-        self, name: str, pool: Pool, dispatcher: Dispatcher, predictions: Predictions
+        self,
+        name: str,
+        pool: Pool,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        turns: Turns,
+        predictions: Predictions,
     ) -> None:
         self._name, self._pool, self._dispatcher = name, pool, dispatcher
-        self._predictions = predictions
+        self._admission, self._turns, self._predictions = admission, turns, predictions
         self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
 
     async def infer(self, message: pb.ModelInferRequest, client: KeyHolder) -> bytes:
@@ -49,7 +58,8 @@ class ClusterControl:
             Failure: as a worker said.
         """
         try:
-            operation = parse_operation(read_input(message, "OP"))
+            raw = read_input(message, "OP")
+            operation = await self._turns.run(client, len(raw), parse_operation, raw)
         except LookupError:
             raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
         result = msgspec.json.encode(await self.do(operation, client))
@@ -60,6 +70,12 @@ class ClusterControl:
 
     async def do(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         """One operation's result; raises as `infer`."""
+        # Its image is there as text, as JSON and as a message, which each worker is sent.
+        copies = 3 + len(self._pool.workers)
+        with self._admission.operation(client, copies * len(operation.get("image", ""))):
+            return await self._done(operation, client)
+
+    async def _done(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         name = operation["op"]
         if "scope" in operation:
             raise InvalidRequest("OP.scope", "is the router's to say", "an operation without it")
@@ -80,21 +96,21 @@ class ClusterControl:
             case "cancel":
                 return await self._cancel(operation["request_id"], client)
             case "templates":
-                merged = merged_templates(await self._everywhere(operation))
+                merged = merged_templates(await self._everywhere(operation, client))
                 for template in merged:
                     template["pending"] = self.missed.pending(template["template_id"])
                     if not client.admin:  # whose else a template is, is theirs
                         template["owners"] = []
                 return {"templates": merged}
             case "heartbeat":
-                return {"workers": await self._everywhere(operation)}
+                return {"workers": await self._everywhere(operation, client)}
             case "register" | "evict":
-                return await self._on_all(operation)
+                return await self._on_all(operation, client)
             case "adapters":
-                return merged_adapters(await self._everywhere(operation))
+                return merged_adapters(await self._everywhere(operation, client))
         if name in ADAPTER_WRITES and not client.admin:
             raise Unauthorized("OP.op", f"{name} is an operator's", "a key with admin = true")
-        answers = await self._everywhere(operation)
+        answers = await self._everywhere(operation, client)
         first = next(iter(answers.values()))
         return {**first, "workers": sorted(answers)}
 
@@ -106,12 +122,12 @@ class ClusterControl:
         request_id = name if others else request_id_of(name, client.scope)
         if self._dispatcher.cancel(request_id):
             return {"cancelled": True}
-        answers = await self._everywhere({"op": "cancel", "request_id": request_id})
+        answers = await self._everywhere({"op": "cancel", "request_id": request_id}, client)
         return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}
 
-    async def _on_all(self, operation: dict[str, Any]) -> dict[str, Any]:
+    async def _on_all(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         """Done by the workers that answer; the others are brought it when they are back."""
-        done, failed = await self._outcomes(operation)
+        done, failed = await self._outcomes(operation, client)
         first = next(iter(done.values()))
         heard = {*done, *(address for address, failure in failed.items() if refused(failure))}
         missed_by = self._pool.workers.keys() - heard
@@ -120,13 +136,15 @@ class ClusterControl:
         pending = self.missed.keep(operation, name, missed_by)
         return {**first, "workers": sorted(done), "pending": pending}
 
-    async def _everywhere(self, operation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    async def _everywhere(
+        self, operation: dict[str, Any], client: KeyHolder
+    ) -> dict[str, dict[str, Any]]:
         """Worker -> its answer, of those that did it; raises as `_outcomes`."""
-        done, _ = await self._outcomes(operation)
+        done, _ = await self._outcomes(operation, client)
         return done
 
     async def _outcomes(
-        self, operation: dict[str, Any]
+        self, operation: dict[str, Any], client: KeyHolder
     ) -> tuple[dict[str, dict[str, Any]], dict[str, Failure]]:
         """Worker -> its answer, of those that did it, and worker -> its failure, of the others.
 
@@ -136,8 +154,10 @@ class ClusterControl:
         workers = self._pool.up()
         if not workers:
             raise NoWorkerAvailable(Edit(1, 1, 1), [])
+        size = len(operation.get("image", ""))
+        request = await self._turns.run(client, size, control_request, operation)
         answers = await asyncio.gather(
-            *(_ask(worker, operation) for worker in workers), return_exceptions=True
+            *(_ask(worker, operation, request) for worker in workers), return_exceptions=True
         )
         done: dict[str, dict[str, Any]] = {}
         failed: dict[str, Failure] = {}
@@ -154,10 +174,13 @@ class ClusterControl:
         return done, failed
 
 
-async def _ask(worker: Worker, operation: dict[str, Any]) -> dict[str, Any]:
+async def _ask(
+    worker: Worker, operation: dict[str, Any], request: bytes | None = None
+) -> dict[str, Any]:
+    """A worker's answer to an operation; `request` is that as a message, if it is made already."""
     timeout = _PATIENT_S if operation["op"] in PATIENT else _ANSWER_S
     try:
-        raw = await worker.upstream.control(operation, timeout)
+        raw = await worker.upstream.control(request or control_request(operation), timeout)
         answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         return answer
     except grpc.aio.AioRpcError as error:

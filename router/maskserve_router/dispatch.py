@@ -35,6 +35,7 @@ from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.retry_budget import RetryBudget
 from maskserve_router.sending import Send, result_of, streamed, template_of, unary
+from maskserve_router.turns import Turns
 from maskserve_router.worker import Sent, WorkerEpoch
 
 
@@ -47,20 +48,18 @@ class Dispatcher:
         pool: Pool,
         pending: PendingQueue,
         admission: Admission,
+        turns: Turns,
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._pool, self._pending, self._admission = pool, pending, admission
         self._metrics = metrics
-        self._measure = Measure(config)
+        self._measure = Measure(config, turns)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
         self._homes: Remembered[str, str] = Remembered(config.routing.remembered_images)
         """Kept results, which are at one worker alone, and its address."""
         self._calls: dict[str, EditCall] = {}
         """Edits under way by request id."""
-
-    def close(self) -> None:
-        self._measure.close()
 
     def cancel(self, request_id: str) -> bool:
         """End an edit, wherever it is on its way; False if it is not under way here."""
@@ -101,7 +100,7 @@ class Dispatcher:
             held.enter_context(self._judged(call))
             held.enter_context(self._named(call))
             held.enter_context(self._admission.edit(client, call.size))
-            edit, digest = await self._measured(call)
+            edit, digest = await self._measured(call, client)
             self._check_deadline(call, edit)
             avoid: frozenset[WorkerEpoch] = frozenset()
             others = self._others_than_home(edit.template_id)
@@ -196,7 +195,7 @@ class Dispatcher:
         finally:
             del self._calls[call.request_id]
 
-    async def _measured(self, call: EditCall) -> tuple[Edit, bytes]:
+    async def _measured(self, call: EditCall, client: KeyHolder) -> tuple[Edit, bytes]:
         """The edit and its image's digest; of a request that no worker will take, next to nothing.
 
         Raises:
@@ -211,7 +210,7 @@ class Dispatcher:
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
         edit, digest = await self._measure.edit(
-            call.image, call.mask, call.settings, served, model, prompted=call.prompted
+            client, call.image, call.mask, call.settings, served, model, prompted=call.prompted
         )
         passes = 2 if call.settings.negative_prompt is not None else 1
         pixels = edit.total_tokens // passes * served.token_pixels**2

@@ -20,6 +20,7 @@ from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS, Contract
 from maskserve_core.errors import InvalidRequest
+from maskserve_router.structure import check_message
 from maskserve_router.upstream import Metadata
 
 EDITS = ("edit", "edit_stream")
@@ -29,6 +30,8 @@ _SEED_BITS = 32
 _DECLARED = {
     tensor.name: (tensor.dtype, tensor.dims) for name in PUBLIC for tensor in CONTRACTS[name].inputs
 }
+_MOST_ELEMENTS = 64
+"""Of a tensor of any number; an edit has three control pictures at most."""
 VERSIONS = ("", "1", "-1")
 """What Triton takes for the one version of a model: none, its number, and "the latest"."""
 
@@ -126,6 +129,7 @@ def parse_request(raw: bytes) -> pb.ModelInferRequest:
     Raises:
         InvalidRequest: none that a worker should be given.
     """
+    check_message(raw)
     try:
         message = pb.ModelInferRequest.FromString(raw)
     except DecodeError:
@@ -177,7 +181,7 @@ def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
             )
         shape = list(tensor.shape)
         fits = len(shape) == len(known.dims) and all(
-            size == dim or (dim == -1 and size >= 0)
+            size == dim or (dim == -1 and 0 <= size <= _MOST_ELEMENTS)
             for size, dim in zip(shape, known.dims, strict=True)
         )
         if not fits:

@@ -13,12 +13,13 @@ from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
-from maskserve_router.edit_call import EditCall, make_edit_call
+from maskserve_router.edit_call import EditCall, make_edit_call, parse_request
 from maskserve_router.failures import Failure, guarded
 from maskserve_router.forwarded import known_headers
 from maskserve_router.keys import EditCounts, KeyHolder, KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.tracing import Tracing
+from maskserve_router.turns import Turns
 
 log = logging.getLogger("maskserve.router")
 
@@ -31,15 +32,20 @@ class Front:
         keys: KeyRing,
         dispatcher: Dispatcher,
         control: ClusterControl,
+        turns: Turns,
         metrics: Metrics,
         tracing: Tracing,
     ) -> None:
         self._keys, self._dispatcher, self._control = keys, dispatcher, control
-        self._metrics, self._tracing = metrics, tracing
+        self._turns, self._metrics, self._tracing = turns, metrics, tracing
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """Who calls; see `KeyRing.client`."""
         return self._keys.client(headers)
+
+    async def parse(self, raw: bytes, headers: Mapping[str, str]) -> pb.ModelInferRequest:
+        """The message of a call with these headers; raises as `parse_request`."""
+        return await self._turns.run(self.client(headers), len(raw), parse_request, raw)
 
     async def infer(
         self,

@@ -17,7 +17,6 @@ from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import RouterConfig
-from maskserve_router.edit_call import parse_request
 from maskserve_router.failures import (
     Failure,
     NotSupported,
@@ -75,6 +74,8 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", config.http.max_body_bytes),
                 ("grpc.max_metadata_size", config.http.max_header_bytes),
                 ("grpc.so_reuseport", 0),
+                # A compressed message is inflated before anybody can count it.
+                ("grpc.compression_enabled_algorithms_bitset", 1),
             ),
             interceptors=(_Gate(front.client, open_calls),),
         )
@@ -192,9 +193,10 @@ class GrpcServer:
 
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         try:
-            message = parse_request(raw)
+            headers = _headers(context)
+            message = await self._front.parse(raw, headers)
             return await self._front.infer(
-                message, len(raw), _headers(context), context.time_remaining(), "grpc"
+                message, len(raw), headers, context.time_remaining(), "grpc"
             )
         except (MaskserveError, Failure) as error:
             await _abort(context, error)
@@ -248,9 +250,10 @@ class GrpcServer:
         """The messages that answer one request of a stream; an error is one of them."""
         message = pb.ModelInferRequest()
         try:
-            message = parse_request(raw)
+            headers = _headers(context)
+            message = await self._front.parse(raw, headers)
             stream = self._front.stream(
-                message, len(raw), _headers(context), context.time_remaining(), "grpc_stream"
+                message, len(raw), headers, context.time_remaining(), "grpc_stream"
             )
             async with aclosing(stream) as events:
                 async for event in events:

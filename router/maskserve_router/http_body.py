@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
 
 from starlette.requests import Request
 
@@ -13,61 +14,92 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import Http
 from maskserve_router.keys import KeyHolder
+from maskserve_router.turns import Turns
 
 _PATIENCE_S = 10.0
 _ACCEPTED_ENCODINGS = ("", "identity", "gzip", "deflate")
+_INFLATED_AT_A_TIME = 4 * 2**20
 
 
-async def read_body(
-    request: Request, bounds: Http, admission: Admission, client: KeyHolder, held: ExitStack
-) -> bytes:
-    """The request's body, held against the client's bytes under way until `held` is closed.
+class Bodies:
+    """Reads the bodies of one router's requests.
 
-    Its content type is not looked at: clients send JSON as forms. Every part brings as much time
-    as it may take at the least pace, and no more than `_PATIENCE_S` of it is saved up: a body that
-    came fast at first cannot stand still for long behind that.
-
-    Raises:
-        InvalidRequest: too long, or too slow.
-        RetryLater: too many bytes are under way.
+    Args:
+        bounds: on one body.
+        admission: counts what is in memory.
+        turns: inflates.
     """
-    encoding = request.headers.get("content-encoding", "").lower()
-    if encoding not in _ACCEPTED_ENCODINGS:
-        raise InvalidRequest("Content-Encoding", f"is {encoding[:20]}", "gzip, deflate or none")
-    most, pace = bounds.max_body_bytes, max(bounds.min_bytes_per_s, 1)
-    told = request.headers.get("content-length", "")
-    if told.isdigit() and int(told) > most:
-        raise InvalidRequest("body", f"is {told} bytes", f"up to {most}")
-    parts: list[bytes] = []
-    size, left_s = 0, _PATIENCE_S
-    stream = aiter(request.stream())
-    while True:
-        began = time.monotonic()
-        try:
-            part = await asyncio.wait_for(anext(stream), max(left_s, 0.0))
-        except StopAsyncIteration:
-            break
-        except (TimeoutError, asyncio.TimeoutError):
-            raise InvalidRequest(
-                "body", f"came too slowly: {size} bytes", "a body sent without pauses"
-            ) from None
-        left_s -= time.monotonic() - began
-        left_s = min(left_s + len(part) / pace, _PATIENCE_S)
-        size += len(part)
-        if size > most:
-            raise InvalidRequest("body", f"is over {most} bytes", f"up to {most}")
-        held.enter_context(admission.hold(client, len(part)))
-        parts.append(part)
-    body = b"".join(parts)
-    return _inflated(body, most) if encoding in ("gzip", "deflate") else body
 
+    def __init__(self, bounds: Http, admission: Admission, turns: Turns) -> None:
+        self._bounds, self._admission, self._turns = bounds, admission, turns
 
-def _inflated(body: bytes, most: int) -> bytes:
-    inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip and zlib, by their headers
-    try:
-        plain = inflater.decompress(body, most)
-    except zlib.error:
-        raise InvalidRequest("body", "is not compressed as Content-Encoding says") from None
-    if inflater.unconsumed_tail or not inflater.eof:
-        raise InvalidRequest("body", f"is cut short, or over {most} bytes when decompressed")
-    return plain
+    async def read(self, request: Request, client: KeyHolder, held: ExitStack) -> bytes:
+        """The request's body, inflated as it comes, held against the client's bytes under way
+        until `held` is closed.
+
+        Its content type is not looked at: clients send JSON as forms.
+
+        Raises:
+            InvalidRequest: too long, or too slow.
+            RetryLater: too many bytes are under way.
+        """
+        encoding = request.headers.get("content-encoding", "").lower()
+        if encoding not in _ACCEPTED_ENCODINGS:
+            raise InvalidRequest("Content-Encoding", f"is {encoding[:20]}", "gzip, deflate or none")
+        most, told = self._bounds.max_body_bytes, request.headers.get("content-length", "")
+        if told.isdigit() and int(told) > most:
+            raise InvalidRequest("body", f"is {told} bytes", f"up to {most}")
+        coming = self._coming(request)
+        if encoding in ("gzip", "deflate"):
+            coming = self._inflated(coming, client)
+        parts: list[bytes] = []
+        size = 0
+        async with aclosing(coming):
+            async for part in coming:
+                size += len(part)
+                if size > most:
+                    raise InvalidRequest("body", f"is over {most} bytes", f"up to {most}")
+                held.enter_context(self._admission.hold(client, len(part)))
+                parts.append(part)
+        return await self._turns.run(client, size, b"".join, parts)
+
+    async def _coming(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """The body's parts as the client sends them. Every part brings as much time as it may take
+        at the least pace, and no more than `_PATIENCE_S` of it is saved up: a body that came fast
+        at first cannot stand still for long behind that.
+        """
+        pace, left_s, size = max(self._bounds.min_bytes_per_s, 1), _PATIENCE_S, 0
+        stream = aiter(request.stream())
+        while True:
+            began = time.monotonic()
+            try:
+                part = await asyncio.wait_for(anext(stream), max(left_s, 0.0))
+            except StopAsyncIteration:
+                return
+            except (TimeoutError, asyncio.TimeoutError):
+                raise InvalidRequest(
+                    "body", f"came too slowly: {size} bytes", "a body sent without pauses"
+                ) from None
+            left_s -= time.monotonic() - began
+            left_s = min(left_s + len(part) / pace, _PATIENCE_S)
+            size += len(part)
+            yield part
+
+    async def _inflated(
+        self, coming: AsyncGenerator[bytes, None], client: KeyHolder
+    ) -> AsyncGenerator[bytes, None]:
+        """The same, inflated a little at a time: a kilobyte may hold a megabyte."""
+        inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip and zlib, by their headers
+        async for part in coming:
+            while part and not inflater.eof:
+                try:
+                    plain = await self._turns.run(
+                        client, _INFLATED_AT_A_TIME, inflater.decompress, part, _INFLATED_AT_A_TIME
+                    )
+                except zlib.error:
+                    told = "is not compressed as Content-Encoding says"
+                    raise InvalidRequest("body", told) from None
+                part = inflater.unconsumed_tail
+                yield plain
+        if not inflater.eof:
+            raise InvalidRequest("body", "is cut short")

@@ -14,19 +14,20 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
-from maskserve_router.admission import Admission
-from maskserve_router.config import Http
-from maskserve_router.edit_call import PUBLIC, UnknownModel, check_request
+from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Failure
 from maskserve_router.front import Front
 from maskserve_router.http_answers import JSON, error_json
-from maskserve_router.http_body import read_body
+from maskserve_router.http_body import Bodies
+from maskserve_router.keys import KeyHolder
 from maskserve_router.kserve_http import (
+    Wanted,
     generate_request,
     generate_response,
     infer_request,
     infer_response,
 )
+from maskserve_router.turns import Turns
 
 _NUMBER = re.compile("[0-9]{1,18}")
 _HEADER_LENGTH = "inference-header-content-length"
@@ -36,24 +37,25 @@ T = TypeVar("T")
 class HttpInference:
     """Handlers of the requests that carry tensors."""
 
-    def __init__(self, bounds: Http, front: Front, admission: Admission) -> None:
-        self._bounds, self._front, self._admission = bounds, front, admission
+    def __init__(self, bodies: Bodies, front: Front, turns: Turns) -> None:
+        self._bodies, self._front, self._turns = bodies, front, turns
 
     async def infer(self, request: Request) -> Response:
         with ExitStack() as held:
-            body = await self._body(request, held)
+            client, body = await self._body(request, held)
             length = request.headers.get(_HEADER_LENGTH)
             if length is not None and not _NUMBER.fullmatch(length):
                 raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
-            message, wanted = infer_request(
-                *model_of(request), body, None if length is None else int(length)
+            size, split = len(body), None if length is None else int(length)
+            message, wanted = await self._turns.run(
+                client, size, _checked_infer, *model_of(request), body, split
             )
-            size = len(body)
             del body
-            check_request(message)
             work = self._front.infer(message, size, _headers(request), None, "http")
             answer = await while_connected(request, work)
-            content, head = infer_response(answer, wanted)
+            content, head = await self._turns.run(
+                client, len(answer), infer_response, answer, wanted
+            )
             headers = {} if head is None else {_HEADER_LENGTH: str(head)}
             kind = JSON if head is None else "application/octet-stream"
             return Response(content, headers=headers, media_type=kind)
@@ -74,30 +76,28 @@ class HttpInference:
         return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
 
     async def body(self, request: Request) -> bytes:
-        """The body of a request without tensors; raises as `read_body`."""
+        """The body of a request without tensors; raises as `Bodies.read`."""
         with ExitStack() as held:
-            return await self._body(request, held)
+            _, body = await self._body(request, held)
+            return body
 
-    async def _body(self, request: Request, held: ExitStack) -> bytes:
-        """The body, of a client that may call: who may not is told so before it is read.
+    async def _body(self, request: Request, held: ExitStack) -> tuple[KeyHolder, bytes]:
+        """The client and the body, of one that may call: who may not is told so before it is read.
 
         Raises:
             Unauthorized: keys are needed, and there is none that is known.
-            MaskserveError: as `read_body`.
+            MaskserveError: as `Bodies.read`.
         """
         client = self._front.client(_headers(request))
-        return await read_body(request, self._bounds, self._admission, client, held)
+        return client, await self._bodies.read(request, client, held)
 
     async def _generation(
         self, request: Request, held: ExitStack
     ) -> tuple[pb.ModelInferRequest, int]:
-        body = await self._body(request, held)
-        model, version = model_of(request)
-        if model not in PUBLIC:
-            raise UnknownModel(model)
-        message = generate_request(model, version, body)
-        check_request(message)
-        return message, len(body)
+        client, body = await self._body(request, held)
+        size = len(body)
+        work = _checked_generate, *model_of(request), body
+        return await self._turns.run(client, size, *work), size
 
     async def _only_answer(
         self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
@@ -142,6 +142,20 @@ class HttpInference:
                 response = pb.ModelStreamInferResponse.FromString(raw).infer_response
                 if response.outputs:
                     yield response
+
+
+def _checked_infer(
+    model: str, version: str, body: bytes, split: int | None
+) -> tuple[pb.ModelInferRequest, Wanted]:
+    message, wanted = infer_request(model, version, body, split)
+    check_request(message)
+    return message, wanted
+
+
+def _checked_generate(model: str, version: str, body: bytes) -> pb.ModelInferRequest:
+    message = generate_request(model, version, body)
+    check_request(message)
+    return message
 
 
 async def first_of(answers: AsyncGenerator[T, None]) -> T:

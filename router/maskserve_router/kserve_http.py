@@ -17,9 +17,11 @@ from maskserve_core.contracts.tensors import CONTRACTS, Tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.edit_call import PUBLIC, UnknownModel
 from maskserve_router.failures import NotSupported
+from maskserve_router.structure import check_json
 
-Parameters = dict[str, bool | int | float | str | None]
-_FEW = Meta(max_length=64)
+_MOST_PARAMETERS = 64
+_FEW = Meta(max_length=_MOST_PARAMETERS)
+Parameters = Annotated[dict[str, bool | int | float | str | None], _FEW]
 
 
 class _Input(Struct):
@@ -161,6 +163,7 @@ def generate_request(model: str, version: str, body: bytes) -> pb.ModelInferRequ
     """
     if model not in PUBLIC:
         raise UnknownModel(model)
+    check_json(body)
     try:
         values = _read_object(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -175,6 +178,8 @@ def generate_request(model: str, version: str, body: bytes) -> pb.ModelInferRequ
         if declared.name in values:
             elements = _elements(declared, values.pop(declared.name))
             bytes_tensor.add_input(message, declared.name, list(map(_encoded, elements)))
+    if len(values) + len(nested) > _MOST_PARAMETERS:
+        raise InvalidRequest("parameters", f"are over {_MOST_PARAMETERS}")
     _put_parameters(message, {**values, **nested})
     return message
 
@@ -193,6 +198,7 @@ def generate_response(response: pb.ModelInferResponse) -> bytes:
 
 
 def _parsed(head: memoryview) -> _Request:
+    check_json(head)
     try:
         return _read_request(head)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

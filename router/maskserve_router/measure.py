@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
 from maskserve_core.config import LimitsConfig
@@ -14,13 +12,20 @@ from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.images import Size, decode_mask, model_size, read_size
-from maskserve_core.imaging.masks import active_tokens, build_masks, cover_a_side
+from maskserve_core.imaging.masks import active_tokens, cover_a_side, edit_region
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
+from maskserve_router.keys import KeyHolder
+from maskserve_router.turns import Turns
 
 _MASKS = 16_384
 """Masks whose tokens are remembered: many edits use the same few."""
 _PART = 16 * 1024
+_LONG = 2**30
+"""Bytes say nothing of a mask's pixels."""
+_MOST_PIXELS = 2**24
+"""Of a mask that is decoded here, which takes up to six bytes each. An edit of a larger one, whose
+worker decodes it in any case, counts as one of the whole picture."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -60,20 +65,17 @@ class Remembered(Generic[K, V]):
 
 
 class Measure:
-    """Makes edits of requests. Used from the event loop; decoding goes on in threads."""
+    """Makes edits of requests. Used from the event loop; masks are decoded in turns."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, turns: Turns) -> None:
         self._limits = config.limits
         self._tokens: Remembered[bytes, MaskTokens] = Remembered(_MASKS)
         self._templates: Remembered[bytes, str] = Remembered(config.routing.remembered_images)
-        threads = config.routing.decoding_threads
-        self._pool = ThreadPoolExecutor(threads, "decoding")
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._turns = turns
 
     async def edit(
         self,
+        client: KeyHolder,
         image: memoryview,
         mask: bytes,
         settings: EditSettings,
@@ -85,6 +87,7 @@ class Measure:
         """The edit as policies see it, and its image's digest.
 
         Args:
+            client: whose edit it is.
             image: IMAGE's bytes; empty where the settings name a template.
             mask: MASK's bytes.
             settings: as the client sent them.
@@ -95,11 +98,11 @@ class Measure:
         Raises:
             InvalidRequest: the mask cannot be used.
         """
-        key = _mask_key(mask, settings, served)
+        key = await self._turns.run(client, len(mask), _mask_key, mask, settings, served)
         tokens = self._tokens.get(key)
         if tokens is None:
-            tokens = await asyncio.get_running_loop().run_in_executor(
-                self._pool, _count, image, mask, settings, served, self._limits
+            tokens = await self._turns.run(
+                client, _LONG, _count, image, mask, settings, served, self._limits
             )
             self._tokens.put(key, tokens)
         active, total, side = tokens
@@ -163,7 +166,8 @@ def count_tokens(
     limits: LimitsConfig,
     size: Size | None = None,
 ) -> MaskTokens:
-    """The tokens of an edit with this mask.
+    """The tokens of an edit with this mask, or a few more; of one that is too large for the router
+    to decode, all.
 
     Args:
         mask: MASK's bytes.
@@ -175,20 +179,16 @@ def count_tokens(
     Raises:
         InvalidRequest: naming MASK.
     """
-    decoded = decode_mask(mask, "MASK", limits, size)
-    height, width = decoded.luminance.shape
-    at = model_size((height, width), served.native_resolution, served.token_pixels)
-    masks = build_masks(
-        decoded,
-        (height, width),
-        at,
-        settings.mask_mode,
-        settings.mask_dilate,
-        settings.mask_feather,
-    )
+    height, width = read_size(mask, "MASK", limits)
     side = served.token_pixels
+    at = model_size((height, width), served.native_resolution, side)
+    rows, columns = at[0] // side, at[1] // side
+    if height * width > _MOST_PIXELS:
+        return MaskTokens(rows * columns, rows * columns, True)
+    decoded = decode_mask(mask, "MASK", limits, size)
+    edit = edit_region(decoded, at, settings.mask_mode, settings.mask_dilate, settings.mask_feather)
     ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
-    active, rows, columns = active_tokens(masks.edit, side, ring), at[0] // side, at[1] // side
+    active = active_tokens(edit, side, ring)
     return MaskTokens(len(active), rows * columns, cover_a_side(active, rows, columns))
 
 

@@ -14,9 +14,11 @@ import grpc.aio
 from maskserve_core.errors import EngineFailed
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
+from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker, read_status
 
 log = logging.getLogger("maskserve.router")
+_STATUS = control_request({"op": "status"})
 
 
 class Pool:
@@ -132,7 +134,7 @@ class Pool:
     async def _poll_once(self, worker: Worker) -> None:
         timeout = self.config.workers.poll_timeout_s
         try:
-            raw = await worker.upstream.control({"op": "status"}, timeout)
+            raw = await worker.upstream.control(_STATUS, timeout)
             status = read_status(raw)
         except (grpc.aio.AioRpcError, ValueError, IndexError) as error:
             worker.misses += 1

@@ -21,6 +21,7 @@ from maskserve_router.dispatch import Dispatcher
 from maskserve_router.front import Front
 from maskserve_router.grpc_server import GrpcServer
 from maskserve_router.http_app import HttpApp
+from maskserve_router.http_body import Bodies
 from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
 from maskserve_router.keys import KeyRing
@@ -34,6 +35,7 @@ from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.server_calls import ServerCalls
 from maskserve_router.tracing import Tracing
+from maskserve_router.turns import Turns
 
 log = logging.getLogger("maskserve.router")
 _LOOK_S = 2.0
@@ -61,23 +63,32 @@ class Router:
             self.metrics.route_seconds.observe,
         )
         self.admission = Admission(config.admission, self.metrics)
-        self._dispatcher = Dispatcher(config, self.pool, self.pending, self.admission, self.metrics)
+        self._turns = turns = Turns(config.routing.decoding_threads)
+        self._dispatcher = Dispatcher(
+            config, self.pool, self.pending, self.admission, turns, self.metrics
+        )
         self._tracing = Tracing(config)
         self._control = control = ClusterControl(
-            config.name, self.pool, self._dispatcher, self.metrics.predictions
+            config.name,
+            self.pool,
+            self._dispatcher,
+            self.admission,
+            turns,
+            self.metrics.predictions,
         )
         self._certificates = Certificates(config.listen)
         self._keys = keys = KeyRing(config.keys, config.admission.max_edits)
-        front = Front(keys, self._dispatcher, control, self.metrics, self._tracing)
+        bodies = Bodies(config.http, self.admission, turns)
+        front = Front(keys, self._dispatcher, control, turns, self.metrics, self._tracing)
         calls = ServerCalls(self.pool)
         listen = config.listen
         self.grpc = GrpcServer(
             config, front, calls, OpenCalls(config.grpc, self.metrics), self._certificates
         )
-        self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission)
-        edits = ImageEdits(config.http, config.limits, front, self.admission, self.pool, urls)
-        templates = TemplateRoutes(config.http, front, control, self.admission)
-        inference = HttpInference(config.http, front, self.admission)
+        self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
+        edits = ImageEdits(bodies, config.limits, front, turns, self.pool, urls)
+        templates = TemplateRoutes(bodies, front, control, turns)
+        inference = HttpInference(bodies, front, turns)
         self.http = HttpServer(
             HttpApp(calls, inference, keys.client, openai_routes(edits, templates)).app(),
             config.http,
@@ -174,5 +185,5 @@ class Router:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await self.pool.close()
-        self._dispatcher.close()
+        self._turns.close()
         self._tracing.close()

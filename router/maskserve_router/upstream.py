@@ -62,13 +62,13 @@ class Upstream:
         )
         return answer
 
-    async def control(self, operation: dict[str, Any], timeout: float) -> bytes:
-        """An operation of the model `control`: the JSON of its result.
+    async def control(self, request: bytes, timeout: float) -> bytes:
+        """An operation of the model `control`, as `control_request` has it: the JSON of its result.
 
         Raises:
             grpc.aio.AioRpcError: it failed.
         """
-        answer = await self._infer_aside(control_request(operation), timeout=timeout)
+        answer = await self._infer_aside(request, timeout=timeout)
         return bytes(bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))["RESULT"])
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,11 +19,9 @@ from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import read_size
-from maskserve_router.admission import Admission
-from maskserve_router.config import Http
 from maskserve_router.failures import Failure, text_of
 from maskserve_router.front import Front
-from maskserve_router.http_body import read_body
+from maskserve_router.http_body import Bodies
 from maskserve_router.http_inference import first_of, while_connected
 from maskserve_router.openai.answers import (
     ModelNotFound,
@@ -32,9 +31,10 @@ from maskserve_router.openai.answers import (
     json_answer,
     partial_event,
 )
-from maskserve_router.openai.form import EditForm, read_form
+from maskserve_router.openai.form import EditForm, Fields, read_form
 from maskserve_router.openai.image_urls import ImageUrls
 from maskserve_router.pool import Pool
+from maskserve_router.turns import Turns
 
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
@@ -47,35 +47,37 @@ class ImageEdits:
 
     def __init__(
         self,
-        bounds: Http,
+        bodies: Bodies,
         limits: LimitsConfig,
         front: Front,
-        admission: Admission,
+        turns: Turns,
         pool: Pool,
         urls: ImageUrls,
     ) -> None:
-        self._bounds, self._limits, self._front = bounds, limits, front
-        self._admission, self._pool, self._urls = admission, pool, urls
+        self._bodies, self._limits, self._front = bodies, limits, front
+        self._turns, self._pool, self._urls = turns, pool, urls
 
     async def edit(self, request: Request, request_id: str) -> Response:
         headers = dict(request.headers.items())
         client = self._front.client(headers)  # who may not call is told so before the body is read
         with ExitStack() as held:
-            body = await read_body(request, self._bounds, self._admission, client, held)
+            body = await self._bodies.read(request, client, held)
 
             async def picture(field: str, url: str) -> bytes:
                 return await self._urls.read(field, url, client, held)
 
-            form = await read_form(request.headers, body, picture)
             size = len(body)
+            parse = partial(self._turns.run, client, size)
+            form = await read_form(request.headers, body, picture, parse)
             del body
-            self._check(form)
+            await parse(self._check, form)
             if form.fields.stream:
                 return await self._stream(request, form, size, headers, request_id)
             pictures = await while_connected(
                 request, self._pictures(form, size, headers, request_id)
             )
-            return json_answer(images_body(form.fields, pictures), request_id)
+            made = sum(len(picture) for picture, _ in pictures)
+            return await self._turns.run(client, made, _answer, form.fields, pictures, request_id)
 
     async def models(self, request: Request, request_id: str) -> Response:
         self._front.client(request.headers)
@@ -189,6 +191,10 @@ class ImageEdits:
         if isinstance(strength, int | float) and 0 < strength < 1:
             steps = steps_run(steps, strength)
         return min(max(1, steps // (form.fields.partial_images + 1)), 1000)
+
+
+def _answer(asked: Fields, pictures: Sequence[Picture], request_id: str) -> Response:
+    return json_answer(images_body(asked, pictures), request_id)
 
 
 def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:

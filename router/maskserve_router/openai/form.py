@@ -19,6 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import Misread, Table, read
+from maskserve_router.structure import check_json
 
 _MAX_FIELDS = 64
 _MAX_FILES = 18
@@ -39,6 +40,8 @@ _TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adap
 """Settings that are text, whatever they look like; others are read as JSON."""
 
 
+Parse: TypeAlias = Callable[..., Awaitable[Any]]
+"""Calls a function with its arguments, wherever there is time for it; see `Turns.run`."""
 Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
 """The bytes of the picture at a URL, which is the value of a field; see `ImageUrls.read`."""
 
@@ -86,13 +89,14 @@ class EditForm:
     """Control pictures."""
 
 
-async def read_form(headers: Headers, body: bytes, picture: Picture) -> EditForm:
+async def read_form(headers: Headers, body: bytes, picture: Picture, parse: Parse) -> EditForm:
     """The edit that a request asks for.
 
     Args:
         headers: of the request.
         body: of the request.
         picture: reads what is given as a URL.
+        parse: calls what takes the longer the more the body holds.
 
     Raises:
         InvalidRequest: naming the field.
@@ -100,9 +104,9 @@ async def read_form(headers: Headers, body: bytes, picture: Picture) -> EditForm
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        values, files = await read_multipart(headers, body)
+        values, files = await parse(read_multipart, headers, body)
     elif kind == "application/json":
-        values, files = await _read_json(body, picture)
+        values, files = await _with_pictures(await parse(_read_json, body), picture)
     else:
         raise InvalidRequest(
             "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
@@ -139,15 +143,24 @@ async def read_form(headers: Headers, body: bytes, picture: Picture) -> EditForm
     return form
 
 
-async def read_multipart(
-    headers: Headers, body: bytes
-) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+def read_multipart(headers: Headers, body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     """Texts by name, each given once, and files by name; `image[]` counts as `image`.
 
     Raises:
         InvalidRequest: naming the field.
     """
+    parsing = _read_multipart(headers, body)
+    try:
+        parsing.send(None)
+    except StopIteration as done:
+        found: tuple[dict[str, Any], dict[str, list[bytes]]] = done.value
+        return found
+    raise AssertionError("nothing is waited for, as files stay in memory")
 
+
+async def _read_multipart(
+    headers: Headers, body: bytes
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     async def once() -> AsyncGenerator[bytes, None]:
         yield body
 
@@ -183,13 +196,18 @@ class _InMemory(MultiPartParser):
     spool_max_size = 2**62
 
 
-async def _read_json(
-    body: bytes, picture: Picture
-) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+def _read_json(body: bytes) -> dict[str, Any]:
+    check_json(body)
     try:
-        values = msgspec.json.decode(body, type=dict[str, Any])
+        return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         raise InvalidRequest("body", "is no JSON object", "a JSON object") from None
+
+
+async def _with_pictures(
+    values: dict[str, Any], picture: Picture
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """The values but for the pictures, and those, read."""
     given = {name: value for name, value in values.items() if value is not None}
     files: dict[str, list[bytes]] = {}
     images = given.pop("images", [])

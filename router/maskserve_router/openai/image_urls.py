@@ -8,7 +8,6 @@ following redirects or using proxies, up to the bytes of an image, and within a 
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import ipaddress
 import socket
@@ -20,12 +19,14 @@ from functools import partial
 from typing import TypeAlias
 
 import httpx
+import pybase64
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import ImageHosts
 from maskserve_router.keys import KeyHolder
+from maskserve_router.turns import Turns
 
 _MAX_URL = 4096
 _ACCEPTED = '{"image_url": "data:image/png;base64,…"}'
@@ -85,6 +86,7 @@ class ImageUrls:
         hosts: which hosts may be asked.
         limits: bounds on an image.
         admission: counts what was fetched among the bytes under way.
+        turns: decodes data URLs.
         resolver: addresses of a host and port.
         public: whether an address may be asked.
         trusted: certificates; by default those of certifi.
@@ -95,6 +97,7 @@ class ImageUrls:
         hosts: ImageHosts,
         limits: LimitsConfig,
         admission: Admission,
+        turns: Turns,
         resolver: Resolve = resolve,
         public: Callable[[str], bool] = is_public,
         trusted: ssl.SSLContext | None = None,
@@ -102,7 +105,7 @@ class ImageUrls:
         self._hosts = frozenset(hosts.hosts)
         self._timeout_s = hosts.timeout_s
         self._most = limits.max_image_bytes
-        self._admission = admission
+        self._admission, self._turns = admission, turns
         self._resolver, self._public = resolver, public
         # Made once: to read all certificates that are trusted takes as long as fifty requests. No
         # connection is kept, since the next host at its address may be another.
@@ -131,7 +134,7 @@ class ImageUrls:
             RetryLater: too many bytes are under way.
         """
         if url[:5].lower() == "data:":
-            return _from_data(field, url)
+            return await self._turns.run(holder, len(url), _from_data, field, url)
         host, port, asked = self._allowed(field, url)
         try:
             return await asyncio.wait_for(
@@ -205,6 +208,6 @@ def _from_data(field: str, url: str) -> bytes:
     if not (head.endswith(";base64") and comma):
         raise InvalidRequest(field, "is a data URL of another form", _ACCEPTED)
     try:
-        return base64.b64decode(text, validate=True)
+        return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequest(field, "is not base64", _ACCEPTED) from None

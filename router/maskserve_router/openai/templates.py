@@ -5,8 +5,8 @@ A template belongs to the key that registered it (docs/router.md#keys).
 
 from __future__ import annotations
 
-import base64
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,31 +15,29 @@ from starlette.responses import Response
 
 from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_router.admission import Admission
-from maskserve_router.config import Http
 from maskserve_router.control import ClusterControl
 from maskserve_router.front import Front
-from maskserve_router.http_body import read_body
+from maskserve_router.http_body import Bodies
 from maskserve_router.keys import KeyHolder
-from maskserve_router.openai.answers import Handler, json_answer
+from maskserve_router.openai.answers import Handler, json_answer, text_of_picture
 from maskserve_router.openai.form import read_multipart
+from maskserve_router.turns import Turns
 
 
 class TemplateRoutes:
     """Handlers: register, list, look at, prime, pin, unpin and delete."""
 
-    def __init__(
-        self, bounds: Http, front: Front, control: ClusterControl, admission: Admission
-    ) -> None:
-        self._bounds, self._front, self._control = bounds, front, control
-        self._admission = admission
+    def __init__(self, bodies: Bodies, front: Front, control: ClusterControl, turns: Turns) -> None:
+        self._bodies, self._front, self._control = bodies, front, control
+        self._turns = turns
 
     async def register(self, request: Request, request_id: str) -> Response:
         """A multipart form: `image`, and `shared` (for every key) and `prime`, true or false."""
         client = self._client(request)
         with ExitStack() as held:
-            body = await read_body(request, self._bounds, self._admission, client, held)
-            values, files = await read_multipart(request.headers, body)
+            body = await self._bodies.read(request, client, held)
+            parse = partial(self._turns.run, client, len(body))
+            values, files = await parse(read_multipart, request.headers, body)
             del body
             images = files.pop("image", [])
             if len(images) != 1 or files:
@@ -47,7 +45,7 @@ class TemplateRoutes:
             asked = _Registration.of(values)
             operation: dict[str, Any] = {
                 "op": "register",
-                "image": base64.b64encode(images[0]).decode(),
+                "image": await parse(text_of_picture, images[0]),
             }
             if asked.shared:
                 operation["shared"] = True

@@ -24,6 +24,7 @@ from maskserve_router.config import AdmissionBounds, ImageHosts, router_config_o
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.openai.image_urls import ImageUrls, is_public
+from maskserve_router.turns import Turns
 
 LIMITS = LimitsConfig(max_image_bytes=2048)
 FIELD = "images[0].image_url"
@@ -93,6 +94,7 @@ def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> Image
         ImageHosts(hosts=(f"pictures.example:{host.port}",), timeout_s=timeout_s),
         LIMITS,
         Admission(AdmissionBounds(), Metrics()),
+        Turns(1),
         here,
         (lambda _: True) if public else is_public,
         trusted,
@@ -231,6 +233,7 @@ NOWHERE = ImageUrls(
     ImageHosts(hosts=("pictures.example",)),
     LIMITS,
     Admission(AdmissionBounds(), Metrics()),
+    Turns(1),
     _nowhere,
     trusted=ssl.create_default_context(),
 )

@@ -21,15 +21,22 @@ from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.openai.form import EditForm, read_form
 from maskserve_router.openai.image_urls import ImageUrls
+from maskserve_router.turns import Turns
 
 BOUNDARY = "frontier"
 Part = tuple[str, bytes | str]
 PICTURE: Part = ("image", b"\x89PNG picture")
 
 
+async def now(work: Any, *given: Any) -> Any:
+    return work(*given)
+
+
 async def picture(field: str, url: str) -> bytes:
     """As a router reads URLs that is allowed to ask no host."""
-    urls = ImageUrls(ImageHosts(), LimitsConfig(), Admission(AdmissionBounds(), Metrics()))
+    urls = ImageUrls(
+        ImageHosts(), LimitsConfig(), Admission(AdmissionBounds(), Metrics()), Turns(1)
+    )
     with ExitStack() as held:
         return await urls.read(field, url, KeyRing((), 99).client({}), held)
 
@@ -47,12 +54,12 @@ def body_of(parts: list[Part]) -> bytes:
 
 async def form_of(*parts: Part) -> EditForm:
     headers = Headers({"content-type": f"multipart/form-data; boundary={BOUNDARY}"})
-    return await read_form(headers, body_of([*parts]), picture)
+    return await read_form(headers, body_of([*parts]), picture, now)
 
 
 async def json_form(**values: Any) -> EditForm:
     body = json.dumps(values).encode()
-    return await read_form(Headers({"content-type": "application/json"}), body, picture)
+    return await read_form(Headers({"content-type": "application/json"}), body, picture, now)
 
 
 async def test_openais_fields_and_ours_are_read():
@@ -137,4 +144,4 @@ async def test_what_cannot_be_done_is_refused_by_its_field(parts: list[Part], to
 async def test_any_body_is_a_form_or_is_refused(raw: bytes, kind: str, framed: bool):
     body = body_of([PICTURE, ("prompt", "x")]) if framed else b""
     with pytest.raises(InvalidRequest):
-        await read_form(Headers({"content-type": kind}), raw + body[: len(raw)], picture)
+        await read_form(Headers({"content-type": kind}), raw + body[: len(raw)], picture, now)

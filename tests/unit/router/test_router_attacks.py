@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import json
 import logging
-from collections.abc import Mapping
+import threading
+import tracemalloc
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
@@ -12,10 +19,25 @@ import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.settings import parse_settings
+from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import InvalidRequest
+from maskserve_harness.soaking.pictures import png_file
+from maskserve_router import http_inference
+from maskserve_router.admission import Admission
+from maskserve_router.config import AdmissionBounds, Http
+from maskserve_router.edit_call import parse_request
+from maskserve_router.failures import RetryLater
 from maskserve_router.forwarded import known_headers
+from maskserve_router.http_body import Bodies
+from maskserve_router.keys import KeyHolder
+from maskserve_router.kserve_http import generate_request, infer_request
+from maskserve_router.measure import MaskTokens, count_tokens
+from maskserve_router.metrics import Metrics
 from maskserve_router.router import Router
-from tests.support.router import calling, cluster, edit, http_edit
+from maskserve_router.turns import Turns
+from tests.support.router import calling, cluster, control_request, edit, http_edit, until
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 REGION = (
@@ -141,3 +163,189 @@ async def _streamed(router: Router) -> str:
 
         call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(one())
         return pb.ModelStreamInferResponse.FromString(await call.read()).error_message
+
+
+# Work that grows with what a client sends is counted, bounded, off the loop and in turns.
+
+MIB = 2**20
+
+
+def holder(name: str) -> KeyHolder:
+    return KeyHolder(name, max_edits=100, admin=False, scope=name)
+
+
+class Zipped:
+    """A request whose body is so many zeros, compressed a thousandfold."""
+
+    def __init__(self, size: int) -> None:
+        self.headers = {"content-encoding": "gzip"}
+        self._body = gzip.compress(bytes(size))
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        yield self._body
+
+
+async def test_inflated_bytes_are_counted_as_they_come():
+    """Thirty bodies of 158 KiB with 159 MiB in each restarted a supervised router."""
+    admission, turns = Admission(AdmissionBounds(max_bytes=16 * MIB), Metrics()), Turns(1)
+    bodies = Bodies(Http(), admission, turns)
+    request: Any = Zipped(100 * MIB)
+    tracemalloc.start()
+    with ExitStack() as held, pytest.raises(RetryLater):
+        await bodies.read(request, holder("greedy"), held)
+    assert tracemalloc.get_traced_memory()[1] < 40 * MIB
+    tracemalloc.stop()
+    assert admission.bytes == 0
+    small: Any = Zipped(6 * MIB)
+    with ExitStack() as held:
+        assert len(await bodies.read(small, holder("greedy"), held)) == 6 * MIB
+        assert admission.bytes == 6 * MIB
+    for most in (Http(max_body_bytes=5 * MIB),):
+        with ExitStack() as held, pytest.raises(InvalidRequest, match="over 5242880 bytes"):
+            await Bodies(most, admission, turns).read(small, holder("greedy"), held)
+    turns.close()
+
+
+@pytest.mark.parametrize(
+    "body", [b"no gzip", gzip.compress(b"{}" * 10**5)[:-9], zlib.compress(b"")]
+)
+async def test_bodies_that_cannot_be_inflated_are_refused(body: bytes):
+    async with cluster() as (router, _), aiohttp.ClientSession(url_of(router)) as session:
+        headers = {"Content-Encoding": "gzip"}
+        async with session.post("/v2/models/edit/infer", data=body, headers=headers) as answer:
+            assert answer.status == 400, await answer.text()
+
+
+async def test_large_bodies_are_parsed_in_threads(monkeypatch: pytest.MonkeyPatch):
+    """149 KiB of gzipped JSON stalled the loop for 2.2 s."""
+    seen: list[bool] = []
+    parse = http_inference.infer_request
+
+    def watched(*given: Any) -> Any:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return parse(*given)
+
+    monkeypatch.setattr(http_inference, "infer_request", watched)
+    async with cluster() as (router, _), aiohttp.ClientSession(url_of(router)) as session:
+        body = gzip.compress(json.dumps({"inputs": [], "id": "a" * MIB}).encode())
+        headers = {"Content-Encoding": "gzip"}
+        async with session.post("/v2/models/edit/infer", data=body, headers=headers) as answer:
+            assert answer.status == 400
+    assert seen == [False]
+
+
+MANY = {
+    "parameters": b'{"inputs": [], "parameters": {'
+    + b",".join(b'"%d":1' % i for i in range(10**5)),
+    "values": b'{"inputs": [], "x": [' + b"1," * 10**6,
+    "blanks": b"{" + b" " * 5 * MIB,
+    "escapes": b'{"inputs": [], "id": "' + b"\\/" * 5 * MIB,
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_json_of_millions_of_parts_is_refused_before_it_is_parsed(name: str):
+    """150 MiB of parameters took 44 s and 7 GB."""
+    with pytest.raises(InvalidRequest, match=r"over 65536 values|millions of blanks"):
+        infer_request("edit", "", MANY[name], None)
+    with pytest.raises(InvalidRequest, match=r"over 65536 values|millions of blanks"):
+        generate_request("edit", "", MANY[name])
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b"\x32\x00" * 10**6, "over 1024 fields"),
+        (b"\x2a\x82\x80\x04" + b"\x1a\x00" * 2**15 + b"\x1a\x00", "over 1024 fields"),
+        (b"\x22\x80\x80\x08" + bytes(2**17), "131072 bytes that is no tensor"),
+        (b"\x2a\x85\x80\x08\x1a\x80\x80\x08" + bytes(2**17), "no tensor's content|is no Model"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "is no ModelInferRequest"),
+        (b"\x0b\x0c", "is no ModelInferRequest"),
+        (b"\x3a\x05abc", "is no ModelInferRequest"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_messages_of_millions_of_parts_are_refused_before_they_are_parsed(raw: bytes, told: str):
+    """40 MiB of empty outputs took 4 s and 4 GB."""
+    with pytest.raises(InvalidRequest, match=told):
+        parse_request(raw)
+    assert parse_request(edit()).model_name == "edit"
+
+
+def test_a_tensor_of_any_number_has_not_any_number_of_elements():
+    message = pb.ModelInferRequest.FromString(edit())
+    message.inputs.add(name="CONTROL", datatype="BYTES", shape=[10**6])
+    message.raw_input_contents.append(bytes(4 * 10**6))
+    with pytest.raises(InvalidRequest, match=r"CONTROL\.shape"):
+        parse_request(message.SerializeToString())
+
+
+async def test_one_clients_work_is_done_in_its_turn():
+    turns = Turns(2)
+    goes_on, begun = threading.Event(), []
+
+    def work(name: str) -> str:
+        begun.append(name)
+        goes_on.wait(30)
+        return name
+
+    greedy = [asyncio.create_task(turns.run(holder("a"), MIB, work, "a")) for _ in range(20)]
+    await until("both threads are busy", lambda: len(begun) == 2)
+    other = asyncio.create_task(turns.run(holder("b"), MIB, work, "b"))
+    left = asyncio.create_task(turns.run(holder("c"), MIB, work, "c"))
+    await asyncio.sleep(0)
+    left.cancel()
+    goes_on.set()
+    assert await other == "b"
+    assert await asyncio.gather(*greedy) == ["a"] * 20
+    assert begun[2] == "b"
+    assert "c" not in begun
+    assert await turns.run(holder("c"), MIB, str, 1) == "1"
+    turns.close()
+
+
+async def test_registrations_are_admitted_by_what_they_take():
+    """Twelve of them took a router to 8.2 GB."""
+    image = "A" * 2 * MIB
+    async with cluster(admission={"max_bytes": 24 * MIB}) as (router, workers):
+        for worker in workers:
+            worker.holds_registrations.clear()
+        async with calling(router) as call:
+            first = asyncio.ensure_future(call(control_request("register", image=image)))
+            second = asyncio.ensure_future(call(control_request("register", image=image)))
+            await until("two are under way", lambda: workers[0].registering == 2)
+            assert router.admission.bytes == 20 * MIB
+            with pytest.raises(grpc.aio.AioRpcError, match="OVERLOADED"):
+                await call(control_request("register", image=image))
+            assert b"workers" in await call(control_request("status"))
+            for worker in workers:
+                worker.holds_registrations.set()
+            await asyncio.gather(first, second)
+        assert router.admission.bytes == 0
+
+
+async def test_compressed_messages_are_refused_before_they_are_inflated():
+    async with cluster() as (router, workers):
+        target = f"127.0.0.1:{router.grpc.port}"
+        async with grpc.aio.insecure_channel(target, compression=grpc.Compression.Gzip) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as told:
+                await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(edit())
+        assert told.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert not workers[0].seen
+
+
+SERVED = Served(1024, 16, 28, True)
+
+
+@pytest.mark.parametrize("side", [7000, 4096])
+def test_a_mask_of_many_pixels_costs_the_router_little(side: int):
+    """One of 49 megapixels with a feather of 512 cost 4 s and 1 GB; eight stopped all new masks."""
+    mask = png_file(
+        side, side, 1, 0, (b"\0" + b"\xff" * (side // 8) + b"\0" * (side % 8 > 0)) * side
+    )
+    settings = parse_settings(b'{"mask_feather": 512}')
+    tracemalloc.start()
+    found = count_tokens(mask, settings, SERVED, LimitsConfig())
+    assert tracemalloc.get_traced_memory()[1] < 64 * MIB
+    tracemalloc.stop()
+    assert found == MaskTokens(4096, 4096, cover_a_side=True)

@@ -13,15 +13,20 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, Http, Key
 from maskserve_router.failures import RetryLater
-from maskserve_router.http_body import read_body
+from maskserve_router.http_body import Bodies
 from maskserve_router.keys import KeyHolder, KeyRing
 from maskserve_router.metrics import Metrics
+from maskserve_router.turns import Turns
 
 MIB = 2**20
 
 
 def client(name: str) -> KeyHolder:
     return KeyHolder(name, 64, admin=False, scope=name)
+
+
+def bodies(admission: Admission) -> Bodies:
+    return Bodies(Http(), admission, Turns(1))
 
 
 class Body:
@@ -45,14 +50,14 @@ async def test_bodies_of_one_key_that_stand_still_leave_bytes_to_others():
     with ExitStack() as held:
         for _ in range(6):
             body = Body(bytes(159 * MIB), stalls=True)
-            reading = read_body(body, Http(), admission, client("greedy"), held)  # type: ignore[arg-type]
+            reading = bodies(admission).read(body, client("greedy"), held)  # type: ignore[arg-type]
             begun.append(asyncio.create_task(reading))
         await asyncio.sleep(0)
         while not any(task.done() for task in begun):
             await asyncio.sleep(0)
         with ExitStack() as own:
             whole = Body(bytes(100 * MIB), stalls=False)
-            assert await read_body(whole, Http(), admission, client("modest"), own)  # type: ignore[arg-type]
+            assert await bodies(admission).read(whole, client("modest"), own)  # type: ignore[arg-type]
         for task in begun:
             task.cancel()
         ends = await asyncio.gather(*begun, return_exceptions=True)
@@ -67,7 +72,7 @@ async def test_a_body_that_came_fast_may_not_stand_still_behind_that(
     admission = Admission(AdmissionBounds(), Metrics())
     with ExitStack() as held:
         body = Body(bytes(64 * MIB), stalls=True)
-        reading = read_body(body, Http(), admission, client("slow"), held)  # type: ignore[arg-type]
+        reading = bodies(admission).read(body, client("slow"), held)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="came too slowly"):
             await asyncio.wait_for(reading, 30)
     assert admission.bytes == 0

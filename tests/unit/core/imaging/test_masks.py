@@ -20,6 +20,7 @@ from maskserve_core.imaging.masks import (
     build_masks,
     component_boxes,
     edit_mask,
+    edit_region,
     paste_weights,
     selected,
 )
@@ -203,6 +204,34 @@ def test_a_mask_of_one_pixel_never_vanishes(height: int, width: int, y: int, x: 
     masks = build_masks(_white(selection), (height, width), (32, 48))
     assert masks.edit.any()
     assert len(active_tokens(masks.edit, 16)) >= 1
+
+
+@settings(max_examples=200)
+@given(
+    hnp.arrays(np.bool_, st.tuples(st.integers(8, 90), st.integers(8, 90)), elements=st.booleans()),
+    st.integers(1, 60),
+    st.sampled_from([(8, 8), (16, 24), (48, 8)]),
+    st.integers(0, 9),
+    st.integers(0, 12),
+)
+def test_a_region_holds_the_edit_mask_and_little_more(
+    noise: np.ndarray, thin: int, size: tuple[int, int], dilate: int, feather: int
+) -> None:
+    selection = noise & (np.arange(noise.size).reshape(noise.shape) % thin == 0)
+    selection[selection.shape[0] // 2, selection.shape[1] // 3] = True
+    mask = _white(selection)
+    exact = build_masks(mask, selection.shape, size, "auto", dilate, feather).edit
+    region = edit_region(mask, size, "auto", dilate, feather)
+    assert (region >= exact).all()
+    wide = build_masks(mask, selection.shape, size, "auto", dilate + feather).edit
+    assert (region <= ndimage.maximum_filter(wide, 5)).all()
+    if min(a // b for a, b in zip(selection.shape, size, strict=True)) <= 1:
+        np.testing.assert_array_equal(region, wide)
+
+
+def test_a_region_that_nothing_is_selected_in_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="selects nothing"):
+        edit_region(_white(np.zeros((90, 90))), (8, 8))
 
 
 # Tokens

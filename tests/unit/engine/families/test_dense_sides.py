@@ -21,11 +21,14 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_router.config import RouterConfig
+from maskserve_router.keys import KeyRing
 from maskserve_router.measure import Measure
+from maskserve_router.turns import Turns
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.fakes.pictures import encode
 from tests.support.engines import edit, make_engine
 
+ANYBODY = KeyRing((), 1).client({})
 SIDE = (48, 40)
 INNER = slice(4, 20)
 
@@ -110,10 +113,13 @@ def test_flux_caches_them(tiny_fill: Path) -> None:
 
 @pytest.mark.parametrize("name", masks())
 async def test_the_router_expects_the_same(name: str) -> None:
-    measure = Measure(RouterConfig())
+    turns = Turns(1)
+    measure = Measure(RouterConfig(), turns)
     mask, image = encode(masks()[name]), memoryview(b"")
     for sides in (True, False):
         served = Served(64, 8, 20, mask_ring=0, dense_sides=sides)
-        measured, _ = await measure.edit(image, mask, EditSettings(), served, "m", prompted=False)
+        measured, _ = await measure.edit(
+            ANYBODY, image, mask, EditSettings(), served, "m", prompted=False
+        )
         assert measured.cache == (not (sides and name.startswith("side")))
-    measure.close()
+    turns.close()

@@ -19,11 +19,14 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_router.config import RouterConfig
+from maskserve_router.keys import KeyRing
 from maskserve_router.measure import Measure
+from maskserve_router.turns import Turns
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.pictures import encode
 from tests.support.engines import edit, make_engine
 
+ANYBODY = KeyRing((), 1).client({})
 SIDE = (32, 48)
 STEPS = 10
 NEEDED = DenseSteps(prompt=1, side=2)
@@ -97,12 +100,15 @@ def test_fill_needs_none(tiny_fill: Path) -> None:
 @pytest.mark.parametrize("prompted", [False, True])
 @pytest.mark.parametrize("mask", masks())
 async def test_the_router_expects_the_same(mask: str, prompted: bool) -> None:
-    measure, image = Measure(RouterConfig()), memoryview(b"")
+    turns = Turns(1)
+    measure, image = Measure(RouterConfig(), turns), memoryview(b"")
     served = Served(64, 8, 20, mask_ring=0, dense_steps=NEEDED)
     given: Any = encode(masks()[mask])
-    measured, _ = await measure.edit(image, given, EditSettings(), served, "m", prompted=prompted)
+    measured, _ = await measure.edit(
+        ANYBODY, image, given, EditSettings(), served, "m", prompted=prompted
+    )
     assert measured.dense_steps == NEEDED.of(20, prompt=prompted, side=mask == "side")
-    measure.close()
+    turns.close()
 
 
 @pytest.mark.parametrize("first", range(5))
