@@ -80,8 +80,8 @@ class AdmissionBounds(Table, frozen=True):
     """`[admission]`: how much the router takes on. One more is refused, with a time to retry."""
 
     max_edits: Count = 512
-    """Edits taken and not answered, and as many operations of `control`. Of these and of `max_bytes`
-    a key may have as much as it leaves free."""
+    """Edits taken and not answered, and as many operations of `control`. Of these and of
+    `max_bytes` a key may have as much as it leaves free."""
     max_bytes: Bytes = 1024 * MIB
     """Bytes of their requests, those still being read included. With keys, twice the largest
     body at the least."""

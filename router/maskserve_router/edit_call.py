@@ -308,7 +308,7 @@ def count_input(message: pb.ModelInferRequest, name: str) -> int:
     place = [tensor.name for tensor in message.inputs].index(name)
     if not message.raw_input_contents:
         return len(message.inputs[place].contents.bytes_contents)
-    return bytes_tensor.count(message.raw_input_contents[place])
+    return bytes_tensor.count(message.raw_input_contents[place], _MOST_ELEMENTS)
 
 
 def _write(message: pb.ModelInferRequest, name: str, value: bytes) -> None:

@@ -58,7 +58,7 @@ def _is_whole(response: pb.ModelInferResponse, call: EditCall) -> bool:
     return (
         wanted <= {output.name for output in response.outputs}
         and len(contents) == len(response.outputs)
-        and all(bytes_tensor.count(raw) == 1 for raw in contents)
+        and all(bytes_tensor.count(raw, 1) == 1 for raw in contents)
     )
 
 

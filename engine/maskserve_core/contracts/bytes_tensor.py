@@ -19,13 +19,15 @@ def pack(elements: Iterable[bytes]) -> bytes:
     )
 
 
-def count(raw: bytes) -> int:
-    """Elements in a tensor's contents; -1: the lengths do not fit the bytes."""
+def count(raw: bytes, most: int) -> int:
+    """Elements in a tensor's contents; -1: the lengths do not fit the bytes, or they are more than
+    `most`.
+    """
     at = found = 0
-    while at < len(raw):
+    while at < len(raw) and found <= most:
         at += _LENGTH + int.from_bytes(raw[at : at + _LENGTH], "little")
         found += 1
-    return found if at == len(raw) else -1
+    return found if at == len(raw) and found <= most else -1
 
 
 def only(raw: bytes) -> memoryview:

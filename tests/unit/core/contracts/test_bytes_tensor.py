@@ -17,7 +17,7 @@ def test_elements_are_packed_as_tritonclient_packs_them() -> None:
         raw = bytes_tensor.pack(elements)
         assert raw == serialize_byte_tensor(np.array(elements, np.object_)).item()
         assert deserialize_bytes_tensor(raw).tolist() == elements
-        assert bytes_tensor.count(raw) == len(elements)
+        assert bytes_tensor.count(raw, 64) == len(elements)
 
 
 def test_the_only_element_is_read_where_it_lies() -> None:
@@ -40,7 +40,7 @@ def test_the_only_element_is_read_where_it_lies() -> None:
     ],
 )
 def test_what_is_not_one_element_is_refused(raw: bytes, elements: int) -> None:
-    assert bytes_tensor.count(raw) == elements
+    assert bytes_tensor.count(raw, 64) == elements
     with pytest.raises(ValueError, match="not one BYTES element"):
         bytes_tensor.only(raw)
 
@@ -59,3 +59,7 @@ def test_messages_have_their_tensors_by_name() -> None:
     del response.raw_output_contents[1]
     with pytest.raises(ValueError, match="argument"):
         bytes_tensor.outputs(response)
+
+
+def test_elements_are_counted_up_to_a_bound():
+    assert bytes_tensor.count(bytes(4 * 10**6), 64) == -1
