@@ -79,6 +79,11 @@ class Shares:
         """Units that the key holds."""
         return self._held[key]
 
+    @property
+    def keys(self) -> int:
+        """How many hold anything."""
+        return len(self._held)
+
     def room(self, key: Hashable) -> int:
         """Units that the key may take on now."""
         return room(self.budget, self.total, self._held[key], key)

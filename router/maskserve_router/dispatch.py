@@ -284,8 +284,7 @@ class Dispatcher:
             raise
         finally:
             breaker.gave_up(name)
-            sent.worker.remove(sent)
-            self._pending.dispatch()
+            self._pending.leave(sent)
 
     def _helps(self, failure: Failure, avoid: frozenset[WorkerEpoch], retried: bool) -> bool:
         """Whether another worker is to be tried, one that may come back soon included."""

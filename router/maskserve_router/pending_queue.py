@@ -1,7 +1,9 @@
 """Where edits wait until a worker has a place for them: the one way to a worker.
 
-Order: by the time of arrival, less `aging_s` seconds for each step of priority. So a higher
-priority overtakes, and an edit of low priority that has waited long enough is overtaken no more.
+Order: the next place goes to the key that has fewest edits at workers of that model
+(`core.shares`). A key's own edits are in the order of arrival, less `aging_s` seconds for each step
+of priority: a higher priority overtakes, and one of low priority that has waited long enough is
+overtaken no more.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from maskserve_core.contracts.keys import scope_of
 from maskserve_core.errors import Cancelled, DeadlineExceeded
 from maskserve_core.routing import Edit, NoWorkerAvailable, Policy
+from maskserve_core.shares import Shares, urgency
 from maskserve_router.pool import Pool
 from maskserve_router.worker import Sent, Worker, WorkerEpoch
 
@@ -34,6 +38,15 @@ class Waiting:
     def __lt__(self, other: Waiting) -> bool:
         return self.key < other.key
 
+    @property
+    def whose(self) -> tuple[str, str]:
+        return _whose(self.request_id, self.edit)
+
+
+def _whose(request_id: str, edit: Edit) -> tuple[str, str]:
+    """What turns are counted by: the key, and the model whose workers it wants."""
+    return scope_of(request_id), edit.model
+
 
 class PendingQueue:
     """Waiting edits; used from the event loop only.
@@ -51,6 +64,8 @@ class PendingQueue:
         self._pool, self._policy, self._aging_s = pool, policy, aging_s
         self._decided = decided
         self._waiting: list[Waiting] = []
+        self._sent = Shares(0)
+        """Edits at workers; places come back by themselves, so only turns are asked of it."""
         self._number = 0
 
     def __len__(self) -> int:
@@ -81,7 +96,7 @@ class PendingQueue:
             Cancelled: by `cancel`.
         """
         self._number += 1
-        key = (arrival - edit.priority * self._aging_s, self._number)
+        key = (urgency(arrival, edit.priority, self._aging_s), self._number)
         waiting = Waiting(request_id, edit, key, avoid, hopes=patience_s > 0.0)
         insort(self._waiting, waiting)
         self.dispatch()
@@ -97,8 +112,7 @@ class PendingQueue:
             return await waiting.place
         except asyncio.CancelledError:
             if waiting.place.done() and not waiting.place.cancelled():
-                sent = waiting.place.result()
-                sent.worker.remove(sent)
+                self.leave(waiting.place.result())
             raise
         finally:
             self._drop(waiting)
@@ -111,10 +125,16 @@ class PendingQueue:
             if waiting.request_id == request_id and not waiting.place.done():
                 waiting.place.set_exception(Cancelled("the edit was cancelled"))
 
+    def leave(self, sent: Sent) -> None:
+        """An edit is at its worker no more: its place is the next one's."""
+        sent.worker.remove(sent)
+        self._sent.give_back(_whose(sent.request_id, sent.edit))
+        self.dispatch()
+
     def dispatch(self) -> None:
-        """Send off every waiting edit that a worker has a place for, in their order."""
+        """Send off every waiting edit that a worker has a place for, in the order of turns."""
         full: set[str] = set()
-        for waiting in list(self._waiting):
+        for waiting in self._sent.in_turn(self._waiting, lambda waiting: waiting.whose):
             if waiting.place.done() or waiting.edit.model in full:
                 continue  # done: it has ended in this moment, and leaves by itself
             try:
@@ -143,6 +163,7 @@ class PendingQueue:
         predicted = worker.predict(edit, now)
         sent = Sent(waiting.request_id, edit, worker, now, predicted, listed_at=now)
         worker.add(sent)
+        self._sent.book(waiting.whose)
         worker.breaker.sent(waiting.request_id)
         return sent
 

@@ -3,10 +3,11 @@
 The scheduler only decides. It holds tickets, never tensors, and reads no clock, so the engine and
 the simulator run the same code. It is not thread-safe: one thread owns it.
 
-Order of live tickets: higher priority first; within a priority the one that is due first, those
-without a due time last; then first come, first served. Rows join and leave at any step boundary
-and a live row that runs is never held back, but for rows that cannot share a step (`batch_key`):
-those take turns.
+Order of live tickets: of a free row one of the key that has fewest is next (`core.shares`), and of
+a key's own tickets the one that is due first; one without a due time counts as due PATIENCE_S after
+it came, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
+boundary and a live row that runs is never held back, but for rows that cannot share a step
+(`batch_key`): those take turns.
 
 Background tickets (priming) are rows of a second class:
 
@@ -28,12 +29,13 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from maskserve_core.contracts.keys import name_of
+from maskserve_core.contracts.keys import name_of, scope_of
 from maskserve_core.errors import InvalidRequest, Overloaded
+from maskserve_core.shares import Shares, urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +184,106 @@ MakePolicy = Callable[[int, int, float], SchedulingPolicy]
 """Of rows of the batch, tickets that may wait, and the share of work that priming may add."""
 
 
+AGING_S = 5.0
+"""A step of priority weighs as much as so many seconds of waiting."""
+PATIENCE_S = 120.0
+"""Seconds of waiting after which an edit without due time is as urgent as one that is due now."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class _Place:
-    """A ticket's place in the order; `number` is unique, so tickets are never compared."""
+    """A ticket's place in the order of its key; it never changes, so that nobody starves."""
 
-    minus_priority: int
-    due: float
-    arrival: float
+    urgency: float
     number: int
+    """Unique, so tickets are never compared."""
+    ticket: Ticket = field(compare=False)
+
+    @property
+    def key(self) -> str:
+        """Whose it is."""
+        return scope_of(self.ticket.request_id)
+
+
+class TicketQueue:
+    """Tickets that wait for a row, and who has how many rows: the order of turns.
+
+    Rows are free again when an edit ends, so of these a key alone may have all. The queue is full
+    for as long as its tickets like: of it each key has a share.
+
+    Args:
+        most: tickets that may wait.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._places: list[_Place] = []
+        """In the order that each key wants."""
+        self._of: dict[str, _Place] = {}
+        """Request id -> its place, of those that wait."""
+        self._waiting, self._rows = Shares(most), Shares(0)
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """In the order in which they will get a row."""
+        return iter([place.ticket for place in self._in_turn()])
+
+    def check_room(self, ticket: Ticket) -> None:
+        """Raises Overloaded: no more may wait, in all or of its key."""
+        if self._waiting.room(scope_of(ticket.request_id)) < 1:
+            held = self._waiting.held(scope_of(ticket.request_id))
+            free = len(self) < self._waiting.budget
+            told = f"{held} edits of this key" if free else f"{len(self)} edits"
+            raise Overloaded(f"{told} are waiting already; try again later")
+
+    def add(self, ticket: Ticket) -> None:
+        """Queue a ticket, however many wait."""
+        due = ticket.deadline if ticket.due is None else ticket.due
+        urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due, PATIENCE_S)
+        place = _Place(urgent, self._number, ticket)
+        self._number += 1
+        insort(self._places, place)
+        self._of[ticket.request_id] = place
+        self._waiting.book(place.key)
+
+    def discard(self, request_id: str) -> Ticket | None:
+        """A ticket waits no longer; None: it does not wait here."""
+        place = self._of.pop(request_id, None)
+        if place is None:
+            return None
+        del self._places[bisect_left(self._places, place)]
+        self._waiting.give_back(place.key)
+        return place.ticket
+
+    def admit(self, count: int) -> list[Ticket]:
+        """Up to so many get a row now, in the order of their turns."""
+        chosen = [place.ticket for place in self._in_turn()[: max(count, 0)]]
+        for ticket in chosen:
+            self.discard(ticket.request_id)
+            self._rows.book(scope_of(ticket.request_id))
+        return chosen
+
+    def free(self, ticket: Ticket) -> None:
+        """One that was admitted has its row no longer."""
+        self._rows.give_back(scope_of(ticket.request_id))
+
+    def check_integrity(self) -> bool:
+        """Whether all that is counted here says the same."""
+        return (
+            self._places == sorted(self._places)
+            and {place.ticket.request_id: place for place in self._places} == self._of
+            and len(self._places) == self._waiting.total
+        )
+
+    def _in_turn(self) -> list[_Place]:
+        if self._waiting.keys < 2:
+            return self._places
+        return self._rows.in_turn(self._places, lambda place: place.key)
 
 
 class StepScheduler:
@@ -217,11 +311,10 @@ class StepScheduler:
         self.priming_share = priming_share
         self.draining = False
         self._number = 0
-        self._held: dict[str, tuple[_Place, Ticket]] = {}
-        # Sorted, most urgent first.
-        self._live_waiting: list[_Place] = []
-        self._background_waiting: list[_Place] = []
-        self._ids: dict[int, str] = {}  # place number -> request id
+        self._held: dict[str, tuple[int, Ticket]] = {}
+        self._live_waiting = TicketQueue(max_waiting)
+        self._background_waiting = TicketQueue(max_waiting)
+        self._ids: dict[int, str] = {}  # a ticket's number -> request id
         # Insertion order is admission order.
         self._live: dict[str, Ticket] = {}
         self._background: dict[str, Ticket] = {}
@@ -238,8 +331,7 @@ class StepScheduler:
     @property
     def waiting(self) -> tuple[Ticket, ...]:
         """Tickets without a row, in the order in which they will get one, live ones first."""
-        places = (*self._live_waiting, *self._background_waiting)
-        return tuple(self._held[self._ids[place.number]][1] for place in places)
+        return (*self._live_waiting, *self._background_waiting)
 
     def __len__(self) -> int:
         """Tickets held: waiting, running and parked."""
@@ -249,7 +341,7 @@ class StepScheduler:
         """Queue `ticket`; it runs from a later `schedule` on.
 
         Raises:
-            Overloaded: draining, or the ticket's queue is full.
+            Overloaded: draining, or the ticket's queue is full, or its key's share of it.
             InvalidRequest: a ticket of this id is still held.
         """
         if self.draining:
@@ -260,23 +352,19 @@ class StepScheduler:
                 f"{name_of(ticket.request_id)!r} is still being served",
                 "a new id",
             )
-        if len(self._queue_of(ticket)) >= self.max_waiting:
-            raise Overloaded(f"{self.max_waiting} edits are waiting already; try again later")
+        self._queue_of(ticket).check_room(ticket)
         self.take(ticket)
 
     def take(self, ticket: Ticket) -> None:
         """Queue a ticket that has been taken on already, however many wait."""
-        deadline = math.inf if ticket.deadline is None else ticket.deadline
-        due = deadline if ticket.due is None else ticket.due
-        place = _Place(-ticket.priority, due, ticket.arrival, self._number)
         self._number += 1
-        insort(self._queue_of(ticket), place)
-        self._held[ticket.request_id] = (place, ticket)
-        self._ids[place.number] = ticket.request_id
-        if deadline < math.inf:
-            heapq.heappush(self._deadlines, (deadline, place.number))
+        self._queue_of(ticket).add(ticket)
+        self._held[ticket.request_id] = (self._number, ticket)
+        self._ids[self._number] = ticket.request_id
+        if ticket.deadline is not None and ticket.deadline < math.inf:
+            heapq.heappush(self._deadlines, (ticket.deadline, self._number))
 
-    def _queue_of(self, ticket: Ticket) -> list[_Place]:
+    def _queue_of(self, ticket: Ticket) -> TicketQueue:
         return self._background_waiting if ticket.background else self._live_waiting
 
     def cancel(self, request_id: str) -> Ticket | None:
@@ -361,18 +449,12 @@ class StepScheduler:
         """Active tokens of the background row whose turn is next; 0 if there is none."""
         if self._background:
             return next(iter(self._background.values())).active_tokens
-        if self._background_waiting:
-            return self._held[self._ids[self._background_waiting[0].number]][1].active_tokens
-        return 0
+        return next((ticket.active_tokens for ticket in self._background_waiting), 0)
 
-    def _admit(
-        self, queue: list[_Place], rows: dict[str, Ticket], count: int
-    ) -> tuple[Ticket, ...]:
-        if count <= 0 or not queue:
+    def _admit(self, queue: TicketQueue, rows: dict[str, Ticket], count: int) -> tuple[Ticket, ...]:
+        if count <= 0 or not len(queue):
             return ()
-        places = queue[:count]
-        del queue[: len(places)]
-        admitted = tuple(self._held[self._ids[place.number]][1] for place in places)
+        admitted = tuple(queue.admit(count))
         rows.update((ticket.request_id, ticket) for ticket in admitted)
         return admitted
 
@@ -387,12 +469,14 @@ class StepScheduler:
         self._credit = min(self._credit - spent, self._price()) + earned
 
     def _remove(self, request_id: str) -> Ticket:
-        place, ticket = self._held.pop(request_id)
-        del self._ids[place.number]
+        number, ticket = self._held.pop(request_id)
+        del self._ids[number]
         rows = self._background if ticket.background else self._live
+        queue = self._queue_of(ticket)
         if rows.pop(request_id, None) is None:
-            queue = self._background_waiting if ticket.background else self._live_waiting
-            del queue[bisect_left(queue, place)]
+            queue.discard(request_id)
+        else:
+            queue.free(ticket)
         return ticket
 
     def check_integrity(self) -> None:
@@ -401,26 +485,25 @@ class StepScheduler:
         Raises:
             RuntimeError: naming the invariant that does not hold.
         """
-        queued = [*self._live_waiting, *self._background_waiting]
-        waiting = [self._ids[place.number] for place in queued]
+        waiting = [t.request_id for t in (*self._live_waiting, *self._background_waiting)]
         deadlines = {number for _, number in self._deadlines}
         checks = {
             "a ticket is in one place": sorted([*waiting, *self._live, *self._background])
             == sorted(self._held),
             "numbers name the held tickets": {
-                place.number: request_id for request_id, (place, _) in self._held.items()
+                number: request_id for request_id, (number, _) in self._held.items()
             }
             == self._ids,
-            "queues are sorted": self._live_waiting == sorted(self._live_waiting)
-            and self._background_waiting == sorted(self._background_waiting),
+            "queues are in order": self._live_waiting.check_integrity()
+            and self._background_waiting.check_integrity(),
             "classes are apart": all(self._held[r][1].background for r in self._background)
             and not any(self._held[r][1].background for r in self._live),
             "rows fit": len(self._live) <= self.max_rows and len(self._background) <= self.max_rows,
             "queues are bounded": len(self._live_waiting) <= self.max_waiting
             and len(self._background_waiting) <= self.max_waiting,
             "each deadline is watched": all(
-                place.number in deadlines
-                for place, ticket in self._held.values()
+                number in deadlines
+                for number, ticket in self._held.values()
                 if ticket.deadline is not None and ticket.deadline < math.inf
             ),
             "no debts": self._credit >= 0.0,

@@ -45,8 +45,7 @@ async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():
     async def wait(name: str, edit: Edit, arrival: float) -> None:
         sent = await queue.enter(name, edit, arrival, None)
         order.append(name)
-        worker.remove(sent)
-        queue.dispatch()
+        queue.leave(sent)
 
     waiting = [
         asyncio.ensure_future(wait(*one))
@@ -54,8 +53,7 @@ async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():
     ]
     await asyncio.sleep(0)
     assert len(queue) == 3
-    worker.remove(first)
-    queue.dispatch()
+    queue.leave(first)
     await asyncio.gather(*waiting)
     # Two steps of priority are worth ten seconds: the one that came after that waits.
     assert order == ["urgent", "old", "late urgent"]
@@ -84,8 +82,7 @@ async def test_an_edit_whose_client_leaves_the_room_leaves_no_trace():
     # Its place came in the same moment in which its client left.
     third = asyncio.ensure_future(queue.enter("third", Edit(4, 1, 9), 0.0, None))
     await asyncio.sleep(0)
-    worker.remove(first)
-    queue.dispatch()
+    queue.leave(first)
     third.cancel()
     await asyncio.gather(third, return_exceptions=True)
     assert not worker.sent
@@ -105,8 +102,7 @@ async def test_waits_that_end_as_a_place_comes_free_take_no_place():
     queue.cancel("cancelled")
     queue._expire(queue._waiting[1])
     left.cancel()
-    worker.remove(first)
-    queue.dispatch()
+    queue.leave(first)
     ends = await asyncio.gather(cancelled, late, left, return_exceptions=True)
     assert [type(end) for end in ends] == [Cancelled, DeadlineExceeded, asyncio.CancelledError]
     assert (len(queue), len(worker.sent)) == (0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
 from dataclasses import dataclass, replace
 
 from maskserve_core.contracts.keys import name_of
@@ -15,6 +14,7 @@ from maskserve_core.worker.step_scheduler import (
     Devices,
     Run,
     Ticket,
+    TicketQueue,
 )
 
 _UNKNOWN_S = 0.05
@@ -33,9 +33,9 @@ class _UnderWay:
 class GangScheduler:
     """Keeps the books that a `GangPolicy` decides over.
 
-    Tickets wait by priority, then due time, then arrival; as many as there are rows take part in
-    decisions. Devices that are lost, or whose edit was withdrawn in its step, count as taken by an
-    edit that nobody asked for.
+    Tickets wait in the order of `TicketQueue`; as many as there are rows take part in decisions.
+    Devices that are lost, or whose edit was withdrawn in its step, count as taken by an edit that
+    nobody asked for.
 
     Args:
         policy: that decides.
@@ -46,12 +46,9 @@ class GangScheduler:
 
     def __init__(self, policy: GangPolicy, devices: int, max_rows: int, max_waiting: int) -> None:
         self.policy = policy
-        self._devices, self._max_works, self._max_waiting = devices, devices * max_rows, max_waiting
+        self._devices, self._max_works = devices, devices * max_rows
         self._draining = False
-        self._waiting: list[tuple[int, float, float, int]] = []
-        self._tickets: dict[int, Ticket] = {}
-        """Those that wait, by the last of their place."""
-        self._number = 0
+        self._waiting = TicketQueue(max_waiting)
         self._works: dict[str, Work] = {}
         self._under_way: list[_UnderWay] = []
 
@@ -61,7 +58,7 @@ class GangScheduler:
 
     @property
     def waiting(self) -> tuple[Ticket, ...]:
-        return tuple([self._tickets[place[-1]] for place in self._waiting])
+        return tuple(self._waiting)
 
     def __len__(self) -> int:
         return len(self._works) + len(self._waiting)
@@ -70,30 +67,22 @@ class GangScheduler:
         name = ticket.request_id
         if self._draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
-        if name in self._works or self._place_of(name) is not None:
+        if name in self._works or name in self._waiting:
             raise InvalidRequest(
                 "SETTINGS.request_id", f"{name_of(name)!r} is still being served", "a new id"
             )
-        if len(self._waiting) >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} edits are waiting already; try again later")
-        ticket = replace(ticket, seconds=self._of_all_degrees(ticket.seconds))
-        due = math.inf if ticket.due is None else ticket.due
-        insort(self._waiting, (-ticket.priority, due, ticket.arrival, self._number))
-        self._tickets[self._number] = ticket
-        self._number += 1
+        self._waiting.check_room(ticket)
+        self._waiting.add(replace(ticket, seconds=self._of_all_degrees(ticket.seconds)))
 
     def cancel(self, request_id: str) -> Ticket | None:
-        work = self._works.pop(request_id, None)
-        if work is not None:
-            return work.ticket
-        place = self._place_of(request_id)
-        if place is None:
-            return None
-        self._waiting.remove(place)
-        return self._tickets.pop(place[-1])
+        if request_id not in self._works:
+            return self._waiting.discard(request_id)
+        ticket = self._works[request_id].ticket
+        self.finish(request_id)
+        return ticket
 
     def finish(self, request_id: str) -> None:
-        del self._works[request_id]
+        self._waiting.free(self._works.pop(request_id).ticket)
 
     def drain(self) -> None:
         self._draining = True
@@ -108,11 +97,9 @@ class GangScheduler:
         ]
         for ticket in expired:
             self.cancel(ticket.request_id)
-        admitted = []
-        while self._waiting and len(self._works) < self._max_works:
-            ticket = self._tickets.pop(self._waiting.pop(0)[-1])
+        admitted = self._waiting.admit(self._max_works - len(self._works))
+        for ticket in admitted:
             self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
-            admitted.append(ticket)
         runs = [self._begin(each, now) for each in going_on if self._held(each.run)]
         works = [*self._works.values(), *self._taken(now, devices)]
         plan = self.policy.decide(now, works)
@@ -123,7 +110,7 @@ class GangScheduler:
         return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.again)
 
     def check_integrity(self) -> None:
-        if len(self._waiting) != len(self._tickets):
+        if not self._waiting.check_integrity():
             raise RuntimeError("places and tickets that wait do not match")
         taken = 0
         for each in self._under_way:
@@ -139,10 +126,6 @@ class GangScheduler:
         """An edit is no faster on more devices than it may have."""
         known = seconds or (_UNKNOWN_S,)
         return known + known[-1:] * (self._devices.bit_length() - len(known))
-
-    def _place_of(self, request_id: str) -> tuple[int, float, float, int] | None:
-        found = (p for p in self._waiting if self._tickets[p[-1]].request_id == request_id)
-        return next(found, None)
 
     def _held(self, run: Run) -> bool:
         return any(self._is_held(ticket) for ticket in run.rows)

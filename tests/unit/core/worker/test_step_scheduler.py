@@ -43,9 +43,12 @@ def names(tickets: tuple[Ticket, ...]) -> list[str]:
     return [t.request_id for t in tickets]
 
 
-def urgency(t: Ticket) -> tuple[int, float, float]:
-    """The order as the design states it, written apart from the scheduler's own."""
-    return (-t.priority, math.inf if t.deadline is None else t.deadline, t.arrival)
+def urgency(t: Ticket) -> float:
+    """The order as the design states it, written apart from the scheduler's own: two minutes of
+    waiting are as urgent as being due, and five seconds of either weigh a step of priority.
+    """
+    due = math.inf if t.deadline is None else t.deadline
+    return min(due, t.arrival + 120.0) - 5.0 * t.priority
 
 
 class Loop:
@@ -82,15 +85,55 @@ def test_equal_urgency_keeps_the_order_of_submission():
     assert names(scheduler.waiting) == list("dacb")
 
 
-def test_priority_before_deadline_before_arrival():
+def test_priority_and_due_times_overtake_and_waiting_catches_up():
     scheduler = StepScheduler(8, 8)
     scheduler.submit(ticket("plain", arrival=0.0))
     scheduler.submit(ticket("later", arrival=1.0, deadline=90.0))
     scheduler.submit(ticket("sooner", arrival=2.0, deadline=80.0))
-    scheduler.submit(ticket("low", arrival=0.0, priority=-1, deadline=50.0))
-    scheduler.submit(ticket("high", arrival=3.0, priority=1))
-    expected = ["high", "sooner", "later", "plain", "low"]
+    scheduler.submit(ticket("low", arrival=0.0, priority=-3, deadline=80.0))
+    scheduler.submit(ticket("high", arrival=3.0, priority=10))
+    scheduler.submit(ticket("far", arrival=3.0, deadline=9e9))
+    expected = ["high", "sooner", "later", "low", "plain", "far"]
     assert names(scheduler.schedule(4.0).admitted) == expected
+
+
+def test_forty_urgent_edits_of_one_key_do_not_hold_up_another_keys_one():
+    """All of priority 100: another key's short edit was not answered for as long as they came."""
+    scheduler = StepScheduler(8, 64)
+    loop = Loop(scheduler)
+    for n in range(32):
+        scheduler.submit(ticket(f"greedy!{n}", steps=50, priority=100))
+    loop.run()
+    scheduler.submit(ticket("modest!one", arrival=1.0))
+    while "modest!one" not in names(loop.run()):
+        assert loop.step <= 51, "it waits for more than the first row that is free"
+        if len(scheduler) < 38:  # and they go on coming
+            name = f"greedy!{100 + loop.step}"
+            scheduler.submit(ticket(name, steps=50, arrival=loop.step, priority=100))
+
+
+def test_a_key_may_not_fill_the_queue_that_all_wait_in():
+    scheduler = StepScheduler(1, 8)
+    with pytest.raises(Overloaded, match="4 edits of this key"):
+        for n in range(8):
+            scheduler.submit(ticket(f"greedy!{n}"))
+    scheduler.submit(ticket("modest!one"))
+    assert names(scheduler.waiting)[:2] == ["greedy!0", "modest!one"]
+    scheduler.check_integrity()
+
+
+def test_priority_of_one_key_starves_none_of_its_own():
+    """A stream of urgent edits overtook the plain one for ever."""
+    scheduler, now = StepScheduler(1, 8), 0.0
+    scheduler.submit(ticket("plain"))
+    for n in range(200):
+        scheduler.submit(ticket(f"urgent {n}", arrival=now, priority=1))
+        (row,) = scheduler.schedule(now).running
+        scheduler.finish(row.request_id)
+        now += 1.0
+        if row.request_id == "plain":
+            break
+    assert now <= 8.0
 
 
 def test_rows_join_and_leave_at_any_step_and_are_not_preempted():
