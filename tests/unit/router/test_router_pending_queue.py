@@ -107,3 +107,27 @@ async def test_waits_that_end_as_a_place_comes_free_take_no_place():
     assert [type(end) for end in ends] == [Cancelled, DeadlineExceeded, asyncio.CancelledError]
     assert (len(queue), len(worker.sent)) == (0, 0)
     await worker.upstream.close()
+
+
+async def test_forty_urgent_edits_of_one_key_do_not_hold_up_another_keys_one():
+    pool, worker = full_pool(1)
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    urgent, plain = Edit(4, 1, 9, priority=100, model="m"), Edit(4, 1, 9, model="m")
+    first = await queue.enter("greedy!first", urgent, 0.0, None)
+    order: list[str] = []
+
+    async def wait(name: str, edit: Edit, arrival: float) -> None:
+        sent = await queue.enter(name, edit, arrival, None)
+        order.append(name)
+        queue.leave(sent)
+
+    waiting = [asyncio.ensure_future(wait(f"greedy!{n}", urgent, 0.0)) for n in range(40)]
+    waiting.append(asyncio.ensure_future(wait("modest!one", plain, 1.0)))
+    waiting.append(asyncio.ensure_future(wait("modest!two", plain, 2.0)))
+    await asyncio.sleep(0)
+    assert len(queue) == 42
+    queue.leave(first)
+    await asyncio.gather(*waiting)
+    assert order.index("modest!one") == 0
+    assert order.index("modest!two") <= 2
+    await worker.upstream.close()

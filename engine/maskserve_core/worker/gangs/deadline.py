@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from maskserve_core.worker.gangs.few_edits import FewEdits
 from maskserve_core.worker.gangs.work import (
+    Aged,
     GangPlan,
     Work,
     allocate,
@@ -42,8 +43,8 @@ class Deadline:
     No device idles for nothing: what nobody waits for goes to any edit, and what an edit waits for,
     to those whose step ends before it can begin.
 
-    An edit without due time, or one that cannot be in time, gets one step before all others when it
-    has not stepped for `patience` seconds, so that none starves.
+    One whose key's turn it is, and now and then one that was put off for too long, gets a step
+    before all others (`Aged`), so that no key and no edit starves.
     """
 
     def __init__(self, devices: int, patience: float = 10.0, longest_step: float = 0.15) -> None:
@@ -51,23 +52,24 @@ class Deadline:
 
         Args:
             devices: of the worker: 1, 2, 4 or 8.
-            patience: seconds without a step after which an edit is helped, one per fifth of it.
+            patience: seconds without a step after which an edit is helped.
             longest_step: seconds that a step of an edit that was given up may hold devices.
         """
         self.devices = devices
-        self.patience = patience
         self.longest_step = longest_step
-        self._helped = -math.inf
+        self._aged = Aged(devices, patience)
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """As `GangPolicy.decide`; each run is of one step."""
         books = _Books(now, works, self.devices)
         if not books.idle or not any(work.until is None for work in works):
             return GangPlan()
-        starved = self._starved(now, works)
-        if starved is not None:
-            books.place(starved, self._short(books, starved), books.busy)
-            works = [books.begun(work) if work is starved else work for work in works]
+        first = self._aged.choose(now, works)
+        if first is not None:
+            books.place(first, self._short(books, first), books.busy)
+            begun = books.begun(first)
+            self._aged.begun(now, first, begun.gang.bit_count())
+            works = [begun if work is first else work for work in works]
         if len(works) <= _FEW:
             wanted, waits = self._listed(books, works)
             for work, degree in wanted:
@@ -137,17 +139,6 @@ class Deadline:
             if best < 0 or gains[best] <= 0.0:
                 return
             first[best] *= 2
-
-    def _starved(self, now: float, works: Sequence[Work]) -> Work | None:
-        """The one that has waited longest, if that is too long and none was helped just now."""
-        idle = [work for work in works if work.until is None and _slack(work, now) < 0.0]
-        if not idle or now - self._helped < self.patience / 5:
-            return None
-        oldest = min(idle, key=lambda work: work.idle_since)
-        if now - oldest.idle_since <= self.patience:
-            return None
-        self._helped = now
-        return oldest
 
     def _short(self, books: _Books, work: Work) -> int:
         """The cheapest degree whose step is not in the way of an edit that comes now."""
@@ -313,13 +304,6 @@ def _none_later(
         return False
     both = enumerate(zip(begun, planned, strict=True))
     return all(now <= then for number, (now, then) in both if number not in first)
-
-
-def _slack(work: Work, now: float) -> float:
-    """Seconds that an edit may wait which is to be in time; below 0: it need not be, or cannot."""
-    if work.ticket.due is None:
-        return -math.inf
-    return work.ticket.due - now - work.remaining * min(work.ticket.seconds)
 
 
 def _cheapest(work: Work) -> tuple[float, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maskserve_core.worker.gangs.work import (
+    Aged,
     GangPlan,
     Share,
     Work,
@@ -65,20 +66,26 @@ class Rounds:
     idle devices to those that wait, then to those that gain most by more (§4.2.3).
 
     A round that starts with no edit ends when one comes. Edits with no due time, and those that
-    are late, run where devices are left, first come first.
+    are late, run where devices are left, first come first; one whose key's turn it is, or that was
+    put off for too long, has a part of the round before all others (`Aged`).
 
     Args:
         devices: of the worker: 1, 2, 4 or 8.
         round_seconds: of each round; None: as long as `round_steps` steps of the slowest edit that
             is there as it starts, each on as many devices as make it fastest (§4.2.2).
         round_steps: see there.
+        patience: seconds without a step after which an edit is helped.
 
     Raises:
         ValueError: no such round.
     """
 
     def __init__(
-        self, devices: int, round_seconds: float | None = None, round_steps: int = 5
+        self,
+        devices: int,
+        round_seconds: float | None = None,
+        round_steps: int = 5,
+        patience: float = 10.0,
     ) -> None:
         if round_seconds is not None and not round_seconds > 0.0:
             raise ValueError(f"no such round: {round_seconds} s")
@@ -87,6 +94,7 @@ class Rounds:
         self.devices = devices
         self.round_seconds, self.round_steps = round_seconds, round_steps
         self._ends = -math.inf
+        self._aged = Aged(devices, patience)
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """As `GangPolicy.decide`; nothing starts between two rounds."""
@@ -105,9 +113,12 @@ class Rounds:
             slowest = max(min(w.ticket.seconds[: most.bit_length()]) for w in idle)
             seconds = self.round_steps * slowest * (1 + 1e-9)
         self._ends = now + seconds
-        return GangPlan(
-            tuple(_Round(now, seconds, self.devices, lost, most).plan(idle)), self._ends
-        )
+        first = self._aged.choose(now, idle)
+        runs = _Round(now, seconds, self.devices, lost, most, first).plan(idle)
+        for run in runs:
+            if first is not None and run.rows == (first.ticket,):
+                self._aged.begun(now, first, len(run.devices))
+        return GangPlan(tuple(runs), self._ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,8 @@ class _Round:
     """Devices, as a bit mask."""
     most: int
     """The largest gang that is whole."""
+    first: Work | None = None
+    """It does not wait."""
 
     @property
     def living(self) -> int:
@@ -161,6 +174,9 @@ class _Round:
         if len(options) == 1:  # no step fits into a round: the next one starts when it has ended
             degree = frontier(seconds)[-1][0]
             options.append(Option(degree, 1, (work.remaining - 1) * fastest <= after))
+        if work is self.first:
+            least = min(options[1:], key=lambda option: option.degree)
+            return [replace(least, degree=min(least.degree, self.most))]
         return options
 
     def _steps(self, work: Work, degree: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from maskserve_core.contracts.keys import name_of
+from maskserve_core.contracts.keys import name_of, scope_of
 from maskserve_core.errors import InvalidRequest, Overloaded
-from maskserve_core.worker.gangs.work import GangPolicy, Work, seconds_together
+from maskserve_core.worker.gangs.work import GangPolicy, Work, age_order, seconds_together
 from maskserve_core.worker.step_scheduler import (
     ALL_FREE,
     Decision,
@@ -19,6 +19,8 @@ from maskserve_core.worker.step_scheduler import (
 
 _UNKNOWN_S = 0.05
 """What a step counts as whose seconds nobody has foretold."""
+_BEHIND_S = 2.0
+"""Device-seconds that a key may have had less than another before it is its turn."""
 _SOON_S = 1.0
 """When a device counts as free again whose edit was withdrawn in its step."""
 
@@ -35,7 +37,8 @@ class GangScheduler:
 
     Tickets wait in the order of `TicketQueue`; as many as there are rows take part in decisions.
     Devices that are lost, or whose edit was withdrawn in its step, count as taken by an edit that
-    nobody asked for.
+    nobody asked for. Of several keys none falls behind another by more than `_BEHIND_S`: then it is
+    its turn, whatever the policy would have (`Work.first`).
 
     Args:
         policy: that decides.
@@ -51,6 +54,9 @@ class GangScheduler:
         self._waiting = TicketQueue(max_waiting)
         self._works: dict[str, Work] = {}
         self._under_way: list[_UnderWay] = []
+        self._had: dict[str, float] = {}
+        """Device-seconds by key, of those that have edits here; who comes begins as the one that
+        had least."""
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -101,6 +107,7 @@ class GangScheduler:
         for ticket in admitted:
             self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
         runs = [self._begin(each, now) for each in going_on if self._held(each.run)]
+        self._give_turns()
         works = [*self._works.values(), *self._taken(now, devices)]
         plan = self.policy.decide(now, works)
         for run in plan.runs:
@@ -108,6 +115,23 @@ class GangScheduler:
             self._under_way.append(begun)
             runs.append(self._begin(begun, now))
         return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.again)
+
+    def _give_turns(self) -> None:
+        """Mark the most urgent edit of the key that is furthest behind."""
+        idle: dict[str, list[Work]] = {}
+        for work in self._works.values():
+            work.first = False
+            own = idle.setdefault(scope_of(work.ticket.request_id), [])
+            if work.until is None:
+                own.append(work)
+        least = min((had for key, had in self._had.items() if key in idle), default=0.0)
+        self._had = {key: max(self._had.get(key, least), least) for key in idle}
+        waiting = [key for key, own in idle.items() if own]
+        if len(idle) < 2 or not waiting:
+            return
+        behind = min(waiting, key=self._had.__getitem__)
+        if max(self._had.values()) - self._had[behind] > _BEHIND_S:
+            min(idle[behind], key=lambda work: age_order(work.ticket)).first = True
 
     def check_integrity(self) -> None:
         if not self._waiting.check_integrity():
@@ -160,6 +184,9 @@ class GangScheduler:
             work = self._works[ticket.request_id]
             work.gang, work.under_way = _mask(each.run.devices), each.left
             work.until = now + each.left * lasts
+            key = scope_of(ticket.request_id)
+            took = len(each.run.devices) * lasts / len(rows)
+            self._had[key] = self._had.get(key, 0.0) + took
         each.left -= 1
         return Run(rows, each.run.devices)
 

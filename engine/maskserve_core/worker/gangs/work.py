@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from maskserve_core.worker.step_scheduler import Run, Ticket
+from maskserve_core.shares import urgency
+from maskserve_core.worker.step_scheduler import AGING_S, Run, Ticket
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class Work:
     """When the step that runs ends; None: none runs; inf: its devices are lost."""
     under_way: int = 0
     """Steps of the run that has not ended; they count as remaining."""
+    first: bool = False
+    """It is its key's turn: if it does not run it gets devices before all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,74 @@ class GangPlan:
     runs: tuple[Run, ...] = ()
     again: float = math.inf
     """Ask again at this time; also when an edit comes or a run ends."""
+
+
+STRETCH = 4.0
+"""Times what an edit takes by itself that it may wait before its age counts."""
+_HELP_SHARE = 0.25
+"""Of all device-seconds, the most that steps take which age alone puts before others."""
+
+
+class Aged:
+    """Which edit steps before all others: one whose key's turn it is, or now and then one that a
+    policy puts off, so that none starves, whatever comes.
+
+    An edit without due time, or that cannot be in time, is helped when it has not stepped for
+    `patience` seconds, one per fifth of that; and when it is there for `patience` and `STRETCH`
+    times what it takes by itself, the oldest first, within `_HELP_SHARE` of all device-seconds. A
+    step of priority is worth `AGING_S` of age.
+
+    Args:
+        devices: of the worker.
+        patience: see there.
+    """
+
+    def __init__(self, devices: int, patience: float) -> None:
+        self._devices, self._patience = devices, patience
+        self._helped = -math.inf
+        """When one was helped last that had not stepped."""
+        self._next = -math.inf
+        """When the oldest may be helped again."""
+
+    def choose(self, now: float, works: Sequence[Work]) -> Work | None:
+        """Of those that do not run the one that is to step now; None: the policy decides alone."""
+        idle = [work for work in works if work.until is None]
+        for work in idle:
+            if work.first:
+                return work
+        put_off = [work for work in idle if slack(work, now) < 0.0]
+        if not put_off:
+            return None
+        stiff = min(put_off, key=lambda work: work.idle_since)
+        if now - stiff.idle_since > self._patience and now - self._helped >= self._patience / 5:
+            self._helped = now
+            return stiff
+        old = [work for work in put_off if self._is_old(work.ticket, now)]
+        if not old or now < self._next:
+            return None
+        return min(old, key=lambda work: age_order(work.ticket))
+
+    def begun(self, now: float, work: Work, degree: int) -> None:
+        """What was chosen has got its step, on so many devices."""
+        if not work.first:
+            took = degree * work.ticket.seconds[degree.bit_length() - 1]
+            self._next = now + took / (_HELP_SHARE * self._devices)
+
+    def _is_old(self, ticket: Ticket, now: float) -> bool:
+        alone = ticket.steps * ticket.seconds[0]
+        return now - ticket.arrival > self._patience + STRETCH * alone
+
+
+def age_order(ticket: Ticket) -> float:
+    """By age and priority, the lowest first."""
+    return urgency(ticket.arrival, ticket.priority, AGING_S)
+
+
+def slack(work: Work, now: float) -> float:
+    """Seconds that an edit may wait which is to be in time; below 0: it need not be, or cannot."""
+    if work.ticket.due is None:
+        return -math.inf
+    return work.ticket.due - now - work.remaining * min(work.ticket.seconds)
 
 
 class GangPolicy(Protocol):

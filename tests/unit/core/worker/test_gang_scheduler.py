@@ -157,3 +157,80 @@ def test_a_round_that_has_not_ended_is_asked_for_again() -> None:
     decision = scheduler.schedule(0.5)
     assert (decision.runs, decision.again) == ((), 1.0)
     assert scheduler.schedule(1.0).runs
+
+
+class Stepping:
+    """A worker of two devices whose steps take what was foretold; edits come when they are due."""
+
+    def __init__(self, policy: GangPolicy, coming: list[Ticket]) -> None:
+        self.scheduler = GangScheduler(policy, 2, 8, 1000)
+        self.coming, self.now = sorted(coming, key=lambda t: t.arrival), 0.0
+        self.steps: dict[str, int] = {}
+        """That an edit has taken."""
+        self.ended: dict[str, float] = {}
+        self._busy: list[tuple[float, Run]] = []
+        self._left: dict[str, int] = {}
+
+    def until(self, end: float) -> None:
+        """Step until that time."""
+        while self.now < end:
+            for when, run in [each for each in self._busy if each[0] <= self.now + 1e-9]:
+                self._busy.remove((when, run))
+                for row in run.rows:
+                    name = row.request_id
+                    self.steps[name] = self.steps.get(name, 0) + 1
+                    self._left[name] -= 1
+                    if not self._left[name]:
+                        self.scheduler.finish(name)
+                        self.ended[name] = self.now
+            while self.coming and self.coming[0].arrival <= self.now:
+                came = self.coming.pop(0)
+                self._left[came.request_id] = came.steps
+                self.scheduler.submit(came)
+            busy = frozenset(device for _, run in self._busy for device in run.devices)
+            decision = self.scheduler.schedule(self.now, Devices(busy))
+            for run in decision.runs:
+                lasts = max(row.seconds[len(run.devices).bit_length() - 1] for row in run.rows)
+                self._busy.append((self.now + lasts, run))
+            self.scheduler.check_integrity()
+            nexts = [when for when, _ in self._busy] + [t.arrival for t in self.coming[:1]]
+            soonest = min([when for when in nexts if when > self.now + 1e-9], default=end)
+            self.now = min(max(soonest, self.now + 1e-6), max(decision.again, self.now + 1e-6))
+
+
+POLICIES = {
+    "deadline": lambda: Deadline(2),
+    "deadline batched": lambda: Batching(Deadline(2), 8),
+    "rounds": lambda: Rounds(2, round_steps=5),
+}
+TWO = (0.15, 0.09)
+
+
+def flood(key: str, seconds: float, priority: int = 0, **values: float) -> list[Ticket]:
+    """More short edits than two devices can do, for so long."""
+    made = []
+    for number in range(int(seconds / 0.4)):
+        at = 0.4 * number
+        due = at + values["due"] if "due" in values else None
+        name = f"{key}{number}"
+        made.append(Ticket(name, 9, 10, 10, at, seconds=TWO, due=due, priority=priority))
+    return made
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_edit_gets_on_beside_short_ones_that_come_and_come(policy: str) -> None:
+    """Of 60 steps it had taken 8 after 150 s: cheaper ones, or ones with due times, came first."""
+    long = Ticket("long", 60, 10, 10, 0.0, seconds=TWO)
+    worker = Stepping(POLICIES[policy](), [long, *flood("", 150.0, due=6.0)])
+    worker.until(150.0)
+    assert "long" in worker.ended, worker.steps["long"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("due", [{}, {"due": 4.0}])
+def test_a_key_that_floods_the_devices_takes_its_half(policy: str, due: dict[str, float]) -> None:
+    """Whatever it says of due times and priority; alone the edit takes nine seconds."""
+    modest = Ticket("modest!one", 60, 10, 10, 5.0, seconds=TWO)
+    worker = Stepping(POLICIES[policy](), [modest, *flood("greedy!", 60.0, 100, **due)])
+    worker.until(60.0)
+    assert worker.ended["modest!one"] <= 5.0 + 2 * 9.0
