@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import ssl
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.meta import STAGES
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.files.store import FileStore
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4
@@ -176,22 +175,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there before is left.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+    FileStore(path.parent).write(path.name, data, mode=0o666)
 
 
 def status(options: argparse.Namespace) -> None:

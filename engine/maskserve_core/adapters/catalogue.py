@@ -8,12 +8,11 @@ its file. Looking up a name touches no storage.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
-import os
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,6 +23,7 @@ from maskserve_core.adapters.lora_plan import plan_of
 from maskserve_core.adapters.storage import Storage, StorageFailed, Stored
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
+from maskserve_core.files.store import FileStore
 
 log = logging.getLogger("maskserve")
 
@@ -93,7 +93,7 @@ class Catalogue:
         asked = config.adapters
         served = (config.model.path, asked.store, asked.max_bytes, asked.max_rank, asked.host_bytes)
         name = hashlib.sha256(repr(served).encode()).hexdigest()[:16]
-        self._file = folder / f"catalogue-{name}.json"
+        self._store, self._file = FileStore(folder), folder / f"catalogue-{name}.json"
         self._page = _Page({}, whole=False)
         self._read: tuple[int, int] | None = None
         self._base: BaseLayers | None = None
@@ -136,9 +136,10 @@ class Catalogue:
             at_once: whether or not another has.
             wait: for another process that is at it; else that is enough.
         """
-        with self._locked(wait=wait) as held:
-            if not held:
-                return
+        with (
+            contextlib.suppress(TimeoutError),
+            self._store.bringing(self._file.name, math.inf if wait else 0.0),
+        ):
             if not at_once and time.time() - self._written_at() < self._config.adapters.rescan_s:
                 return
             known = self._current().adapters
@@ -238,21 +239,7 @@ class Catalogue:
             return 0.0
 
     def _write(self, page: _Page) -> None:
-        aside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        aside.write_bytes(msgspec.json.encode(page))
-        aside.replace(self._file)
-
-    @contextlib.contextmanager
-    def _locked(self, *, wait: bool) -> Iterator[bool]:
-        """Whether this process is the one that scans."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.with_suffix(".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+        self._store.write(self._file.name, msgspec.json.encode(page))
 
 
 _decode = msgspec.json.Decoder(_Page).decode

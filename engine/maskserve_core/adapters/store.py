@@ -100,7 +100,7 @@ class AdapterStore:
         if found is not None:
             return found
         try:
-            with self.host.locked(name, version, self._patience_s(name)):
+            with self.host.bringing(name, version, self._patience_s(name)):
                 return self.host.find(name, version) or self._bring(name, version, field)
         except TimeoutError:
             raise Overloaded(f"{field}: adapter {name} has been on its way for too long") from None
@@ -159,7 +159,7 @@ class AdapterStore:
             raise
         if self.disk is not None:
             try:
-                with self.disk.locked(name, version, 0.0):
+                with self.disk.bringing(name, version, 0.0):
                     self.disk.write(name, version, found.nbytes, _pieces(found.path))
             except (NoRoom, TimeoutError) as error:
                 log.warning("adapter %s is not kept on disk: %s", name, error)

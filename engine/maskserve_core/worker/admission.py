@@ -18,6 +18,8 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from maskserve_core.files.store import FileStore, make_private
+
 OPEN, DRAINING, STOPPED = "open", "draining", "stopped"
 _BYTES = 8
 
@@ -56,9 +58,7 @@ class Gate:
         return sum(int.from_bytes(_read(path), "little") for path in counters)
 
     def _set(self, state: str) -> None:
-        scratch = self._file.with_name(f".admission.{os.getpid()}.{threading.get_ident()}")
-        scratch.write_text(state, encoding="ascii")
-        scratch.replace(self._file)
+        FileStore(self._file.parent).write(self._file.name, state.encode())
 
 
 class InFlight:
@@ -66,8 +66,8 @@ class InFlight:
 
     def __init__(self, runtime_dir: str | os.PathLike[str], front: str) -> None:
         folder = Path(runtime_dir) / "fronts"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / front, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        make_private(folder)
+        self._file = os.open(folder / front, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
         self._count = 0
         self._add(0)

@@ -24,6 +24,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from maskserve_core.contracts.status_record import VERSION, RowStatus, Stamp, WorkerStatus
+from maskserve_core.files.store import FileStore
 
 __all__ = ["RowStatus", "Stamp", "StatusReader", "StatusWriter", "WorkerStatus"]
 
@@ -86,20 +87,14 @@ class StatusWriter:
         slot_bytes = _SMALLEST_SLOT
         while slot_bytes < 2 * len(record):
             slot_bytes *= 2
-        temporary = self.path.with_name(f".{self.path.name}.new")
-        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            # Space for both slots is taken now: later records cannot fail for want of it.
-            os.posix_fallocate(file, 0, _FIRST_SLOT + 2 * slot_bytes)
+        # Space for both slots is taken now: later records cannot fail for want of it.
+        with FileStore(self.path.parent).aside(_FIRST_SLOT + 2 * slot_bytes) as new:
+            file = new.file.fileno()
             _write_all(file, _FILE_HEAD.pack(_FILE_MAGIC, VERSION, slot_bytes), 0)
             _write_all(file, record, _slot_offset(sequence, slot_bytes))
-            temporary.replace(self.path)
-        except OSError:
-            os.close(file)
-            temporary.unlink(missing_ok=True)
-            raise
-        self.close()
-        self._file, self._slot_bytes = file, slot_bytes
+            new.keep_as(self.path.name)
+            self.close()
+            self._file, self._slot_bytes = os.dup(file), slot_bytes
 
 
 class StatusReader:

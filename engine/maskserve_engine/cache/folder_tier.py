@@ -3,26 +3,23 @@
     <folder>/<key>/<anchor>.safetensors     entries
     <folder>/<key>/used                     its time is when the template was last of use
     <folder>/<key>/pinned                   there while the template is pinned
-    <folder>/.lock                          held by who writes or evicts
-    <folder>/.new-*, .gone-*                on their way in or out; nobody's once the lock is free
 
-A file appears whole or not at all (written aside, synced, renamed). Eviction renames a template
-away and unlinks it; who has a file open can read it on. Readers take no lock.
+Writing and evicting is one process's at a time (`FileStore.alone`). Who has a file open can read it
+on after its eviction.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.files.safetensors_header import reader_of
+from maskserve_core.files.store import FileStore
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import (
     BadEntry,
@@ -61,15 +58,18 @@ class FolderTier(StoredTier):
     ) -> None:
         super().__init__(name, str(folder), budget_bytes, rebuild, clock)
         self.folder, self._opened = Path(folder), opened
+        self._store = FileStore(folder)
 
     def put(self, key: str, entry: AnchorEntry | StoredEntry, note: Note) -> bool:
         new = entry if isinstance(entry, StoredEntry) else EntryFile(entry, note)
         try:
-            with self._locked():
-                self._sweep()
+            with self._store.alone():
                 if not self._make_room(key, entry.anchor, new.nbytes):
                     return False
-                self._write(key, entry.anchor, new)
+                with self._store.aside() as aside:
+                    new.write(aside.file)
+                    aside.keep_as(f"{key}/{anchor_name(entry.anchor)}", durable=True)
+                self.touch(key)
         except OSError as error:
             self._refuse(error)
             return False
@@ -109,22 +109,16 @@ class FolderTier(StoredTier):
         return frozenset(self._files(self.folder / key))
 
     def touch(self, key: str) -> None:
-        mark, now = self.folder / key / "used", self._clock()
         with contextlib.suppress(OSError):
-            mark.touch()
-            os.utime(mark, (now, now))
+            self._store.mark(f"{key}/used", time_s=self._clock())
 
     def pin(self, key: str, *, pinned: bool) -> None:
-        mark = self.folder / key / "pinned"
         with contextlib.suppress(OSError):
-            if not pinned:
-                mark.unlink()
-            elif mark.parent.is_dir():
-                mark.touch()
+            self._store.mark(f"{key}/pinned", there=pinned)
 
     def evict(self, key: str) -> int:
         try:
-            with self._locked():
+            with self._store.alone():
                 return self._remove(key)
         except OSError as error:
             self._refuse(error)
@@ -144,9 +138,8 @@ class FolderTier(StoredTier):
         return held
 
     def check_integrity(self) -> None:
-        with self._locked():
-            self._sweep()
-            left = [p.name for p in self.folder.iterdir() if p.name.startswith((".new", ".gone"))]
+        with self._store.alone():
+            left = self._store.left_behind()
         assert not left, f"left behind: {left}"
         assert self.nbytes <= self.budget_bytes, "over budget"
 
@@ -166,65 +159,20 @@ class FolderTier(StoredTier):
         return found
 
     def _held(self, key: str) -> Held | None:
-        folder = self.folder / key
-        files = self._files(folder)
+        files = self._files(self.folder / key)
         if not files:
             return None
-        used = 0.0
-        with contextlib.suppress(OSError):
-            used = (folder / "used").stat().st_mtime
-        return Held(self._note_of(key, files), files, used, (folder / "pinned").exists())
+        used, pinned = (self._store.marked(f"{key}/{mark}") for mark in ("used", "pinned"))
+        return Held(self._note_of(key, files), files, used or 0.0, pinned is not None)
 
     def _part(self, key: str, anchor: Anchor, begin: int, end: int) -> bytes:
         with self._path(key, anchor).open("rb") as file:
             return reader_of(file)(begin, end)
 
-    # What the lock is held for.
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-    def _sweep(self) -> None:
-        """Remove what writers and evicters that were killed have left."""
-        for path in self.folder.glob(".new-*"):
-            path.unlink(missing_ok=True)
-        for path in self.folder.glob(".gone-*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _write(self, key: str, anchor: Anchor, new: EntryFile | StoredEntry) -> None:
-        aside, target = self.folder / f".new-{os.getpid()}", self._path(key, anchor)
-        try:
-            with aside.open("wb") as file:
-                new.write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            target.parent.mkdir(exist_ok=True)
-            aside.replace(target)
-            _sync(target.parent)
-        finally:
-            aside.unlink(missing_ok=True)
-        self.touch(key)
-
     def _remove(self, key: str) -> int:
         folder = self.folder / key
         freed = sum(self._files(folder).values())
         self.evictions += bool(freed)
-        gone = self.folder / f".gone-{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(gone)
-            shutil.rmtree(gone)
+        self._store.drop(key)
         self._notes.pop(key, None)
         return freed
-
-
-def _sync(folder: Path) -> None:
-    """Have a rename in a folder on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from maskserve_core.files.store import FileStore
 from maskserve_engine.base.job import Conditioning
 
 PRIMING_PROMPT = ""
@@ -18,11 +19,9 @@ PRIMING_PROMPT = ""
 
 def write_priming_prompt(embedding: Conditioning, runtime: str | os.PathLike[str]) -> None:
     """Write the embedding into a runtime folder; a reader never sees a part of it."""
-    path = Path(runtime) / PromptFile.NAME
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        np.savez(file, **embedding)
-    temporary.replace(path)
+    with FileStore(runtime).aside() as new:
+        np.savez(new.file, **embedding)
+        new.keep_as(PromptFile.NAME)
 
 
 class PromptFile:

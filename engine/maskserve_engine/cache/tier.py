@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_core.files import store
 from maskserve_engine.cache.entries import AnchorEntry
 
 
@@ -122,12 +123,6 @@ def chosen_victims(
     """
     if missing <= 0:
         return []
-    free = [key for key, each in held.items() if key not in keep and not each.pinned]
+    free = {k: each.nbytes for k, each in held.items() if k not in keep and not each.pinned}
     scores = {key: held[key].eviction_score(now, rebuild(key, held[key])) for key in free}
-    chosen: list[str] = []
-    for key in sorted(free, key=lambda key: -scores[key]):
-        chosen.append(key)
-        missing -= held[key].nbytes
-        if missing <= 0:
-            return chosen
-    return None
+    return store.chosen_victims(free, missing, lambda key: -scores[key])

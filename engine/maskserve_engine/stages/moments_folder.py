@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from maskserve_core.files.store import FileStore, make_private
+
 MOMENTS = "moments"
 """Name of the folder."""
 
@@ -20,19 +22,17 @@ class MomentsFolder:
     """
 
     def __init__(self, runtime: str | os.PathLike[str]) -> None:
-        self._folder = Path(runtime) / MOMENTS
+        self._store = FileStore(Path(runtime) / MOMENTS)
 
     def clear(self) -> None:
         """Begin with nothing: the encoder that wrote what is there has ended."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        shutil.rmtree(self._store.folder, ignore_errors=True)
+        make_private(self._store.folder)
 
     def write(self, pixels_id: str, moments: NDArray[np.float32]) -> None:
-        path = self._path(pixels_id)
-        aside = path.with_suffix(".part")
-        with aside.open("wb") as file:
-            np.save(file, moments)
-        aside.replace(path)
+        with self._store.aside() as new:
+            np.save(new.file, moments)
+            new.keep_as(_name(pixels_id))
 
     def read(self, pixels_id: str) -> NDArray[np.float32] | None:
         """[2C, h, w], or None where there is no whole file."""
@@ -46,4 +46,8 @@ class MomentsFolder:
         self._path(pixels_id).unlink(missing_ok=True)
 
     def _path(self, pixels_id: str) -> Path:
-        return self._folder / f"{pixels_id}.npy"
+        return self._store.folder / _name(pixels_id)
+
+
+def _name(pixels_id: str) -> str:
+    return f"{pixels_id}.npy"

@@ -452,7 +452,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path, folder: Path) -> None:
             "import sys, time\n"
             "from maskserve_core.adapters.folder import AdapterFolder\n"
             "folder, version = sys.argv[1:]\n"
-            "with AdapterFolder(folder, 2**30).locked('x', version, 1.0):\n"
+            "with AdapterFolder(folder, 2**30).bringing('x', version, 1.0):\n"
             "    print('held', flush=True)\n"
             "    time.sleep(60)\n"
         )

@@ -63,7 +63,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     folder = TemplateFolder(tmp_path)
     with pytest.raises(OSError, match="disk full"):
         folder.put(A, b"image")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_readers_never_see_half_a_template(tmp_path: Path) -> None:
@@ -161,6 +161,7 @@ def test_results_expire_unless_they_are_used_or_registered(tmp_path: Path) -> No
     folder.expire()
     assert folder.ids() == [A, B]
     assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
         A,
         B,
         f"{A}.k1",
@@ -188,7 +189,7 @@ def test_results_make_room_for_newer_ones_and_for_no_registered_template(tmp_pat
     folder.keep(A)
     assert folder.expires_s(A) is None
     assert folder.remove(B)
-    assert {path.name for path in tmp_path.iterdir()} == {A}
+    assert {path.name for path in tmp_path.iterdir()} == {A, ".lock"}
 
 
 def test_a_result_equal_to_a_registered_template_never_expires(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""Files in a folder that threads and processes share.
+
+    NAME          a file, or a folder of files: whole or not at all, never rewritten in place
+    .new-*        a file on its way in, locked by its writer; nobody's once the lock is free
+    .gone-*       a folder on its way out; nobody's once the folder's lock is free
+    .lock         held by who makes room
+    .lock-NAME    held by who brings NAME in
+
+Readers take no lock: what they have opened stays readable after it was replaced or dropped. All of
+it is for its own user's eyes: files are made 0600, folders 0700.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+_K = TypeVar("_K")
+_PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
+_NEW, _GONE, _LOCK = ".new-", ".gone-", ".lock"
+_POLL_S = 0.01
+
+
+class Aside:
+    """A file that nobody sees yet."""
+
+    def __init__(self, store: FileStore, path: Path, file: BinaryIO) -> None:
+        self._store, self.path, self.file = store, path, file
+
+    def keep_as(self, name: str, *, durable: bool = False) -> Path:
+        """Let the file take this name's place, whatever was there; its path.
+
+        Args:
+            name: in the folder, or in a folder of it, which is made.
+            durable: have it on the disk before, and its name, too.
+
+        Raises:
+            OSError: as the medium says.
+        """
+        self.file.flush()
+        target = self._store.folder / name
+        if durable:
+            os.fsync(self.file.fileno())
+        make_private(target.parent)
+        self.path.replace(target)
+        if durable:
+            _sync(target.parent)
+        return target
+
+
+class FileStore:
+    """A folder of such files. Raises OSError wherever the medium does.
+
+    Args:
+        folder: made when the first file comes.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._changing = threading.Lock()
+
+    def write(self, name: str, data: bytes, *, mode: int = _PRIVATE_FILE) -> None:
+        """Put a file of these bytes in the place of NAME."""
+        with self.aside(mode=mode) as new:
+            new.file.write(data)
+            new.keep_as(name)
+
+    @contextlib.contextmanager
+    def aside(self, nbytes: int = 0, *, mode: int = _PRIVATE_FILE) -> Iterator[Aside]:
+        """A file to be written and kept under a name; otherwise nothing is left of it.
+
+        Args:
+            nbytes: taken on the medium at once, so that no write fails for want of them.
+            mode: less what the process's umask takes away.
+        """
+        make_private(self.folder)
+        path = self.folder / f"{_NEW}{secrets.token_hex(8)}"
+        with _locked_file(path, mode) as file:
+            try:
+                if nbytes:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+                yield Aside(self, path, file)
+            finally:
+                path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be the only one who makes room or brings files in this way; what killed processes left
+        is gone.
+        """
+        make_private(self.folder)
+        with self._changing, _locked_file(self.folder / _LOCK):
+            self._sweep()
+            yield
+
+    @contextlib.contextmanager
+    def bringing(self, name: str, timeout_s: float) -> Iterator[None]:
+        """Be the only one who brings NAME in.
+
+        Raises:
+            TimeoutError: another has been at it for so long.
+        """
+        make_private(self.folder)
+        path = self.folder / f"{_LOCK}-{name}"
+        with _locked_file(path, timeout_s=timeout_s):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def arriving(self) -> int:
+        """Bytes of the files that are on their way in."""
+        return sum(map(size_of, self.folder.glob(f"{_NEW}*")))
+
+    def drop(self, name: str) -> None:
+        """Remove a folder of files, at once for all who look; only `alone`."""
+        gone = self.folder / f"{_GONE}{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / name).rename(gone)
+            shutil.rmtree(gone)
+
+    def mark(self, name: str, *, there: bool = True, time_s: float | None = None) -> None:
+        """Have an empty file that says something by being there, or by its time; or have it gone.
+
+        Args:
+            name: of it.
+            there: whether it is to be there.
+            time_s: seconds since 1970; None: now.
+        """
+        path = self.folder / name
+        if there:
+            path.touch(_PRIVATE_FILE)
+            os.utime(path, None if time_s is None else (time_s, time_s))
+        else:
+            path.unlink(missing_ok=True)
+
+    def marked(self, name: str) -> float | None:
+        """The time of a mark, seconds since 1970; None: it is not there."""
+        try:
+            return (self.folder / name).stat().st_mtime
+        except OSError:
+            return None
+
+    def left_behind(self) -> list[str]:
+        """Names of what is on its way in or out."""
+        return [p.name for p in self.folder.iterdir() if p.name.startswith((_NEW, _GONE))]
+
+    def _sweep(self) -> None:
+        for path in self.folder.glob(f"{_NEW}*"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else its writer is at it
+                path.unlink(missing_ok=True)
+        for path in self.folder.glob(f"{_GONE}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def chosen_victims(
+    sizes: Mapping[_K, int], missing: int, order: Callable[[_K], float]
+) -> list[_K] | None:
+    """What has to go until `missing` bytes are free; None: all of it would not do.
+
+    Args:
+        sizes: bytes of each that may go.
+        missing: bytes over the budget.
+        order: the smallest goes first.
+    """
+    chosen: list[_K] = []
+    for key in sorted(sizes, key=order):
+        if missing <= 0:
+            break
+        chosen.append(key)
+        missing -= sizes[key]
+    return chosen if missing <= 0 else None
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for its own user's eyes, and those that it is to lie in, unless it is there."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(_PRIVATE_FOLDER, exist_ok=True)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0: it is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+@contextlib.contextmanager
+def _locked_file(
+    path: Path, mode: int = _PRIVATE_FILE, timeout_s: float = math.inf
+) -> Iterator[BinaryIO]:
+    """A file that is open and locked, made if it is not there.
+
+    Raises:
+        TimeoutError: another has had the lock for so long.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode), "r+b")
+        with file:
+            if _lock(file, until) and _same_file(path, file):
+                yield file
+                return
+
+
+def _lock(file: BinaryIO, until: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if until == math.inf else fcntl.LOCK_NB))
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TimeoutError from None
+            time.sleep(_POLL_S)
+            continue
+        except OSError:
+            return True  # some network file systems lock nothing
+        return True
+
+
+def _same_file(path: Path, opened: BinaryIO) -> bool:
+    """Whether a path still leads to a file that was opened by it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(opened.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _sync(folder: Path) -> None:
+    """Have a rename in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,328 @@
+"""What every user of `FileStore` has of it: one suite over all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_client.commands import write_whole
+from maskserve_core.adapters.catalogue import Catalogue, _Page
+from maskserve_core.adapters.folder import AdapterFolder, NoRoom
+from maskserve_core.adapters.storage import Storage
+from maskserve_core.config import Config
+from maskserve_core.contracts.keys import Anchor
+from maskserve_core.contracts.status_record import WorkerStatus
+from maskserve_core.files.store import FileStore, chosen_victims
+from maskserve_core.worker.admission import Gate, InFlight
+from maskserve_core.worker.status import StatusReader, StatusWriter
+from maskserve_core.worker.templates import TemplateFolder
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
+from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.priming_prompt import PromptFile, write_priming_prompt
+from maskserve_engine.cache.tier import Note
+from maskserve_engine.stages.moments_folder import MomentsFolder
+
+ANCHOR = Anchor(1.0, 2.0, 3.0)
+ID = "a" * 32
+
+
+class Use(NamedTuple):
+    """Something that keeps files in a folder."""
+
+    put: Callable[[Path, int], object]
+    """Brings content number n."""
+    get: Callable[[Path], int | None]
+    """The content's number; None: there is none."""
+    private: bool = True
+    """Whether nobody else is to read it."""
+
+
+def _entry(number: int) -> AnchorEntry:
+    tokens = torch.full((64, 256), float(number))
+    return AnchorEntry(ANCHOR, (BlockEntry(hidden=Coded("model", tokens)),))
+
+
+def _put_entry(folder: Path, number: int) -> None:
+    kept = FolderTier("host", folder, 10**9).put("key", _entry(number), Note("t", 1, 1.0))
+    if not kept:
+        raise OSError("No space")
+
+
+def _get_entry(folder: Path) -> int | None:
+    found = FolderTier("host", folder, 10**9).get("key", ANCHOR)
+    if found is None:
+        return None
+    hidden = found.blocks[0].hidden
+    assert hidden is not None
+    assert hidden.data.eq(hidden.data[0, 0]).all()
+    return int(hidden.data[0, 0])
+
+
+def _put_template(folder: Path, number: int) -> None:
+    # A template's bytes are never rewritten: another content comes as another's place is free.
+    templates = TemplateFolder(folder)
+    templates.remove(ID)
+    templates.put(ID, bytes([number]) * 10_000)
+
+
+def _put_result(folder: Path, number: int) -> None:
+    templates = TemplateFolder(folder)
+    templates.remove(ID)
+    templates.put_result(ID, bytes([number]) * 10_000, ["scope"])
+
+
+def _get_template(folder: Path) -> int | None:
+    found = TemplateFolder(folder).get(ID) if folder.is_dir() else None
+    return None if found is None else _same(found)
+
+
+def _same(content: bytes) -> int:
+    assert content == content[:1] * len(content)
+    return content[0]
+
+
+def _put_adapter(folder: Path, number: int) -> None:
+    adapters, version = AdapterFolder(folder, 10**9), f"{number:032x}"
+    with adapters.bringing("x", version, 60.0):
+        adapters.write("x", version, 10_000, [bytes([number]) * 5_000] * 2)
+        for each in adapters.held():
+            if each.version != version:
+                each.path.unlink(missing_ok=True)
+
+
+def _get_adapter(folder: Path) -> int | None:
+    for each in AdapterFolder(folder, 10**9).held():
+        with contextlib.suppress(FileNotFoundError):
+            return _same(each.path.read_bytes())
+    return None
+
+
+def _catalogue(folder: Path) -> Catalogue:
+    return Catalogue(Config(), folder, Storage(str(folder), 1.0))
+
+
+def _put_catalogue(folder: Path, number: int) -> None:
+    _catalogue(folder)._write(_Page({}, whole=True, problem=str(number)))
+
+
+def _get_catalogue(folder: Path) -> int | None:
+    problem = _catalogue(folder).problem
+    return int(problem) if problem else None
+
+
+def _put_prompt(folder: Path, number: int) -> None:
+    write_priming_prompt({"a": np.full(5_000, number)}, folder)
+
+
+def _get_prompt(folder: Path) -> int | None:
+    found = PromptFile(folder).read()
+    return None if found is None else int(found["a"][0])
+
+
+def _get_moments(folder: Path) -> int | None:
+    found = MomentsFolder(folder).read(ID)
+    return None if found is None else int(found[0])
+
+
+def _put_moments(folder: Path, number: int) -> None:
+    MomentsFolder(folder).write(ID, np.full(5_000, number, np.float32))
+
+
+def _put_status(folder: Path, number: int) -> None:
+    writer = StatusWriter(folder / "status")
+    writer.write(WorkerStatus(str(number), "m", "ready", max_rows=1, max_waiting=1))
+    writer.close()
+
+
+def _get_status(folder: Path) -> int | None:
+    reader = StatusReader(folder / "status")
+    found = reader.read()
+    reader.close()
+    return None if found is None else int(found.worker)
+
+
+def _put_gate(folder: Path, number: int) -> None:
+    with InFlight(folder, "edit"):
+        Gate(folder).drain() if number == 1 else Gate(folder).stop()
+
+
+def _get_gate(folder: Path) -> int | None:
+    return {"open": None, "draining": 1, "stopped": 2}[Gate(folder).state()]
+
+
+def _put_picture(folder: Path, number: int) -> None:
+    write_whole(folder / "out.png", bytes([number]) * 10_000)
+
+
+def _get_picture(folder: Path) -> int | None:
+    file = folder / "out.png"
+    return _same(file.read_bytes()) if file.exists() else None
+
+
+USES = {
+    "entries": Use(_put_entry, _get_entry),
+    "templates": Use(_put_template, _get_template),
+    "results": Use(_put_result, _get_template),
+    "adapters": Use(_put_adapter, _get_adapter),
+    "catalogue": Use(_put_catalogue, _get_catalogue),
+    "priming prompt": Use(_put_prompt, _get_prompt),
+    "moments": Use(_put_moments, _get_moments),
+    "status record": Use(_put_status, _get_status),
+    "gate": Use(_put_gate, _get_gate),
+    "the client's pictures": Use(_put_picture, _get_picture, private=False),
+}
+
+
+@pytest.fixture(params=USES)
+def use(request: pytest.FixtureRequest) -> Use:
+    return USES[request.param]
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_what_was_put_last_is_there(use: Use, tmp_path: Path) -> None:
+    assert use.get(tmp_path / "f") is None
+    for number in (1, 2):
+        use.put(tmp_path / "f", number)
+        assert use.get(tmp_path / "f") == number
+
+
+def test_nobody_else_may_look(use: Use, tmp_path: Path, open_umask: None) -> None:
+    use.put(tmp_path / "f", 1)
+    found = [tmp_path / "f", *(tmp_path / "f").rglob("*")]
+    assert len(found) > 1
+    others = {path.name for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077}
+    assert others == (set() if use.private else {"out.png"})
+
+
+def test_a_file_that_does_not_fit_leaves_what_was_there(
+    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use.put(tmp_path / "f", 1)
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises((OSError, NoRoom), match="No space"):
+            use.put(tmp_path / "f", 2)
+    if use.put in (_put_template, _put_result):  # which had to make place before
+        assert use.get(tmp_path / "f") is None
+    else:
+        assert use.get(tmp_path / "f") == 1
+    assert FileStore(tmp_path / "f").left_behind() == []
+    use.put(tmp_path / "f", 2)
+    assert use.get(tmp_path / "f") == 2
+
+
+def test_a_reader_sees_whole_files_only(use: Use, tmp_path: Path) -> None:
+    use.put(tmp_path / "f", 1)
+    ended, seen = threading.Event(), set()
+
+    def read() -> None:
+        while not ended.is_set():
+            seen.add(use.get(tmp_path / "f"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(30):
+        use.put(tmp_path / "f", 1 + turn % 2)
+    ended.set()
+    reader.join()
+    assert seen <= {1, 2, None}
+
+
+# The store by itself.
+
+KILLED = """
+import sys, time
+from maskserve_core.files.store import FileStore
+store = FileStore(sys.argv[1])
+with store.aside(4096) as new:
+    new.file.write(b"half")
+    new.file.flush()
+    print("half", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, env=environment
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"half\n"
+        with store.aside() as own, store.alone():
+            assert len(store.left_behind()) == 2
+            assert store.arriving() == 4096
+            writer.kill()
+            writer.wait()
+            own.keep_as("whole")
+        with store.alone():
+            assert store.left_behind() == []
+        assert (tmp_path / "whole").exists()
+    finally:
+        writer.kill()
+        writer.wait()
+        if writer.stdout is not None:
+            writer.stdout.close()
+
+
+def test_one_at_a_time_brings_a_file(tmp_path: Path) -> None:
+    one, other = FileStore(tmp_path), FileStore(tmp_path)
+    with one.bringing("x", 1.0):
+        with pytest.raises(TimeoutError), other.bringing("x", 0.0):
+            raise AssertionError("both")
+        with other.bringing("y", 0.0):
+            pass
+    with other.bringing("x", 0.0):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_and_stores_take_turns(tmp_path: Path) -> None:
+    stores = [FileStore(tmp_path), FileStore(tmp_path)]
+    inside: list[int] = []
+
+    def work(store: FileStore) -> None:
+        for _ in range(20):
+            with store.alone():
+                inside.append(1)
+                assert len(inside) == 1
+                inside.pop()
+
+    threads = [threading.Thread(target=work, args=(stores[n % 2],)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not inside
+
+
+def test_as_many_go_as_must_in_their_order() -> None:
+    sizes = {"old": 5, "older": 3, "new": 9}
+    age = {"older": 0.0, "old": 1.0, "new": 2.0}
+    assert chosen_victims(sizes, 0, age.__getitem__) == []
+    assert chosen_victims(sizes, 3, age.__getitem__) == ["older"]
+    assert chosen_victims(sizes, 4, age.__getitem__) == ["older", "old"]
+    assert chosen_victims(sizes, 18, age.__getitem__) is None
