@@ -13,6 +13,7 @@ from typing import Any
 from maskserve_core.config import ConfigError
 from maskserve_core.worker.logs import log_handler
 from maskserve_router.config import RouterConfig, load_router_config
+from maskserve_router.descriptors import raise_limit
 from maskserve_router.memory import keep_freed_memory
 from maskserve_router.router import Router
 
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; SIGHUP takes on the configuration as it is now."""
     options = parser().parse_args(arguments)
     keep_freed_memory()
+    raise_limit()
     try:
         config = _config(options)
         handler = log_handler(config.log, config.name, "router")

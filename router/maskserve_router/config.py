@@ -131,7 +131,9 @@ class Http(Table, frozen=True):
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
     """A body that is ten seconds behind this pace is given up; no pause may be longer."""
     max_connections: Count = 4096
-    """Connections at a time; one more is closed."""
+    """Connections at a time, as far as the descriptors of the process bear them: half of those
+    that the system lets it have. Beyond, the one that is silent longest is closed, of the address
+    with the most of them. The operators' port has 64 of its own."""
 
 
 class ImageHosts(Table, frozen=True):
@@ -147,6 +149,10 @@ class ImageHosts(Table, frozen=True):
 class Grpc(Table, frozen=True):
     """`[grpc]`: bounds on calls of the clients' gRPC port."""
 
+    max_connections: Count = 4096
+    """Connections at a time, as far as descriptors bear them; one more is closed."""
+    idle_s: Seconds = 60.0
+    """A connection without a call for so long is closed; clients open it anew when they need it."""
     max_calls: Count = 1152
     """Calls open at a time. Beyond, the longest silent one gives way to another client's."""
     calls_per_client: Count = 640

@@ -17,6 +17,7 @@ from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import RouterConfig
+from maskserve_router.descriptors import connections
 from maskserve_router.failures import (
     Failure,
     NotSupported,
@@ -74,6 +75,12 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", config.http.max_body_bytes),
                 ("grpc.max_metadata_size", config.http.max_header_bytes),
                 ("grpc.so_reuseport", 0),
+                (
+                    "grpc.max_allowed_incoming_connections",
+                    connections(config.grpc.max_connections),
+                ),
+                ("grpc.max_connection_idle_ms", int(1e3 * config.grpc.idle_s)),
+                ("grpc.server_handshake_timeout_ms", int(1e3 * config.http.header_timeout_s)),
                 # A compressed message is inflated before anybody can count it.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
             ),

@@ -12,19 +12,25 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.applications import Starlette
 
+from maskserve_core.errors import MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import Http
+from maskserve_router.failures import RetryLater
 from maskserve_router.half_close import HalfClose
+from maskserve_router.metrics import Metrics
+from maskserve_router.places import Places
 
 _KEEP_ALIVE_S = 75
+_ACCEPTED_AT_ONCE = 128
+"""Each is a descriptor before anybody can end it."""
 _MAX_PIPELINED = 32
 """Requests that wait behind one under way; few clients send any."""
 
 
-def bounded_protocol(bounds: Http) -> type[Protocol]:
+def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
     """Uvicorn's protocol, which ends a connection that sends its headers slowly, or too many of
     them or of trailers, or its body in too many chunks, or much or many behind a request that is
-    not answered yet (ADR 0022).
+    not answered yet (ADR 0022). Each connection has a place, and is silent between requests.
     """
 
     class BoundedProtocol(HalfClose):
@@ -40,10 +46,24 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._expect_headers()
+            try:
+                places.take(self, self.client[0] if self.client else "")
+            except RetryLater as reason:
+                self.end(reason)
+
+        def end(self, reason: MaskserveError) -> None:
+            """Others need its place."""
+            self.transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            places.leave(self)
             self._headers_came()
             super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:
+                places.told(self, silent=True)
 
         def data_received(self, data: bytes) -> None:
             if self._timer is None and self.timeout_keep_alive_task is not None:
@@ -81,6 +101,7 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
 
         def on_headers_complete(self) -> None:
             self._headers_came()
+            places.told(self, silent=False)
             self._chunks = 0
             super().on_headers_complete()
 
@@ -110,21 +131,35 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """One listener, run inside the router's event loop."""
+    """One listener, run inside the router's event loop.
+
+    Args:
+        app: what it serves.
+        bounds: on a connection.
+        most: connections at a time. Beyond, the one that is silent longest gives way, of the
+            address with the most of them.
+        metrics: counts those that do.
+        host: address.
+        port: 0 takes a free one.
+        certificates: for TLS; None: plain HTTP.
+    """
 
     def __init__(
         self,
         app: Starlette,
         bounds: Http,
+        most: int,
+        metrics: Metrics,
         host: str,
         port: int,
         certificates: Certificates | None = None,
     ) -> None:
         files = certificates.files if certificates is not None else ()
+        places = Places("connections", most, _KEEP_ALIVE_S, metrics, own=True)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(bounds),
+                http=bounded_protocol(bounds, places),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -132,7 +167,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                limit_concurrency=bounds.max_connections,
+                backlog=_ACCEPTED_AT_ONCE,
                 ssl_certfile=files[0] if files else None,
                 ssl_keyfile=files[1] if files else None,
             )
@@ -161,7 +196,7 @@ class HttpServer(uvicorn.Server):
             OSError: the port cannot be had.
         """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._socket = socket.create_server(self._address, family=family, backlog=2048)
+        self._socket = socket.create_server(self._address, family=family, backlog=_ACCEPTED_AT_ONCE)
         # Connections inherit it. asyncio sets it on sockets that name their protocol alone; without
         # it, an answer's body waits for the client's receipt of its headers, 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -17,6 +17,7 @@ from maskserve_router.admission import Admission
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import RouterConfig, check_change
 from maskserve_router.control import ClusterControl
+from maskserve_router.descriptors import connections
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.front import Front
 from maskserve_router.grpc_server import GrpcServer
@@ -38,6 +39,8 @@ from maskserve_router.tracing import Tracing
 from maskserve_router.turns import Turns
 
 log = logging.getLogger("maskserve.router")
+_OPERATORS = 64
+"""Connections of the operators' port, which clients cannot take."""
 _LOOK_S = 2.0
 """How often files of keys and certificates are looked at."""
 
@@ -92,6 +95,8 @@ class Router:
         self.http = HttpServer(
             HttpApp(calls, inference, keys.client, openai_routes(edits, templates)).app(),
             config.http,
+            connections(config.http.max_connections),
+            self.metrics,
             listen.host,
             listen.http_port,
             self._certificates,
@@ -99,7 +104,14 @@ class Router:
         admin = Admin(
             config.name, self.pool, self.pending, self.admission, self.metrics, self.reload
         )
-        self.admin = HttpServer(admin.app(), config.http, listen.admin_host, listen.admin_port)
+        self.admin = HttpServer(
+            admin.app(),
+            config.http,
+            _OPERATORS,
+            self.metrics,
+            listen.admin_host,
+            listen.admin_port,
+        )
         self._secrets = self._stamps()
         self._watching: asyncio.Task[None] | None = None
 

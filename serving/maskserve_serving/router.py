@@ -14,6 +14,8 @@ from maskserve_serving.process import Process
 # Its event loop decodes no pictures: it answers within milliseconds.
 _SILENT_S = 10.0
 _DRAIN_GRACE_S = 60.0
+_QUIET = {"GRPC_VERBOSITY": "NONE"}
+"""GRPC writes lines of its own for what strangers send."""
 
 
 class RouterProcess(Process):
@@ -52,7 +54,7 @@ class RouterProcess(Process):
             command += ["--otlp-url", self._options.otlp_url]
         if self._options.trace_rate is not None:
             command += ["--trace-rate", str(self._options.trace_rate)]
-        self.launch(command, {**os.environ, "PYTHONUNBUFFERED": "1"})
+        self.launch(command, _QUIET | {**os.environ, "PYTHONUNBUFFERED": "1"})
 
     def progress(self) -> str:
         return "waiting for a worker"

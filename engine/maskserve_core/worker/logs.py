@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +29,8 @@ from msgspec import structs
 from maskserve_core.config import Config, ConfigError, LogConfig
 
 _STANDARD_ERROR = 2
+_VARYING = re.compile("0x[0-9a-f]+|[0-9]+")
+"""Numbers and addresses, by which texts differ that say the same."""
 _NO_FIELDS: Mapping[str, Any] = {}
 
 
@@ -128,6 +131,34 @@ class LineFile(WatchedFileHandler):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+class Repeats(logging.Filter):
+    """Lets a few warnings or errors of one text through in a while; the next one says how many
+    there were beside. What strangers cause can be as much as they like.
+    """
+
+    _SOME, _WHILE_S, _TEXTS = 20, 10.0, 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """Text -> when the while began, and lines since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        text = (record.name, record.levelno, _VARYING.sub("", str(record.msg))[:200])
+        began, count = self._seen.get(text, (record.created, 0))
+        if record.created - began > self._WHILE_S:
+            if count > self._SOME:
+                fields = {**getattr(record, "fields", _NO_FIELDS), "left_out": count - self._SOME}
+                record.fields = fields
+            began, count = record.created, 0
+        if len(self._seen) >= self._TEXTS and text not in self._seen:
+            self._seen.clear()
+        self._seen[text] = began, count + 1
+        return count < self._SOME
+
+
 def _dropped_record(count: int) -> logging.LogRecord:
     message = f"{count} lines before this one could not be written"
     return logging.LogRecord("maskserve", logging.WARNING, "", 0, message, None, None)
@@ -144,6 +175,7 @@ def log_handler(config: LogConfig, worker: str, model: str) -> logging.Handler:
         handler = LineFile(config.file) if config.file else logging.StreamHandler(sys.stderr)
     except OSError as error:
         raise ConfigError(f"[log] file: cannot open {config.file}: {error.strerror}") from error
+    handler.addFilter(Repeats())
     formatter = JsonFormatter if config.format == "json" else TextFormatter
     handler.setFormatter(formatter(worker, model))
     return handler

@@ -6,11 +6,12 @@ import asyncio
 import gzip
 import json
 import logging
+import resource
 import threading
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -23,10 +24,12 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.worker.logs import Repeats
 from maskserve_harness.soaking.pictures import png_file
 from maskserve_router import http_inference
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, Http
+from maskserve_router.descriptors import connections, raise_limit
 from maskserve_router.edit_call import parse_request
 from maskserve_router.failures import RetryLater
 from maskserve_router.forwarded import known_headers
@@ -37,7 +40,7 @@ from maskserve_router.measure import MaskTokens, count_tokens
 from maskserve_router.metrics import Metrics
 from maskserve_router.router import Router
 from maskserve_router.turns import Turns
-from tests.support.router import calling, cluster, control_request, edit, http_edit, until
+from tests.support.router import FAST, calling, cluster, control_request, edit, http_edit, until
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 REGION = (
@@ -349,3 +352,105 @@ def test_a_mask_of_many_pixels_costs_the_router_little(side: int):
     assert tracemalloc.get_traced_memory()[1] < 64 * MIB
     tracemalloc.stop()
     assert found == MaskTokens(4096, 4096, cover_a_side=True)
+
+
+# Connections
+
+
+@asynccontextmanager
+async def idle(port: int, count: int, sent: bytes = b"") -> AsyncIterator[None]:
+    """So many connections that say nothing, or begin a request and no more."""
+    opened = []
+    for _ in range(count):
+        opened.append(await asyncio.open_connection("127.0.0.1", port))
+        opened[-1][1].write(sent)
+    try:
+        yield
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\n"])
+async def test_connections_that_say_nothing_leave_places_to_others(sent: bytes):
+    """1,200 without a key timed out edits and the operators' health."""
+    async with (
+        cluster(http={"max_connections": 8}) as (router, _),
+        idle(router.http.port, 40, sent),
+        idle(router.admin.port, 80),
+    ):
+        for port in 3 * (router.http.port, router.admin.port):
+            async with (
+                aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+                session.get("/readyz") as told,
+            ):
+                assert told.status == 200
+        async with aiohttp.ClientSession(url_of(router)) as session:
+            body, headers = http_parts(http_edit())
+            for _ in range(2):  # on one connection, which is silent between
+                async with session.post(
+                    "/v2/models/edit/infer", data=body, headers=headers
+                ) as answer:
+                    assert answer.status == 200
+
+
+async def test_a_connection_with_a_request_under_way_does_not_give_way():
+    async with cluster(hardware=FAST, http={"max_connections": 4}) as (router, workers):
+        for worker in workers:
+            worker.hold()
+        async with aiohttp.ClientSession(url_of(router)) as session:
+            body, headers = http_parts(http_edit())
+            under_way = asyncio.create_task(
+                session.post("/v2/models/edit/infer", data=body, headers=headers)
+            )
+            await until("a worker has it", lambda: any(worker.seen for worker in workers))
+            async with idle(router.http.port, 20):
+                for worker in workers:
+                    worker.let_go()
+                assert (await under_way).status == 200
+
+
+async def test_grpc_connections_that_say_nothing_end():
+    bounds = {"grpc": {"max_connections": 8, "idle_s": 0.3}, "http": {"header_timeout_s": 0.3}}
+    async with (
+        cluster(**bounds) as (router, _),
+        idle(router.grpc.port, 30),
+        calling(router) as call,
+    ):
+        assert await asyncio.wait_for(call(edit(), wait_for_ready=True), 30)
+
+
+def test_connections_are_as_many_as_descriptors_bear(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 524_288))
+    assert connections(4096) == 384
+    taken: list[Any] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: taken.append(limits))
+    raise_limit()
+    assert taken == [(65_536, 524_288)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65_536, 65_536))
+    assert connections(4096) == 4096
+    raise_limit()
+    assert len(taken) == 1
+
+
+def test_lines_that_strangers_cause_are_limited(caplog: Any):
+    """Connections that could not be accepted logged 51 MB a minute."""
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign]
+    handler.addFilter(Repeats())
+
+    def say(text: str, at: float, level: int = logging.ERROR) -> None:
+        record = logging.LogRecord("asyncio", level, "", 0, text, None, None)
+        record.created = at
+        handler.handle(record)
+
+    for number in range(1000):
+        say(f"accept failed, fd={number} at 0x7f{number:02x}", 100.0 + number / 1000)
+        say("edit OK", 100.0, logging.INFO)
+    say("something else", 101.0)
+    said = [line for line in lines if line.levelno == logging.ERROR]
+    assert len(said) == 21
+    assert len(lines) == 1021
+    say("accept failed, fd=7 at 0x7f", 120.0)
+    assert lines[-1].fields == {"left_out": 980}  # type: ignore[attr-defined]
