@@ -24,6 +24,7 @@ from maskserve_core.triton.control import OPERATIONS, WorkerControl
 from maskserve_core.triton.together import batched
 from maskserve_core.worker.admission import Gate
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.usefixtures("beat")
 
@@ -79,7 +80,7 @@ def test_an_operation_given_up_is_not_done_later(
             assert request.sender.wait().error() is not None
     finally:
         release.set()
-    impatient._pool.shutdown(wait=True)
+    eventually("the queue is empty", lambda: impatient._threads.idle)
     assert sorted(asked) == [f"{number:016x}" for number in range(8)]
 
 
@@ -322,3 +323,62 @@ def test_a_refused_pin_leaves_no_pin_behind(api: FakeTriton, control: WorkerCont
         answer = ask(api, control, {"op": op, "template_id": "0" * 32})
         assert answer.startswith("[TEMPLATE_NOT_FOUND] OP.template_id")
         assert pinned == set()
+
+
+@pytest.mark.parametrize("scope", ["", "greedy"])
+def test_registrations_delay_no_cancel_and_no_other_operation(
+    api: FakeTriton, config: Config, scope: str
+) -> None:
+    """Thirty of one key had all threads, and another key's cancel came after its deadline."""
+    release, begun = threading.Event(), list[str]()
+
+    class Slow(WorkerControl):
+        def _register(self, operation: dict[str, Any]) -> dict[str, Any]:
+            begun.append(operation["image"])
+            release.wait(30)
+            return {}
+
+    control = Slow(api, config)
+    api.models["denoiser"] = lambda call: [reply(META=b'{"templates": []}')]
+    named = {"scope": scope} if scope else {}
+    registering = []
+    try:
+        for number in range(30):
+            operation = {"op": "register", "image": str(number), **named}
+            registering.append(api.request(OP=json.dumps(operation).encode()))
+            control.execute([registering[-1]])
+        # Each is answered while all of them wait.
+        assert ask(api, control, {"op": "cancel", "request_id": "x"}) == {"cancelled": False}
+        assert ask(api, control, {"op": "templates"}) == {"templates": []}
+        assert ask(api, control, {"op": "templates", "scope": "modest"}) == {"templates": []}
+        assert len(begun) <= 4
+    finally:
+        release.set()
+        for request in registering:
+            assert request.sender.wait().error() is None
+        control.close()
+
+
+def test_one_key_may_not_fill_the_queue_of_operations(api: FakeTriton, config: Config) -> None:
+    release = threading.Event()
+
+    def held(call: Call) -> Iterator[InferenceResponse]:
+        release.wait(30)
+        yield reply(META=b'{"templates": []}')
+
+    control = WorkerControl(api, config)
+    api.models["denoiser"] = held
+    asking = []
+    try:
+        for _ in range(200):
+            asked = api.request(OP=json.dumps({"op": "templates", "scope": "greedy"}).encode())
+            asking.append(asked)
+            control.execute([asked])
+        refused = asking[-1].sender.wait().error()
+        assert refused is not None
+        assert refused.message().startswith("[OVERLOADED] too many operations wait")
+    finally:
+        release.set()
+        for request in asking:
+            request.sender.wait()
+        control.close()

@@ -2,7 +2,7 @@
 
 `status` and `drain` touch files only and are answered at once. `cancel` asks the fronts, those on
 adapters the storage, and the others the denoiser's process, which may be dead: they wait in threads
-of their own, and are answered with an error when it stays silent.
+that keys share, cancels in some of their own, and are answered with an error when it stays silent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from maskserve_core.adapters.operations import AdapterOperations
@@ -21,14 +20,17 @@ from maskserve_core.errors import (
     EngineFailed,
     InvalidRequest,
     MaskserveError,
+    Overloaded,
     TemplateNotFound,
     guarded,
 )
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
+from maskserve_core.shares import Full
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.cancels import cancel_edit
+from maskserve_core.triton.fair_threads import FairThreads
 from maskserve_core.triton.pipeline import ask_denoiser, prime_template
 from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.worker.admission import OPEN, Gate
@@ -66,7 +68,9 @@ ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict
 PATIENT = ("register", "prime", "adapters", "adapter_check", "adapter_load")
 """Encoding a large image without a GPU takes its time, and so does a storage far away."""
 _PATIENT_S = 60.0
-_THREADS = 8
+_THREADS, _CANCELS = 8, 4
+_MOST_WAITING = 256
+"""Operations that may wait for a thread."""
 # An operation is a flat object of a few strings, of which only an image may be long. JSON of
 # other forms is refused before it is read: it takes up to fifty times its size as objects.
 _PLAIN_BYTES = 64 * 1024
@@ -132,7 +136,9 @@ class WorkerControl:
         self._admission = Gate(config.runtime_dir)
         self._templates = template_folder(config)
         self._adapters = AdapterOperations(config)
-        self._pool = ThreadPoolExecutor(_THREADS, "control")
+        self._threads = FairThreads(_THREADS, _MOST_WAITING, "control")
+        # A cancel is asked for when things go badly: it waits behind no other operation.
+        self._cancels = FairThreads(_CANCELS, _MOST_WAITING, "control-cancels")
 
     def execute(self, requests: list[Any]) -> None:
         """Take operations in; each is answered exactly once."""
@@ -149,7 +155,8 @@ class WorkerControl:
 
     def close(self) -> None:
         self._adapters.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+        self._cancels.close()
 
     def _with_files(self, operation: dict[str, Any]) -> dict[str, Any]:
         match operation["op"]:
@@ -345,7 +352,15 @@ class WorkerControl:
         )
         timer.daemon = True
         timer.start()
-        self._pool.submit(ask)
+        # Patient operations leave threads to the others, whoever asks for either.
+        scope = operation.get("scope", NO_SCOPE)
+        key = (scope, "patient") if operation["op"] in PATIENT else scope
+        threads = self._cancels if operation["op"] == "cancel" else self._threads
+        try:
+            threads.submit(key, ask)
+        except Full:
+            timer.cancel()
+            raise Overloaded("too many operations wait already; try again later") from None
 
 
 def _reply(answer: Answer, result: dict[str, Any]) -> None:
