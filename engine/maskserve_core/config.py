@@ -158,11 +158,6 @@ class EngineConfig(Table, frozen=True):
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits one front serves at once."""
 
-    @property
-    def batches(self) -> int:
-        """Of the worker: one for each device, or one that all devices step."""
-        return 1 if self.policy == "cfg" else self.devices
-
 
 class CacheConfig(Table, frozen=True):
     """`[cache]`: template activations."""

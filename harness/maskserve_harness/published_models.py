@@ -7,6 +7,7 @@ from typing import Any
 
 from maskserve_core.models import flux, unet
 from maskserve_core.models.facts import ALL_STEPS, LatentSpace, ModelFacts
+from maskserve_core.models.semantics import FILL, INPAINT
 
 FLUX_DEV: dict[str, Any] = {
     "num_attention_heads": 24,
@@ -51,13 +52,13 @@ FLUX_VAE: dict[str, Any] = {
 
 FLUX_DEV_FACTS = ModelFacts(
     family="flux",
-    semantics="inpaint",
+    semantics=INPAINT,
     latents=LatentSpace(pixels=8, channels=16, shift=(0.1159,), scale=(0.3611,)),
     patch=2,
     native_resolution=1024,
     size_multiple=16,
     guidance="embedded",
-    defaults=flux.DEFAULTS["inpaint"],
+    defaults=flux.DEFAULTS[INPAINT],
     stride=7,
     skips_steps=True,
     keeps_decoded=True,
@@ -69,8 +70,8 @@ FLUX_DEV_FACTS = ModelFacts(
 
 FLUX_FILL_FACTS = replace(
     FLUX_DEV_FACTS,
-    semantics="fill",
-    defaults=flux.DEFAULTS["fill"],
+    semantics=FILL,
+    defaults=flux.DEFAULTS[FILL],
     stride=ALL_STEPS,
     true_cfg=False,
     denoiser={**FLUX_DEV, "in_channels": 384, "out_channels": 64},
@@ -111,7 +112,7 @@ SD21: dict[str, Any] = {
 
 SDXL_FACTS = ModelFacts(
     family="unet",
-    semantics="inpaint",
+    semantics=INPAINT,
     latents=LatentSpace(pixels=8, channels=4, scale=(0.13025,)),
     patch=1,
     native_resolution=1024,

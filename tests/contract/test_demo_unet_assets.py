@@ -23,7 +23,7 @@ def test_the_folder_is_small_and_names_no_place_of_its_making() -> None:
 
 def test_it_is_an_inpainting_model_of_the_unet_family() -> None:
     facts = load_facts(MODEL)
-    assert (facts.family, facts.semantics) == ("unet", "fill")
+    assert (facts.family, facts.semantics.name) == ("unet", "fill")
     assert (facts.vae_scale_factor, facts.native_resolution) == (4, 128)
 
 

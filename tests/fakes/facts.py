@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from maskserve_core.models.facts import ALL_STEPS, EditDefaults, LatentSpace, ModelFacts
 from maskserve_core.models.flux import CONTROL
+from maskserve_core.models.semantics import FILL
 
 FILL_FACTS = ModelFacts(
     family="flux",
-    semantics="fill",
+    semantics=FILL,
     latents=LatentSpace(pixels=4, channels=4),
     patch=2,
     native_resolution=128,

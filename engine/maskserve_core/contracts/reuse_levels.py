@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.semantics import FILL, INPAINT
 
 
 class ReuseLevel(NamedTuple):
@@ -55,12 +56,13 @@ _INPAINT_DENSE = (
     ReuseLevel("first_block_cache-0.2", None, 0.2, 26.98, 0.345),
 )
 LEVELS = {
-    ("fill", True): _FILL,
-    ("fill", False): _FILL_DENSE,
-    ("inpaint", True): _INPAINT,
-    ("inpaint", False): _INPAINT_DENSE,
+    (FILL, True): _FILL,
+    (FILL, False): _FILL_DENSE,
+    (INPAINT, True): _INPAINT,
+    (INPAINT, False): _INPAINT_DENSE,
 }
-"""By semantics, and whether the edit is cached; the nearest to the edit without first."""
+"""By what the model takes, and whether the edit is cached; the nearest to the edit without first.
+Those of other models were not measured: they have none."""
 
 
 def levels_of(settings: EditSettings, facts: ModelFacts, *, cached: bool) -> tuple[ReuseLevel, ...]:
@@ -74,7 +76,7 @@ def levels_of(settings: EditSettings, facts: ModelFacts, *, cached: bool) -> tup
     any_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
     return tuple(
         level
-        for level in LEVELS[facts.semantics, cached]
+        for level in LEVELS.get((facts.semantics, cached), ())
         if level.psnr >= floor
         and level.first_block_threshold > begin
         and (any_ring or level.ring is None)

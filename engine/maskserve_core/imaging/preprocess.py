@@ -268,10 +268,10 @@ def _name(picture: Decoded) -> str:
 def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
     """The edit mask as the model should be given it.
 
-    Inpaint semantics sample the mask once per latent, and would lose what is thinner than one: its
-    mask is grown to whole latents. What is pasted stays as the client drew it.
+    Models that blend sample the mask once per latent, and would lose what is thinner than one.
+    Theirs is grown to whole latents. What is pasted stays as the client drew it.
     """
-    if facts.semantics != "inpaint":
+    if not facts.semantics.blends:
         return edit
     side = facts.vae_scale_factor
     height, width = edit.shape

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maskserve_core.config import ConfigError
+from maskserve_core.models.semantics import Semantics
 
 _PER_DENSE_STEP = 10
 """Steps that an edit must have for each dense one that its model needs: of the four of a distilled
@@ -102,8 +103,8 @@ class ModelFacts:
 
     family: str
     """Key of the engine's adapter registry."""
-    semantics: str
-    """`fill`: mask and masked image are model inputs; `inpaint`: latents are blended."""
+    semantics: Semantics
+    """What it takes of source and mask."""
     latents: LatentSpace
     """What the VAE makes of a picture."""
     patch: int

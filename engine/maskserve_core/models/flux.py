@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.config import EngineConfig
 from maskserve_core.models.facts import (
     ALL_STEPS,
     ControlFacts,
@@ -18,27 +19,37 @@ from maskserve_core.models.facts import (
     latent_space,
     read_json,
 )
+from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
 
 PIPELINES = {
-    "FluxFillPipeline": "fill",
-    "FluxInpaintPipeline": "inpaint",
+    "FluxFillPipeline": FILL,
+    "FluxInpaintPipeline": INPAINT,
     # Text-to-image pipelines are served with the inpainting semantics of their family, as
     # diffusers' own FluxInpaintPipeline.from_pretrained does.
-    "FluxPipeline": "inpaint",
-    "FluxImg2ImgPipeline": "inpaint",
+    "FluxPipeline": INPAINT,
+    "FluxImg2ImgPipeline": INPAINT,
 }
-"""By the class in model_index.json: the semantics that is served."""
+"""By the class in model_index.json: what is served of it."""
+NAME = "FLUX models"
+SETTINGS = (
+    "model.first_block_threshold",
+    "model.t5_weights",
+    "model.t5_offload",
+    "model.gguf",
+    "engine.flux_cuda_graphs",
+)
+"""Keys of the configuration that other models do not have."""
 DEFAULTS = {
-    "fill": EditDefaults(num_inference_steps=50, guidance_scale=30.0),
-    "inpaint": EditDefaults(num_inference_steps=28, guidance_scale=7.0),
+    FILL: EditDefaults(num_inference_steps=50, guidance_scale=30.0),
+    INPAINT: EditDefaults(num_inference_steps=28, guidance_scale=7.0),
 }
 """Those of FluxFillPipeline and FluxInpaintPipeline."""
 _FEW_STEPS = 4
 """Of FLUX.1-schnell, which is distilled to as many: no pipeline's signature says so. Each has an
 anchor of its own."""
-_DENSE_STEPS = {"fill": DenseSteps(), "inpaint": DenseSteps(prompt=1, side=1)}
-_STRIDES = {"fill": ALL_STEPS, "inpaint": 7}
+_DENSE_STEPS = {FILL: DenseSteps(), INPAINT: DenseSteps(prompt=1, side=1)}
+_STRIDES = {FILL: ALL_STEPS, INPAINT: 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
 noised like the rest and its activations change with the noise."""
 
@@ -239,15 +250,15 @@ def _mlp(inputs: int, width: int) -> float:
     return 2.0 * inputs * width + 2.0 * width * width
 
 
-def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     """The facts of a FLUX folder; ConfigError if a part of it cannot be read."""
-    latents = latent_space(folder)
+    semantics, latents = PIPELINES[pipeline], latent_space(folder)
     vae = read_json(folder / "vae" / "config.json")
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder / "transformer" / "config.json")
     patch, embedded = 2, bool(transformer.get("guidance_embeds", False))
     # Base models without a guidance input are distilled to few steps.
-    distilled = semantics == "inpaint" and not embedded
+    distilled = semantics.blends and not embedded
     own = DEFAULTS[semantics]
     defaults = EditDefaults(
         num_inference_steps=_FEW_STEPS if distilled else own.num_inference_steps,
@@ -265,7 +276,7 @@ def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
         defaults=defaults,
         stride=1 if distilled else _STRIDES[semantics],
         dense_steps=_DENSE_STEPS[semantics],
-        true_cfg=semantics == "inpaint",
+        true_cfg=semantics.blends,
         denoiser=transformer,
         control=CONTROL,
         skips_steps=True,
@@ -273,6 +284,11 @@ def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
         t5=True,
         least_steps=2 if sampler.get("shift_terminal") else 1,
     )
+
+
+def records(engine: EngineConfig) -> bool:
+    """Whether steps are CUDA graphs, on GPUs."""
+    return engine.flux_cuda_graphs
 
 
 def count(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import Config, ConfigError, EngineConfig
 from maskserve_core.models import flux, unet
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
@@ -15,10 +16,21 @@ from maskserve_core.planning.flops import ModelWork
 class FamilyFacts(Protocol):
     """What a family's module has."""
 
-    PIPELINES: dict[str, str]
-    """By the class in model_index.json: the semantics, as ModelFacts has it, or empty."""
+    NAME: str
+    """Of its models, in an error's sentence."""
 
-    def read(self, folder: Path, semantics: str, native_resolution: int, /) -> ModelFacts:
+    @property
+    def PIPELINES(self) -> Collection[str]:  # noqa: N802 - a module's constant
+        """The classes in model_index.json that are served."""
+
+    @property
+    def SETTINGS(self) -> Collection[str]:  # noqa: N802
+        """Keys of the configuration, as `model.gguf`, that only models of such families have."""
+
+    def records(self, engine: EngineConfig, /) -> bool:
+        """Whether steps are recorded as CUDA graphs, on GPUs."""
+
+    def read(self, folder: Path, pipeline: str, native_resolution: int, /) -> ModelFacts:
         """The facts of a folder; `native_resolution` 0: what the folder says."""
 
     def count(
@@ -40,6 +52,27 @@ FAMILIES: dict[str, FamilyFacts] = {"flux": flux, "unet": unet}
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
 
 
+def check_family(config: Config, facts: ModelFacts) -> None:
+    """See that nothing is set that the model does not have.
+
+    Raises:
+        ConfigError: it is a setting of other families.
+    """
+    own = FAMILIES[facts.family]
+    for other in FAMILIES.values():
+        for name in other.SETTINGS:
+            section, key = name.split(".")
+            default, set_to = (getattr(getattr(each, section), key) for each in (Config(), config))
+            if name not in own.SETTINGS and set_to != default:
+                use = json.dumps(default) if default != "" else "none"
+                raise ConfigError(f"[{section}] {key}: a setting of {other.NAME}; use {use}")
+
+
+def records_steps(facts: ModelFacts, config: Config) -> bool:
+    """Whether steps of a model are recorded as CUDA graphs, on GPUs."""
+    return FAMILIES[facts.family].records(config.engine)
+
+
 def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
     """Read a diffusers-format folder.
 
@@ -56,7 +89,7 @@ def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
     pipeline = read_json(folder / "model_index.json").get("_class_name")
     for family in FAMILIES.values():
         if pipeline in family.PIPELINES:
-            return family.read(folder, family.PIPELINES[pipeline], native_resolution)
+            return family.read(folder, str(pipeline), native_resolution)
     served = ", ".join(name for family in FAMILIES.values() for name in family.PIPELINES)
     raise ConfigError(f"[model] path: {pipeline} is not served; served: {served}")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import ConfigError, EngineConfig
 from maskserve_core.models.facts import (
     ControlFacts,
     EditDefaults,
@@ -23,20 +23,21 @@ from maskserve_core.models.facts import (
     latent_space,
     read_json,
 )
+from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_core.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
 
-PIPELINES = dict.fromkeys(
-    (
-        "StableDiffusionPipeline",
-        "StableDiffusionImg2ImgPipeline",
-        "StableDiffusionInpaintPipeline",
-        "StableDiffusionXLPipeline",
-        "StableDiffusionXLImg2ImgPipeline",
-        "StableDiffusionXLInpaintPipeline",
-    ),
-    "",
+PIPELINES = (
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionXLInpaintPipeline",
 )
-"""A UNet's channels say which semantics it has, whatever pipeline it was saved from."""
+"""A UNet's channels say what it takes, whatever pipeline it was saved from."""
+NAME = "UNets"
+SETTINGS = ("cache.conv_halo",)
+"""Keys of the configuration that other models do not have."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.5)
 """Those of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline."""
 CONTROL = ControlFacts(
@@ -433,7 +434,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         raise ConfigError(f"[model] path: unet/config.json: {error}") from error
     xl = unet.get("addition_embed_type") == "text_time"
     scale, channels = latents.pixels, latents.channels
-    semantics = {channels: "inpaint", 2 * channels + 1: "fill"}.get(int(unet["in_channels"]))
+    semantics = {channels: INPAINT, 2 * channels + 1: FILL}.get(int(unet["in_channels"]))
     if semantics is None or int(unet["out_channels"]) != channels:
         raise ConfigError(
             f"[model] path: the UNet takes {unet['in_channels']} channels and gives "
@@ -477,6 +478,11 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
         tokenizer_length=length,
     )
+
+
+def records(engine: EngineConfig) -> bool:
+    """Whether steps are CUDA graphs, on GPUs."""
+    return engine.cuda_graphs
 
 
 def count(

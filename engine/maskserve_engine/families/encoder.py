@@ -119,8 +119,8 @@ class Encoder(ABC):
         from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D
 
         self.facts, self.vae = facts, vae
-        fill = facts.semantics == "fill"
-        self.has_pieces = fill and plain_resnets(vae.encoder.down_blocks, DownEncoderBlock2D)
+        masked = facts.semantics.masked_picture
+        self.has_pieces = masked and plain_resnets(vae.encoder.down_blocks, DownEncoderBlock2D)
         """Whether the model takes a masked picture that can be encoded in pieces."""
         self._local = is_local(vae.encoder.mid_block)
 
@@ -140,7 +140,7 @@ class Encoder(ABC):
             negative_prompt: what to lead away from, as `prompt`; None where nothing is.
         """
         moments, masked = self.moments(pixels), NO_MOMENTS
-        if self.facts.semantics == "fill":
+        if self.facts.semantics.masked_picture:
             masked = self.masked_moments(pixels, edit_mask)
         away = None if negative_prompt is None else self.encode_negative(negative_prompt)
         return Encoded(moments, masked, self.encode_prompt(prompt), away)

@@ -15,7 +15,7 @@ import numpy as np
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.registry import load_facts
+from maskserve_core.models.registry import check_family, load_facts
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.stages.decode import Decoder
@@ -65,6 +65,7 @@ def load_adapter(config: Config) -> Adapter:
         ConfigError: no such folder, family or part.
     """
     facts, family = _of(config)
+    check_family(config, facts)
     return family.load_adapter(facts, config)
 
 

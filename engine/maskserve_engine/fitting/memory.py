@@ -16,7 +16,7 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.files.safetensors_header import header_of
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, read_json
-from maskserve_core.models.registry import control_work
+from maskserve_core.models.registry import control_work, records_steps
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.cache.sizing import TemplateSize
@@ -109,9 +109,7 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
 
 def _recorded(config: Config, facts: ModelFacts) -> bool:
     """Whether steps of the model are CUDA graphs."""
-    engine = config.engine
-    asked = engine.cuda_graphs if facts.family == "unet" else engine.flux_cuda_graphs
-    return asked and device_of(config).type != "cpu"
+    return records_steps(facts, config) and device_of(config).type != "cpu"
 
 
 def control_bytes(config: Config, adapter: Adapter) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.registry import load_facts
 from maskserve_core.planning.cost_profile import read_profile
+from maskserve_core.worker.policies import policy_of
 
 
 def check_devices(config: Config, gpus: int) -> None:
@@ -17,7 +18,7 @@ def check_devices(config: Config, gpus: int) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    devices, policy = config.engine.devices, config.engine.policy
+    devices = config.engine.devices
     if config.engine.costs:
         read_profile(config.engine.costs)
     if config.controls.service:
@@ -33,24 +34,7 @@ def check_devices(config: Config, gpus: int) -> None:
         raise ConfigError(
             f"[engine] devices: {devices} devices on {gpus} GPU(s); accepted: up to {gpus}"
         )
-    if policy == "spread":
-        return
     facts = load_facts(config.model.path, config.model.native_resolution)
-    if policy == "cfg":
-        if devices != 2:
-            raise ConfigError(
-                f'[engine] policy: "cfg" takes two devices, not {devices}: an edit has two passes '
-                "at most"
-            )
-        if not facts.two_passes:
-            raise ConfigError(
-                '[engine] policy: "cfg" needs a model with classifier-free guidance; edits of this '
-                'one have one pass: use "spread"'
-            )
-    elif facts.family == "flux":  # UNets share passes alone
-        heads = int(facts.denoiser["num_attention_heads"])
-        if devices > heads:
-            raise ConfigError(
-                f"[engine] devices: {devices} devices cannot share the {heads} attention heads of "
-                f'this model; accepted: up to {heads}, or policy = "spread"'
-            )
+    problem = policy_of(config.engine).problem(devices, facts)
+    if problem is not None:
+        raise ConfigError(problem)

@@ -28,6 +28,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.logs import about, start_log
+from maskserve_core.worker.policies import policy_of
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.base.device_clock import Span
@@ -129,7 +130,7 @@ class Rank:
         """
         stores: Any = distributed  # of which torch's stubs know little
         store = stores.PrefixStore(gang, stores.TCPStore("127.0.0.1", port))
-        deals = self._config.engine.policy == "cfg"
+        deals = policy_of(self._config.engine).deals
         exchange = Exchanges(store, rank, count, self.device, _EXCHANGE_S, deals=deals)
         self._agree(exchange, 0)
         self._gangs[gang] = exchange

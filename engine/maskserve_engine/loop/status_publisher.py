@@ -19,6 +19,7 @@ from maskserve_core.models.facts import ModelFacts, dense_steps
 from maskserve_core.models.registry import control_work, typical_lora
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.routing.estimate import pricing_of
+from maskserve_core.worker.policies import batches_of, policy_of
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.fitting.entry_store import entry_format
@@ -51,7 +52,7 @@ class PriceList:
         degrees: Callable[[int], tuple[DegreePrice, ...]] | None = None,
     ) -> None:
         self._costs, facts = costs, adapter.facts
-        self._degrees = degrees if config.engine.policy in ("deadline", "rounds") else None
+        self._degrees = degrees if policy_of(config.engine).gangs else None
         self._text = facts.text_tokens(config.model.max_sequence_length)
         nets = [net for net in ControlNets(config, facts).all() if not net.problem]
         side = facts.native_resolution // facts.vae_scale_factor
@@ -143,7 +144,7 @@ class StatusPublisher:
             state="loading",
             max_rows=config.engine.max_rows,
             max_waiting=config.engine.max_waiting,
-            devices=config.engine.batches,
+            devices=batches_of(config.engine),
             memory=memory,
             nodes=(NodeStatus("denoiser", model_name(config), "loading"),),
             served=Served(

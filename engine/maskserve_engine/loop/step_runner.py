@@ -13,6 +13,7 @@ from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.flops import BatchFlops, ModelWork, Totals
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
+from maskserve_core.worker.policies import policy_of
 from maskserve_engine.base.job import PreviewEvent, ProgressEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
@@ -70,7 +71,7 @@ class StepRunner:
         self.adapter, self.executor, self.manager = adapter, executor, manager
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
-        self._pair = config.engine.policy == "cfg"
+        self._pair = policy_of(config.engine).deals
         """Whether all devices take every step: the worker is as one that is faster."""
         self._fixed = config.cache.plan == "fixed" or config.cache.conv_halo > 0
         self._dense = ("dense",) * adapter.blocks

@@ -153,6 +153,6 @@ def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:
         accepted_ns=0,
         pixels_id="0" * 32,
     )
-    masked = moments if facts.semantics == "fill" else np.zeros((0, 0, 0), np.float32)
+    masked = moments if facts.semantics.masked_picture else np.zeros((0, 0, 0), np.float32)
     negative = prompt if facts.guidance == "cfg" else None
     return EditJob(request, mask, moments, masked, prompt, negative)

@@ -18,6 +18,7 @@ from maskserve_core.contracts.settings import shares
 from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.errors import DeadlineExceeded, Overloaded
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
+from maskserve_core.worker.policies import batches_of
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import Route
 
@@ -137,7 +138,7 @@ class InTime:
             state="ready",
             max_rows=self._engine.max_rows,
             max_waiting=self._engine.max_waiting,
-            devices=self._engine.batches,
+            devices=batches_of(self._engine),
             running=tuple([edit.status() for edit in running]),
             waiting=tuple([edit.status() for edit in waiting]),
             templates={"device": (wanted.template_id,)},

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,14 +16,8 @@ from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.errors import MaskserveError
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.cost_profile import read_profile
-from maskserve_core.worker.gangs.batching import Batching
-from maskserve_core.worker.gangs.deadline import Deadline
-from maskserve_core.worker.gangs.rounds import Rounds
-from maskserve_core.worker.gangs.scheduler import GangScheduler
-from maskserve_core.worker.gangs.work import GangPolicy
 from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.pair import Pair
-from maskserve_core.worker.spread import Spread
+from maskserve_core.worker.policies import policy_of
 from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
 from maskserve_engine.adapters.control_net_loader import Bring as BringNet
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
@@ -84,7 +79,8 @@ def load_engine(
         ConfigError: the model cannot be served.
     """
     if config.engine.devices > 1:
-        return _load_ranks(config, policy or _policy_of(config), lora_loader)
+        said = partial(policy_of(config.engine).make, config.engine)
+        return _load_ranks(config, policy or said, lora_loader)
     _log.info("the denoiser's device: %s", device_in_words(config))
     device = device_of(config)
     if device.type == "cuda":
@@ -121,39 +117,25 @@ def _load_ranks(
     Raises:
         ConfigError: a rank could not be started.
     """
-    deals = config.engine.policy == "cfg"
+    shared = policy_of(config.engine)
     on_gpus = device_of(config).type == "cuda"
     check_devices(config, torch.cuda.device_count() if on_gpus else 0)
     ranks = RankProcesses(config)
     own = ranks.scheduling_config
-    most = 1 if config.engine.policy == "spread" else config.engine.devices
+    most = config.engine.devices if shared.shares_steps else 1
     inbox = Inbox()
     return assemble(
         own,
         load_adapter(own),
         revision=ranks.hello.revision,
         executor=lambda adapter, store: GangExecutor(
-            ranks, adapter, store, inbox.put, most, deals=deals
+            ranks, adapter, store, inbox.put, most, deals=shared.deals
         ),
         policy=policy,
         lora_loader=lora_loader,
         elsewhere=ranks.hello.device,
         inbox=inbox,
     )
-
-
-def _policy_of(config: Config) -> MakePolicy:
-    """That of a worker of several devices."""
-    devices = config.engine.devices
-    if config.engine.policy == "spread":
-        return lambda rows, waiting, share: Spread(devices, rows, waiting, share)
-    if config.engine.policy == "cfg":
-        return lambda rows, waiting, share: Pair(devices, rows, waiting, share)
-    if config.engine.policy == "rounds":
-        gangs: GangPolicy = Rounds(devices, round_steps=config.engine.round_steps)
-    else:
-        gangs = Deadline(devices)
-    return lambda rows, waiting, share: GangScheduler(Batching(gangs, rows), devices, rows, waiting)
 
 
 def assemble(

@@ -274,7 +274,7 @@ class EditEncoder:
 
     def _pictures(self, number: int, each: ToEncode, masked: _MaskedPictures) -> _Pictures:
         template, kept = self._template(each.edit, each.pixels)
-        if self._encoder.facts.semantics != "fill":
+        if not self._encoder.facts.semantics.masked_picture:
             return _Pictures(template.moments, NO_MOMENTS, kept, True, 1)
         if not each.edit_mask.any():  # a template that is primed
             return _Pictures(template.moments, template.moments, kept, True, 1)
@@ -287,7 +287,7 @@ class EditEncoder:
 
     def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
         """Edits whose masked pictures may share a call: none is known to go in pieces."""
-        if not self._shares_calls or self._encoder.facts.semantics != "fill":
+        if not self._shares_calls or not self._encoder.facts.semantics.masked_picture:
             return []
         found = []
         for number, (edit, _, edit_mask, _) in enumerate(edits):

@@ -211,7 +211,7 @@ def main() -> int:
     run = Run(rig, classes)
     few = first_looks(run.default, rig.adapter.facts, args.steps)
     run.make(frontier(run.default, args.steps) if args.frontier else few)
-    semantics = rig.adapter.facts.semantics
+    semantics = rig.adapter.facts.semantics.name
     reference = "dense" if args.frontier or semantics == "inpaint" else "diffusers"
     if reference == "diffusers":
         from diffusers import FluxFillPipeline

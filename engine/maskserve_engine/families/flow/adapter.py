@@ -16,7 +16,7 @@ from maskserve_core.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.imaging.masks import cover_a_side
 from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.registry import counted_work
+from maskserve_core.models.registry import counted_work, records_steps
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
@@ -110,8 +110,6 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Self:
         """Raises ConfigError when a part is missing or unreadable."""
-        if config.cache.conv_halo:
-            raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
         if config.engine.flux_cuda_graphs and config.cache.placed_bytes > 0:
             raise ConfigError(
                 f"[cache] placed_bytes: {config.cache.placed_bytes} does not go with "
@@ -125,7 +123,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             compiled=config.model.compile,
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
-            graphs=config.engine.flux_cuda_graphs,
+            graphs=records_steps(facts, config),
             control_refresh=config.controls.refresh,
         )
 
@@ -336,8 +334,8 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         return job.request.settings.guidance_scale if self.facts.guidance == "embedded" else None
 
     def _filled(self, template: FlowTemplate) -> FlowTemplate:
-        fill = self.facts.semantics == "fill"
-        return template.filled(self.facts.vae_scale_factor) if fill else template
+        masked = self.facts.semantics.masked_picture
+        return template.filled(self.facts.vae_scale_factor) if masked else template
 
     def _negative(self, job: EditJob, prompt: FlowPrompt | None) -> Negative | None:
         if prompt is None:

@@ -325,7 +325,7 @@ class FlowPreparation:
     def _start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
         """Draw everything else random of the edit, in the pipeline's own order, on the CPU."""
         image, factor = self._posterior(job.moments), self._facts.vae_scale_factor
-        if self._facts.semantics == "fill":
+        if self._facts.semantics.masked_picture:
             masked = self._posterior(job.masked_moments)
             return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
         seed = job.request.template_noise_seed if self._shares_noise else None

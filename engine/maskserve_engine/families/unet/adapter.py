@@ -15,6 +15,7 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import Anchor, anchor_steps
 from maskserve_core.contracts.settings import acting
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.registry import records_steps
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.adapters.fuse import fused
@@ -117,16 +118,6 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         """Raises ConfigError when a part is missing, unreadable or not served."""
         from diffusers import AutoencoderKL, UNet2DConditionModel
 
-        if config.model.first_block_threshold:
-            raise ConfigError("[model] first_block_threshold: a setting of FLUX models; use 0")
-        if config.model.t5_weights != "bf16":
-            raise ConfigError('[model] t5_weights: a setting of FLUX models; use "bf16"')
-        if config.model.t5_offload:
-            raise ConfigError("[model] t5_offload: a setting of FLUX models; use false")
-        if config.engine.flux_cuda_graphs:
-            raise ConfigError("[engine] flux_cuda_graphs: a setting of FLUX models; use false")
-        if config.model.gguf:
-            raise ConfigError("[model] gguf: a setting of FLUX models; use none")
         if config.cache.conv_halo and config.cache.entry_kind != "kv":
             raise ConfigError(
                 f"[cache] conv_halo: {config.cache.conv_halo} goes with entry_kind kv, "
@@ -143,7 +134,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             own_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
             outside_noise=config.model.outside_noise,
-            graphs=config.engine.cuda_graphs,
+            graphs=records_steps(facts, config),
             control_refresh=config.controls.refresh,
         )
 

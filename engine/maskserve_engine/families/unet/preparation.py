@@ -66,7 +66,7 @@ class UnetPreparation:
         self._facts = facts
         self._vae_dtype, self._dtype = vae_dtype, dtype
         self._levels, self._halo, self._buckets = levels, halo, buckets
-        self._shares_noise = outside_noise == "template" and facts.semantics == "inpaint"
+        self._shares_noise = outside_noise == "template" and facts.semantics.blends
         self.noise_levels = NoiseLevels(sampler)
         self.schedule_of = lru_cache(maxsize=256)(partial(UnetSchedule, sampler, self.noise_levels))
         """By number of steps and strength."""
@@ -147,7 +147,7 @@ class UnetPreparation:
 
     @property
     def _fill(self) -> bool:
-        return self._facts.semantics == "fill"
+        return self._facts.semantics.masked_picture
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self._facts.latents, self._vae_dtype)

@@ -13,13 +13,14 @@ import pytest
 from maskserve_core.contracts.reuse_levels import LEVELS, levels_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.semantics import FILL, INPAINT, Semantics
 from tests.fakes.facts import FILL_FACTS
 
 TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
 
 
 @pytest.mark.parametrize(("semantics", "cached"), LEVELS)
-def test_levels_are_what_was_measured(semantics: str, cached: bool) -> None:
+def test_levels_are_what_was_measured(semantics: Semantics, cached: bool) -> None:
     table = json.loads((TABLES / f"quality-frontier-{semantics}.json").read_text(encoding="utf-8"))
     systems, before = table["systems"], (100.0, 1.0)
     whole = systems[table["default"]]["flux_flop_speedup"] if cached else 1.0
@@ -49,7 +50,7 @@ def under(points: list[tuple[float, float]], psnr: float, work: float) -> bool:
 def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
     """Of what reads the entries that are there; the lowest level is where the table ends."""
     table = json.loads((TABLES / "quality-frontier-fill.json").read_text(encoding="utf-8"))
-    systems, levels = table["systems"], LEVELS["fill", True]
+    systems, levels = table["systems"], LEVELS[FILL, True]
     whole = systems[table["default"]]["flux_flop_speedup"]
     entries = table["default"].rpartition("-")[0]
     points = [(level.psnr, level.work) for level in levels]
@@ -67,26 +68,26 @@ def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
     assert any(not under(without, *point) for point in points)  # rings are worth it
 
 
-def facts(semantics: str) -> ModelFacts:
+def facts(semantics: Semantics) -> ModelFacts:
     return replace(FILL_FACTS, semantics=semantics)
 
 
-def names(semantics: str = "fill", *, cached: bool = True, **asked: Any) -> list[str]:
+def names(semantics: Semantics = FILL, *, cached: bool = True, **asked: Any) -> list[str]:
     settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
     made = msgspec.convert(settings, EditSettings)
     return [level.name for level in levels_of(made, facts(semantics), cached=cached)]
 
 
 def test_an_edit_may_take_what_holds_its_floor() -> None:
-    every = [level.name for level in LEVELS["fill", True]]
+    every = [level.name for level in LEVELS[FILL, True]]
     assert names() == every
     assert names(reuse_floor=38.0) == every[:3]
     assert names(reuse_floor=45.0) == []
     assert names(reuse="exact", reuse_floor=None) == []
     assert names(first_block_threshold=0.1) == every[4:]
-    assert names(cached=False) != names() != names("inpaint")
+    assert names(cached=False) != names() != names(INPAINT)
     settings = EditSettings(reuse="elastic", reuse_floor=0.0)
-    none = replace(facts("fill"), skips_steps=False)
+    none = replace(facts(FILL), skips_steps=False)
     assert levels_of(settings, none, cached=True) == ()
 
 
@@ -94,4 +95,4 @@ def test_an_edit_may_take_what_holds_its_floor() -> None:
     "asked", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}, {"controls": [{"name": "any"}]}]
 )
 def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(asked: dict[str, Any]) -> None:
-    assert names(**asked) == [level.name for level in LEVELS["fill", True] if level.ring is None]
+    assert names(**asked) == [level.name for level in LEVELS[FILL, True] if level.ring is None]

@@ -32,6 +32,7 @@ from maskserve_core.imaging.postprocess import source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models import unet
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS
@@ -307,7 +308,7 @@ def test_inpaint_models_get_whole_latents_so_that_no_mask_vanishes() -> None:
     mask[13, 21] = 255
     picture = encode_image(np.stack([mask] * 3, axis=2), "png")
     source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
-    for semantics, expected in (("fill", 1), ("inpaint", FILL_FACTS.vae_scale_factor**2)):
+    for semantics, expected in ((FILL, 1), (INPAINT, FILL_FACTS.vae_scale_factor**2)):
         facts = replace(FILL_FACTS, semantics=semantics, native_resolution=64)
         ready = prepare(facts, IMAGE=source, MASK=picture, SETTINGS=b"{}")
         assert (ready.edit_mask > 127).sum() == expected

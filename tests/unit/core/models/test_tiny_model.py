@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from maskserve_core.models.registry import load_facts
+from maskserve_core.models.semantics import FILL, INPAINT
 
 
 @pytest.mark.parametrize("semantics", ["fill", "inpaint"])
@@ -45,7 +46,7 @@ def test_diffusers_edits_with_it(semantics: str, request: pytest.FixtureRequest)
 
 def test_facts_name_its_sizes(tiny_fill: Path, tiny_inpaint: Path) -> None:
     fill, inpaint = load_facts(tiny_fill), load_facts(tiny_inpaint)
-    assert (fill.semantics, inpaint.semantics) == ("fill", "inpaint")
+    assert (fill.semantics, inpaint.semantics) == (FILL, INPAINT)
     assert fill.native_resolution == 64
     assert fill.token_pixels == 8
     assert fill.guidance == "embedded"

@@ -74,7 +74,7 @@ def model(
 def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
     from diffusers import FluxFillPipeline, FluxInpaintPipeline
 
-    fill = model.adapter.facts.semantics == "fill"
+    fill = model.adapter.facts.semantics.masked_picture
     pipeline: Any = (FluxFillPipeline if fill else FluxInpaintPipeline).from_pretrained(
         model.folder
     )
@@ -150,7 +150,7 @@ def test_a_mixed_batch_equals_that_of_one_rank(
 ) -> None:
     """Dense, cached and priming rows, one with a LoRA, some with two passes; one active token."""
     number = MIXES.index((kinds, format))
-    count = (2, 4)[(number + (model.adapter.facts.semantics == "fill")) % 2]
+    count = (2, 4)[(number + (model.adapter.facts.semantics.masked_picture)) % 2]
     jobs = [model.job(seed, num_inference_steps=3) for seed in range(number, number + 3)]
     jobs.append(one_token(model.job(9, num_inference_steps=4, strength=1.0)))
     primed = [Primed(model.adapter, model.encoder, job, format=format) for job in jobs]

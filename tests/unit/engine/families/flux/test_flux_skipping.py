@@ -118,7 +118,7 @@ def test_a_dense_row_equals_the_pipeline_with_first_block_cache(
     from diffusers import FluxFillPipeline, FluxInpaintPipeline
     from diffusers.hooks import FirstBlockCacheConfig
 
-    fill = adapter.facts.semantics == "fill"
+    fill = adapter.facts.semantics.masked_picture
     pipeline: Any = (FluxFillPipeline if fill else FluxInpaintPipeline).from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     transformer = pipeline.transformer

@@ -35,7 +35,7 @@ def test_facts_are_read_from_the_folder(
     tiny_unets: dict[str, Path], name: str, semantics: str, micro: bool
 ) -> None:
     facts = load_facts(tiny_unets[name])
-    assert (facts.family, facts.semantics, facts.guidance) == ("unet", semantics, "cfg")
+    assert (facts.family, facts.semantics.name, facts.guidance) == ("unet", semantics, "cfg")
     assert facts.micro_conditioning is micro
     assert (facts.token_pixels, facts.size_multiple, facts.native_resolution) == (4, 4, 64)
     assert facts.text_tokens(512) == TEXT_LENGTH

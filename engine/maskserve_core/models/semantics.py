@@ -1,0 +1,24 @@
+"""What models take of an edit's source and mask. A family's `PIPELINES` say which of them it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Semantics:
+    """One way of telling a model what to edit."""
+
+    name: str
+    masked_picture: bool
+    """Whether the mask, and the source with what it covers blanked, are inputs of the model."""
+    blends: bool
+    """Whether latents outside the mask follow the noised source, step by step. The mask is then
+    sampled once per latent."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FILL = Semantics("fill", masked_picture=True, blends=False)
+INPAINT = Semantics("inpaint", masked_picture=False, blends=True)
