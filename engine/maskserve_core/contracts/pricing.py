@@ -17,6 +17,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
+from maskserve_core.planning.tiers import TIERS
+
 
 @dataclass(frozen=True, slots=True)
 class RowPrice:
@@ -138,6 +140,6 @@ class Pricing:
 
     def fetch_s(self, tier: str) -> float:
         """Seconds until entries from `tier` can be loaded by steps; infinite if never."""
-        if tier in ("host", "device"):
+        if tier in TIERS and TIERS[tier].read_by_steps:
             return 0.0
         return self.fetch.get(tier, math.inf)

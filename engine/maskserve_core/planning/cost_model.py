@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.planning.flops import Floats
+from maskserve_core.planning.tiers import TIERS
 
 VERSION = 1
-TIERS = ("device", "host", "disk", "remote")
-"""From near to far."""
 SOURCES = ("measured", "estimate")
 _LEAST_SHARE = 1e-3
 """Of the longest sample: shorter ones count as if they were as long, in relative errors."""
@@ -223,8 +222,6 @@ _LAUNCH = 6e-6
 """Seconds that Python, torch and the driver take to launch a kernel, about."""
 _CPU_COPY = 10e9
 """Pages of the host tier are the CPU's own memory: a copy, at about what one core moves."""
-_OTHER_GBYTES = {"disk": 7.0, "remote": 1.0}
-"""One PCIe 4 NVMe drive; a 10 Gbit/s network."""
 
 H100 = Rates("H100", 989e12, 64e9 * LINK_EFFICIENCY, EFFICIENCY)
 """SXM, bfloat16, by its data sheet: what is simulated where nothing else is asked for. Launches are
@@ -258,9 +255,10 @@ def estimate(rates: Rates) -> CostModel:
         device=rates.device,
         compute=Line(rates.step_fixed, 1 / (rates.product_flops * rates.step_share)),
         loads={
-            "device": Line(0.0, 0.0),
-            "host": Line(rates.transfer_fixed, 1 / rates.link_bytes),
-            **{t: Line(1e-4, 1e-9 / rate) for t, rate in _OTHER_GBYTES.items()},
+            tier.name: Line(rates.transfer_fixed, 1 / rates.link_bytes)
+            if tier.gbytes is None
+            else Line(tier.wait, 1e-9 / tier.gbytes)
+            for tier in TIERS.values()
         },
         source="estimate",
         launch=rates.launch,

@@ -9,6 +9,7 @@ from maskserve_core.contracts.pricing import Pricing, RowPrice
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
 from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.tiers import HOST, TIERS
 
 _KV = 1  # column of block_bytes
 _BETWEEN_TILES = (0.05, 0.5)
@@ -53,7 +54,7 @@ def pricing_of(
     per_mask = (flops[many] - flops[few]) / (many - few)
     whole = tuple(float(n) for n in work.tokens)
     loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
-    per_byte = costs.loads["host"].per_unit if "host" in costs.loads else 0.0
+    per_byte = costs.loads[HOST.name].per_unit if HOST.name in costs.loads else 0.0
     template = anchors * entry_bytes(work, "kv", fmt, copies=halves)
     return Pricing(
         step=costs.compute.fixed,
@@ -64,7 +65,7 @@ def pricing_of(
         fetch={
             tier: costs.load_seconds(tier, template)
             for tier in costs.loads
-            if tier not in ("device", "host")
+            if not TIERS[tier].read_by_steps
         },
         tokens=tokens,
         controls={

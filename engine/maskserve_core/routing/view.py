@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
-from maskserve_core.planning.cost_model import TIERS
+from maskserve_core.planning.tiers import DEVICE, HOST, TIERS
 from maskserve_core.routing.adapters import AdapterView
 from maskserve_core.routing.profile import Profile, RowLoad, build_profile
 
@@ -84,7 +84,7 @@ class WorkerView:
     def tier_of(self, template_id: str) -> str | None:
         """The nearest tier that has the template's entries, or `None`."""
         if self.templates is None:
-            return "host"
+            return HOST.name
         for tier in TIERS:
             if template_id in self.templates.get(tier, ()):
                 return tier
@@ -111,7 +111,7 @@ class WorkerView:
         if tier is None:
             return dense, 0.0, 0.0, False
         compute, load = pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
-        if tier == "device":
+        if tier == DEVICE.name:
             load = 0.0
         first = min(1.0, edit.dense_steps / edit.steps)
         compute, load = compute + first * (dense - compute), (1.0 - first) * load
@@ -169,7 +169,7 @@ class WorkerView:
         """
         templates = {tier: frozenset(ids) for tier, ids in status.templates.items()}
         nowhere: frozenset[str] = frozenset()
-        on_device = templates.get("device", nowhere)
+        on_device = templates.get(DEVICE.name, nowhere)
 
         def rows(given: tuple[RowStatus, ...]) -> tuple[RowLoad, ...]:
             loads = []

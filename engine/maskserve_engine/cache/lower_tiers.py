@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_core.planning.tiers import HOST
 from maskserve_engine.cache.background import Background
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import EntrySource
@@ -262,7 +263,7 @@ class LowerTiers:
                 for tier in self.folders:
                     tier.put(key, entry, note)
                 with self._lock:
-                    self._open[key, anchor] = EntrySource(entry, "host", self.remote.name)
+                    self._open[key, anchor] = EntrySource(entry, HOST.name, self.remote.name)
             with self._lock:  # what came too late is found from now on
                 _, known = self._probed.get(key, (0.0, frozenset()))
                 came = {anchor for anchor in anchors if (key, anchor) in self._open}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_core.planning.tiers import DEVICE
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims, computed_anew
 
@@ -22,7 +23,7 @@ class MemoryTier:
         clock: seconds.
     """
 
-    name = "device"
+    name = DEVICE.name
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import fsspec
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_core.planning.tiers import REMOTE
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import BadEntry, dump_entry, read_entry
 from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of
@@ -39,7 +40,7 @@ class RemoteTier(StoredTier):
         rebuild: Rebuild = computed_anew,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__("remote", url, budget_bytes, rebuild, clock)
+        super().__init__(REMOTE.name, url, budget_bytes, rebuild, clock)
         self._files, self._root = fsspec.core.url_to_fs(url)
         self._used: dict[str, float] = {}
         self._pins: set[str] = set()

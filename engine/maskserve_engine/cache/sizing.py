@@ -13,6 +13,7 @@ from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, kept_bytes
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.planning.planner import plan
+from maskserve_core.planning.tiers import DEVICE, HOST, TIERS
 from maskserve_core.planning.two_stream import step_costs
 from maskserve_engine.cache.stored_tier import SUFFIX
 
@@ -49,7 +50,7 @@ def choose_kinds(
         return _of_use(work, (_KEPT[wanted],) * len(work.blocks))
     row = work.row_at(_TYPICAL, text)
     spare = tuple(total - active for total, active in zip(work.tokens, row.active, strict=True))
-    loads = {"host": block_bytes(work, [spare], fmt, copies=halves)}
+    loads = {HOST.name: block_bytes(work, [spare], fmt, copies=halves)}
     best = plan(step_costs(work, work.totals([row]), costs, loads))
     # A block that is computed restores its hidden states, if anything.
     return _of_use(work, tuple(_KEPT["kv" if kind == "kv" else "h"] for kind in best.kinds))
@@ -109,15 +110,11 @@ def check_sizes(
     Raises:
         ConfigError: a configured budget cannot hold one template.
     """
-    configured = {
-        "device": ("budget_bytes", config.budget_bytes),
-        "host": ("host_bytes", config.host_bytes),
-        "disk": ("disk_bytes", config.disk_bytes),
-    }
     for tier, budget in budgets:
-        name, asked = configured[tier]
+        name = TIERS[tier].budget
+        asked = getattr(config, name)
         # With files behind it the device needs no more than what a row reads at a time.
-        least = size.anchor_bytes if tier == "device" and len(budgets) > 1 else size.nbytes
+        least = size.anchor_bytes if tier == DEVICE.name and len(budgets) > 1 else size.nbytes
         if asked and budget < least:
             raise ConfigError(
                 f"[cache] {name}: {asked} bytes cannot hold one template of "

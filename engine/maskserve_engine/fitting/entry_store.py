@@ -20,6 +20,7 @@ from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, Rates, estimate
 from maskserve_core.planning.cost_profile import read_profile
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
+from maskserve_core.planning.tiers import DEVICE, TIERS
 from maskserve_engine.cache.entries import Coded, encode
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
 from maskserve_engine.cache.folder_tier import FolderTier
@@ -179,28 +180,25 @@ def open_store(
         ConfigError: a budget cannot hold one template, or a folder cannot be written to.
     """
     cache = config.cache
-    budgets = [("device", budget)] if budget else []
-    places = [
-        ("host", cache.host_dir, cache.host_bytes),
-        ("disk", cache.disk_dir, cache.disk_bytes),
-    ]
+    budgets = [(DEVICE.name, budget)] if budget else []
     folders: list[FolderTier] = []
     remote = None
     below: Rebuild = computed_anew
     if cache.enabled and cache.remote_url:
         remote = RemoteTier(cache.remote_url, cache.remote_bytes)
-    for name, folder, configured in reversed(places):
-        if cache.enabled and folder:
+    for place in reversed(TIERS.values()):
+        folder = getattr(cache, place.folder) if place.folder and cache.enabled else ""
+        if folder:
             try:
-                whole = folder_budget(configured, folder)
-                register = mover.register if name == "host" else _not_registered
-                tier = FolderTier(name, folder, whole, below, opened=register)
+                whole = folder_budget(getattr(cache, place.budget), folder)
+                register = mover.register if place.memory else _not_registered
+                tier = FolderTier(place.name, folder, whole, below, opened=register)
             except OSError as error:
                 why = f"{folder} cannot be used: {error.strerror}"
-                raise ConfigError(f"[cache] {name}_dir: {why}") from error
+                raise ConfigError(f"[cache] {place.folder}: {why}") from error
             below = fetched_from(tier, costs, below)
             folders.insert(0, tier)
-            budgets.insert(1 if budget else 0, (name, tier.budget_bytes))
+            budgets.insert(1 if budget else 0, (place.name, tier.budget_bytes))
     if cache.enabled:
         check_sizes(cache, size, budgets)
     return Store(

@@ -17,6 +17,7 @@ from maskserve_core.contracts.reuse_levels import ReuseLevel
 from maskserve_core.contracts.settings import shares
 from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.errors import DeadlineExceeded, Overloaded
+from maskserve_core.planning.tiers import DEVICE
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
 from maskserve_core.worker.policies import batches_of
 from maskserve_engine.requests.state import RequestState
@@ -141,7 +142,7 @@ class InTime:
             devices=batches_of(self._engine),
             running=tuple([edit.status() for edit in running]),
             waiting=tuple([edit.status() for edit in waiting]),
-            templates={"device": (wanted.template_id,)},
+            templates={DEVICE.name: (wanted.template_id,)},
         )
         return WorkerView.from_status(status, pricing, 0.0)
 

@@ -15,6 +15,7 @@ from diffusers import AutoencoderKL
 from maskserve_core.models import flux, unet
 from maskserve_core.models.facts import EditDefaults
 from maskserve_core.models.registry import FAMILIES, load_facts
+from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
 
 
@@ -28,8 +29,8 @@ def own(pipeline: str) -> EditDefaults:
 @pytest.mark.parametrize(
     ("pipeline", "defaults"),
     [
-        ("FluxFillPipeline", flux.DEFAULTS["fill"]),
-        ("FluxInpaintPipeline", flux.DEFAULTS["inpaint"]),
+        ("FluxFillPipeline", flux.DEFAULTS[FILL]),
+        ("FluxInpaintPipeline", flux.DEFAULTS[INPAINT]),
         ("StableDiffusionInpaintPipeline", unet.DEFAULTS),
         ("StableDiffusionXLInpaintPipeline", unet.DEFAULTS),
     ],
