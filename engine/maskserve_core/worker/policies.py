@@ -22,7 +22,7 @@ from maskserve_core.worker.step_scheduler import SchedulingPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class DevicePolicy:
     """What the engine asks of a policy."""
 
     make: Callable[[EngineConfig, int, int, float], SchedulingPolicy]
@@ -41,7 +41,7 @@ class Policy:
         return self.gangs or self.deals
 
 
-def policy_of(engine: EngineConfig) -> Policy:
+def policy_of(engine: EngineConfig) -> DevicePolicy:
     """That of a worker."""
     return POLICIES[engine.policy]
 
@@ -81,20 +81,20 @@ def _heads(devices: int, facts: ModelFacts) -> str | None:
 
 
 POLICIES = {
-    "spread": Policy(lambda engine, *bounds: Spread(engine.devices, *bounds)),
-    "deadline": Policy(
+    "spread": DevicePolicy(lambda engine, *bounds: Spread(engine.devices, *bounds)),
+    "deadline": DevicePolicy(
         lambda engine, rows, waiting, _: _gangs(Deadline(engine.devices), engine, rows, waiting),
         gangs=True,
         problem=_heads,
     ),
-    "rounds": Policy(
+    "rounds": DevicePolicy(
         lambda engine, rows, waiting, _: _gangs(
             Rounds(engine.devices, round_steps=engine.round_steps), engine, rows, waiting
         ),
         gangs=True,
         problem=_heads,
     ),
-    "cfg": Policy(
+    "cfg": DevicePolicy(
         lambda engine, *bounds: Pair(engine.devices, *bounds), deals=True, problem=_two_passes
     ),
 }
