@@ -30,6 +30,8 @@ COMMANDS = {
     # The quality of pictures.
     "eval_quality": "quality.command",
     "profile_lora": "quality.profile_lora",
+    # The code itself.
+    "module_index": "documents.module_index",
 }
 """The module of each command inside this package. It has a `main()` that reads `sys.argv`, and its
 docstring's first paragraph says what is measured."""

@@ -1,6 +1,7 @@
-"""The README's commands, as printed, in a shell that knows nothing of the virtual environment.
+"""The commands of README.md and docs/api.md, as printed, in a shell that knows nothing of the
+virtual environment.
 
-Only the ports differ: others may use those of the README.
+Only the ports differ: others may use those of the documents.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_serving.ports import Ports, free_base_port
+from maskserve_serving.ports import free_base_port
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(
-    r"```(bash|python)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+README, API = (
+    re.findall(r"```(bash|python)\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL)
+    for name in ("README.md", "docs/api.md")
 )
-SERVE = [code for language, code in BLOCKS if "maskserve serve" in code]
+[SERVE] = [code for _, code in README if "maskserve serve" in code]
+"""What all examples ask."""
 EXAMPLES = [
     (language, code)
-    for language, code in BLOCKS
-    if re.search(r"localhost:(900\d|8081|8080/v2)|maskserve (edit|status|templates)", code)
+    for language, code in README + API
+    if re.search(r"localhost:\d|maskserve (edit|status|templates|adapters)", code)
 ]
 
 
@@ -38,7 +42,6 @@ class Clone:
     """
 
     folder: Path
-    ports: Ports
     router: int
     """Its HTTP port; gRPC is behind it."""
     try_command: str
@@ -48,7 +51,7 @@ class Clone:
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", code],
             cwd=self.folder,
-            env=environment() | {"MASKSERVE_URL": f"localhost:{self.ports.grpc}"},
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=240,
@@ -73,16 +76,14 @@ def clone(
     folder = tmp_path_factory.mktemp("clone")
     (folder / "assets").symlink_to(ROOT / "assets")
     (folder / ".venv").symlink_to(sys.prefix)
-    [serve] = SERVE
     base = free_base_port(2)
-    command = serve.partition("#")[0].strip()
+    command = SERVE.replace("\\\n", " ").strip()
     process = subprocess.Popen(
         [
             "bash",
             "-c",
-            f"exec {command} --adapters assets/adapters --devices-per-worker {request.param} "
-            f"--controlnets assets/controlnets --base-port {base} "
-            f"--router --router-port {base + 10}",
+            f"exec {command} --devices-per-worker {request.param} --base-port {base} "
+            f"--router-port {base + 10}",
         ],
         cwd=folder,
         env=environment(),
@@ -99,7 +100,7 @@ def clone(
                 break
         assert process.poll() is None, "".join(said)
         tried = said[-1].removeprefix("try: ")
-        yield Clone(folder, Ports.of_worker(base, 0), base + 10, tried)
+        yield Clone(folder, base + 10, tried)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=90)
@@ -114,10 +115,36 @@ def check_edited(folder: Path) -> None:
         assert edited.size == source.size
 
 
-def test_the_readme_has_its_examples() -> None:
-    tools = ("maskserve edit", "curl", "tritonclient.grpc", "maskserve_client")
-    for tool in tools:
-        assert any(tool in code for _, code in EXAMPLES), tool
+def check_lora_and_control_show(folder: Path) -> None:
+    """The LoRA's colour is there, in the outline's place and not all over the mask."""
+    with (
+        Image.open(folder / "edited.png") as edited,
+        Image.open(ROOT / "assets" / "demo" / "outline.png") as outline,
+        Image.open(ROOT / "assets" / "demo" / "mask.png") as mask,
+    ):
+        red, green, blue = np.asarray(edited.convert("RGB")).astype(int).transpose(2, 0, 1)
+        line = np.asarray(outline.convert("L")) > 127
+        masked = np.asarray(mask.convert("L")) > 127
+    warm = masked & (red - blue > 40)
+    brown = warm & (red < 190) & (green > red // 4)
+    assert brown.sum() > 0.7 * warm.sum(), "the LoRA does not show"
+    rows, columns = np.nonzero(line)
+    inside = np.zeros_like(masked)
+    inside[rows.min() - 8 : rows.max() + 9, columns.min() - 8 : columns.max() + 9] = True
+    assert (warm & inside).sum() > 0.9 * warm.sum(), "the ControlNet does not show"
+
+
+def test_the_documents_have_their_examples() -> None:
+    for tool in ("maskserve edit", "openai", "tritonclient.grpc"):
+        assert len([code for _, code in README if tool in code]) == 1, tool
+    for tool in ("curl", "tritonclient.grpc", "maskserve_client", "--lora", "--control"):
+        assert any(tool in code for _, code in API), tool
+
+
+def test_all_examples_ask_the_one_server_that_is_started() -> None:
+    for _, code in EXAMPLES:
+        assert set(re.findall(r"localhost:(\d+)", code)) <= {"8080", "8081"}, code
+        assert "maskserve edit" not in code or "--url localhost:8081" in code, code
 
 
 @pytest.mark.parametrize(
@@ -126,8 +153,6 @@ def test_the_readme_has_its_examples() -> None:
 def test_an_example_runs_as_printed(language: str, code: str, clone: Clone) -> None:
     edited = clone.folder / "edited.png"
     edited.unlink(missing_ok=True)
-    code = code.replace("localhost:9000", f"localhost:{clone.ports.http}")
-    code = code.replace("localhost:9001", f"localhost:{clone.ports.grpc}")
     code = code.replace("localhost:8080", f"localhost:{clone.router}")
     code = code.replace("localhost:8081", f"localhost:{clone.router + 1}")
     if language == "python":
@@ -136,6 +161,8 @@ def test_an_example_runs_as_printed(language: str, code: str, clone: Clone) -> N
     ran = clone.shell(code)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     check_edited(clone.folder)
+    if "a brown star" in code:
+        check_lora_and_control_show(clone.folder)
 
 
 def test_what_serve_says_to_try_works(clone: Clone) -> None:

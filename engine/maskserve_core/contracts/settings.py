@@ -112,31 +112,39 @@ class EditSettings(Table, frozen=True):
     """Settings of one edit; `None` means the model's default."""
 
     model: Name | None = None
-    """Name of the model the client expects; another name than the worker's is refused."""
+    """Name of the model that the client expects: a router chooses by it, a worker refuses any other
+    than its own."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Seed of the request's noise; drawn by the server and reported when absent."""
+    """Of the edit's noise; drawn by the server if it is not given (below 2^32), and named in META.
+    """
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    """Steps of the full schedule; `strength` below 1 runs fewer of them."""
+    """Steps of the full schedule, of which `strength` below 1 runs fewer; the model's by
+    default."""
     guidance_scale: Guidance | None = None
-    """Embedded guidance (FLUX), or the scale of classifier-free guidance (UNets)."""
+    """How closely the prompt is followed; the model's by default. With SDXL and SD 2.1 it is
+    classifier-free guidance: above 1 each step runs the model twice."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
-    """Classifier-free guidance of FLUX with a negative prompt; 1 is off."""
+    """FLUX dev and schnell: how strongly the negative prompt is steered away from; above 1 each
+    step runs the model twice, 1 is off."""
     negative_prompt: Text | None = None
-    """What to steer away from; only with models that run classifier-free guidance."""
+    """What to steer away from. FLUX Fill takes none; FLUX dev and schnell take it together with
+    `true_cfg_scale`."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the schedule that is run."""
     mask_mode: MaskMode = "auto"
-    """`white`: white edits; `alpha`: transparent edits; `auto`: alpha if there is any."""
+    """`white`: white is edited; `alpha`: what is transparent is edited; `auto`: alpha if the mask
+    has any."""
     mask_dilate: Pixels = 0
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: Pixels = 0
-    """Pixels over which the edit fades into the source."""
+    """Pixels beyond the mask over which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
     """Tokens round the mask that a cached edit computes too (64: all of a 1024x1024 picture, from
-    anywhere in it); what is pasted stays the mask's."""
+    anywhere in it); they are not pasted. The model's by default (1)."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
-    """Relative change of what the first block adds below which a step leaves the other blocks out
-    (FirstBlockCache); 0 leaves out none, beyond 1 nearly every step is left out."""
+    """FLUX: a step whose first block changes less than this, relatively, leaves the other blocks
+    out (FirstBlockCache). 0 leaves out none, beyond 1 nearly every step is left out; the model's by
+    default (0)."""
     output_format: OutputFormat = "png"
     """Encoding of the answer."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
@@ -148,38 +156,48 @@ class EditSettings(Table, frozen=True):
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """Whether the template's cached activations may be used; `require` waits for priming."""
+    """`auto`: cached activations are used if there are any; `off`: never; `require`: the edit waits
+    until the template is primed."""
     reproducible: bool = False
-    """Follow a fixed plan in steps of its own: equal requests give equal pixels at any load."""
+    """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind:
+    the template is primed first, then the edit runs cached, or dense where META's `dense_for` says
+    so, in steps that it shares with no other. Where its template cannot be had it ends with an
+    error."""
     loras: LoraSettings = ()
-    """LoRAs whose updates are added up, each with its own scale."""
+    """LoRAs of the edit: `name` of one of `[adapters] store`, and `scale` (1 by default, -100 to
+    100; negative leads away from it)."""
     adapters: AdapterMode = "exact"
-    """`exact`: no step runs before the LoRAs are there; `fast`: the first steps may run without,
-    and steps add what a ControlNet service said of latents before theirs (`[controls] fast`)."""
+    """`exact`: no step runs before the LoRAs are there, and each adds what its ControlNets say of
+    it; `fast`: the first steps may run without LoRAs, and steps do not wait for a ControlNet
+    service: they add what it said one step ahead (docs/adr/0039). A reproducible edit is exact."""
     controls: ControlSettings = ()
-    """ControlNets whose additions are summed, each for a picture of CONTROL."""
+    """ControlNets of the edit: `name` of one in `[controls] folder`, `scale` (1 by default, -10 to
+    10), `start` and `end` (the share of the steps in which it acts, 0 to 1), `image` (which picture
+    of CONTROL; by default the one at the control's own place) and `mode` (of union nets alone)."""
     private_prompt: bool = False
     """Keep the prompt's embeddings for edits of the same API key only: whether the prompt was used
     before cannot be told from another key's times."""
     template_id: TemplateId | None = None
     """A registered template, or a kept result, to edit in place of IMAGE."""
     keep_result: bool = False
-    """Keep the edited picture for some time as a template of the client's own, whose id META names
-    as `result_template_id`, and prime it in the background: the next edit may go on with it."""
+    """Keep the edited picture as a template for the next edit, primed in the background; META's
+    `result_template_id` names it. It goes an hour after its last use (`[limits] result_expires_s`)
+    unless it is registered or pinned."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
-    """The answer is due after this many milliseconds."""
+    """The answer is due after so many milliseconds, from acceptance on."""
     on_late: LateMode = "drop"
-    """What becomes of an edit that is not done by then: `drop`: it ends with an error; `finish`: it
-    goes on."""
+    """`drop`: an edit that is late by then ends with an error, and one that cannot be in time is
+    refused at once; `finish`: it goes on."""
     reuse: ReuseMode = "exact"
-    """`elastic`: an edit that would be late may leave steps out to be in time (FLUX)."""
+    """FLUX, `elastic`: an edit that would be late may leave steps out, with another ring; META's
+    `reuse` says what it did. It needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """dB in the mask against a dense edit, below which no way of doing so is taken as it was
-    measured on the demo models; given with `reuse` `elastic`."""
+    """Required with `reuse` `elastic`, refused without: dB in the mask against a dense edit, below
+    which no way of leaving steps out is taken, as it was measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
-    """Higher runs first."""
+    """A step of it counts as five seconds of waiting, among the edits of one API key."""
     request_id: RequestId | None = None
-    """Name for cancel and logs; made by the server when absent."""
+    """The edit's name for a cancel and in logs; made by the server if it is not given."""
 
     @property
     def limit_ms(self) -> int | None:

@@ -1,45 +1,38 @@
-"""Write the tables of modules in docs/modules.md: each module with its docstring's first line.
+"""Print a table of each package's modules, each with its docstring's first line.
 
-python scripts/module_index.py            # after a change
-python scripts/module_index.py --check    # exit code 1 if the tables are not the code's
+scripts/bench module_index                    # all packages
+scripts/bench module_index engine/maskserve_engine
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from pathlib import Path
 
 from maskserve_harness.checkout import CHECKOUT
 
-DOCUMENT = CHECKOUT / "docs" / "modules.md"
+
+def packages() -> list[Path]:
+    """Of the product, and of what measures and trains."""
+    return sorted(path for path in CHECKOUT.glob("*/maskserve_*") if any(path.rglob("[!_]*.py")))
 
 
-def table(package: Path) -> str:
-    """The markdown table of a package's modules."""
-    rows = []
+def modules(package: Path) -> dict[str, str]:
+    """Path within the package -> what the module's docstring says first; empty without one."""
+    found = {}
     for path in sorted(package.rglob("*.py")):
-        if path.name == "__init__.py" or "__pycache__" in path.parts:
-            continue
-        says = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        first = says.split("\n\n")[0].replace("\n", " ").rstrip(".")
-        rows.append(f"| `{path.relative_to(package).as_posix()}` | {first} |")
-    return "\n".join(["| module | |", "|---|---|", *rows, ""])
-
-
-def updated(text: str) -> str:
-    """The document with the table under each heading `## folder` made anew."""
-
-    def section(match: re.Match[str]) -> str:
-        return f"## {match[1]}\n\n{table(CHECKOUT / match[1])}"
-
-    return re.sub(r"^## (\S+)\n\n(?:\|.*\n)+", section, text, flags=re.MULTILINE)
+        if path.name != "__init__.py":
+            says = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            first = says.split("\n\n")[0].replace("\n", " ").rstrip(".")
+            found[path.relative_to(package).as_posix()] = first
+    return found
 
 
 def main() -> int:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    if "--check" in sys.argv[1:]:
-        return int(updated(text) != text)
-    DOCUMENT.write_text(updated(text), encoding="utf-8")
+    for package in map(Path, sys.argv[1:]) if sys.argv[1:] else packages():
+        print(f"## {package.absolute().relative_to(CHECKOUT)}\n\n| module | |\n|---|---|")
+        for name, says in modules(package).items():
+            print(f"| `{name}` | {says} |")
+        print()
     return 0
