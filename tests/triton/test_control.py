@@ -382,3 +382,39 @@ def test_one_key_may_not_fill_the_queue_of_operations(api: FakeTriton, config: C
         for request in asking:
             request.sender.wait()
         control.close()
+
+
+def test_no_registration_is_lost_beside_another_keys_evictions(
+    api: FakeTriton, config: Config
+) -> None:
+    """62 of 1,951 were: the last owner left while another came, and took the picture along."""
+    control = WorkerControl(api, config)
+    api.models["denoiser"] = lambda call: [reply(META=b'{"freed_bytes": 0}')]
+    image = base64.b64encode(encode_image(np.zeros((5, 7, 3), np.uint8), "png")).decode()
+    stop = threading.Event()
+
+    def register(scope: str) -> str:
+        operation = {"op": "register", "image": image, "prime": False, "scope": scope}
+        name: str = ask(api, control, operation)["template_id"]
+        return name
+
+    def evict(name: str, scope: str) -> Any:
+        return ask(api, control, {"op": "evict", "template_id": name, "scope": scope})
+
+    def others() -> None:
+        while not stop.is_set():
+            evict(register("k2"), "k2")
+
+    other = threading.Thread(target=others)
+    other.start()
+    lost = 0
+    try:
+        for _ in range(300):
+            name = register("k1")
+            lost += control._templates.get(name, "k1") is None
+            lost += not isinstance(evict(name, "k1"), dict)
+    finally:
+        stop.set()
+        other.join()
+        control.close()
+    assert lost == 0

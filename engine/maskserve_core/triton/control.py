@@ -69,6 +69,7 @@ PATIENT = ("register", "prime", "adapters", "adapter_check", "adapter_load")
 """Encoding a large image without a GPU takes its time, and so does a storage far away."""
 _PATIENT_S = 60.0
 _THREADS, _CANCELS = 8, 4
+_STRIPES = 64
 _MOST_WAITING = 256
 """Operations that may wait for a thread."""
 # An operation is a flat object of a few strings, of which only an image may be long. JSON of
@@ -135,6 +136,8 @@ class WorkerControl:
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._admission = Gate(config.runtime_dir)
         self._templates = template_folder(config)
+        self._changing = [threading.Lock() for _ in range(_STRIPES)]
+        """Held while a template is put or evicted, by its id."""
         self._adapters = AdapterOperations(config)
         self._threads = FairThreads(_THREADS, _MOST_WAITING, "control")
         # A cancel is asked for when things go badly: it waits behind no other operation.
@@ -276,7 +279,8 @@ class WorkerControl:
         name = template_id(decoded.pixels, decoded.colour.identity)
         scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
         owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
-        self._templates.put(name, decoded.encoded, owners)
+        with self._changing[int(name[:2], 16) % _STRIPES]:
+            self._templates.put(name, decoded.encoded, owners)
         height, width = decoded.size
         size = {"width": width, "height": height}
         if not operation.get("prime", True):
@@ -320,14 +324,19 @@ class WorkerControl:
         """Forget a template: the registered image and what is cached of it. A client's own wish
         ends nobody else's: it stays for as long as another has registered it.
         """
-        if scope:
-            left = self._templates.disown(name, scope)
-            if left is None:
-                raise TemplateNotFound(f"OP.template_id: {name} was not registered with this key")
-            if [owner for owner in left if owner != SHARED]:
-                return {"template_id": name, "registered": False, "freed_bytes": 0}
-        registered = self._templates.remove(name)
-        freed = ask_denoiser(self._api, {"op": "evict", "template_id": name})["freed_bytes"]
+        # A registration of the same picture waits until what is cached of it is gone, too: what it
+        # primes is then its own.
+        with self._changing[int(name[:2], 16) % _STRIPES]:
+            if scope:
+                gone = self._templates.disown(name, scope)
+                if gone is None:
+                    raise TemplateNotFound(
+                        f"OP.template_id: {name} was not registered with this key"
+                    )
+                if not gone:
+                    return {"template_id": name, "registered": False, "freed_bytes": 0}
+            registered = bool(scope) or self._templates.remove(name)
+            freed = ask_denoiser(self._api, {"op": "evict", "template_id": name})["freed_bytes"]
         if not registered and not freed:
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "registered": False, "freed_bytes": freed}

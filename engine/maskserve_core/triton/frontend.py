@@ -182,7 +182,7 @@ class EditFront:
             meta = with_result(meta, kept)
         answered = call.answer.finish({"IMAGE": event.image, "META": meta})
         if kept is not None and answered and settings.cache != "off":
-            self._results.prime(kept)
+            self._results.prime(kept, call.request_id)
 
     def _judged(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
         """META of the final event, with how it stands to its due time if it has one."""

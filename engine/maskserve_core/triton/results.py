@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError
@@ -12,6 +12,8 @@ from maskserve_core.contracts.keys import scope_of, template_id
 from maskserve_core.errors import MaskserveError
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.shares import Full
+from maskserve_core.triton.fair_threads import FairThreads
 from maskserve_core.triton.pipeline import prime_template
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.templates import template_folder
@@ -33,8 +35,7 @@ class Results:
     def __init__(self, api: Any, config: Config, facts: ModelFacts) -> None:
         self._api, self._config, self._facts = api, config, facts
         self._templates = template_folder(config)
-        self._pool = ThreadPoolExecutor(1, "results")
-        self._places = threading.BoundedSemaphore(_MAX_QUEUED)
+        self._threads = FairThreads(1, _MAX_QUEUED, "results")
 
     def keep(self, image: bytes, request_id: str) -> str | None:
         """Keep an edit's picture, for the client whose edit it was.
@@ -55,13 +56,14 @@ class Results:
             return None
         return name
 
-    def prime(self, name: str) -> None:
-        """Have a kept result primed in the background."""
-        if self._config.cache.enabled and self._places.acquire(blocking=False):
-            self._pool.submit(self._prime, name)
+    def prime(self, name: str, request_id: str) -> None:
+        """Have a kept result primed in the background, in its client's turn."""
+        if self._config.cache.enabled:
+            with suppress(Full):
+                self._threads.submit(scope_of(request_id), partial(self._prime, name))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _prime(self, name: str) -> None:
         try:
@@ -70,5 +72,3 @@ class Results:
                 prime_template(self._api, encoded, self._facts, self._config)
         except (MaskserveError, ConfigError, OSError) as error:
             log.warning("template %s, a result, is not primed: %s", name, error)
-        finally:
-            self._places.release()

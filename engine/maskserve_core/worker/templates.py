@@ -8,15 +8,19 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 from maskserve_core.config import Config, templates_folder
 from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID
 from maskserve_core.errors import Overloaded
-from maskserve_core.files.store import FileStore, chosen_victims, make_private, size_of
+from maskserve_core.files.store import FileStore, make_private, size_of
+from maskserve_core.shares import EVERYBODY, Shares, room
 
 _RESULT = ".result-"
+UNSCOPED = "unscoped"
+"""The owner that stands for those who are not told apart: a worker's own callers, and a router's
+without keys."""
 
 
 def template_folder(config: Config) -> TemplateFolder:
@@ -31,11 +35,14 @@ def template_folder(config: Config) -> TemplateFolder:
 
 
 class TemplateFolder:
-    """One file per template: the image as it was encoded. Beside it an empty file `<id>.<scope>`
-    for each client whose it is, where clients are told apart, and `.result-<id>` where it is a
-    result that nobody has registered, whose time of change is that of its last use.
+    """One file per template: the image as it was encoded. Beside it an empty file `<id>.<owner>`
+    for each owner, a client's scope or UNSCOPED, and for SHARED, who stands for every client but
+    owns nothing; and `.result-<id>` where it is a result that nobody has registered, whose time of
+    change is that of its last use. A template goes with its last owner.
 
-    Several processes may share the folder (`FileStore`); one at a time adds any.
+    Of registered images, and of results, each owner has a share (`core.shares`).
+
+    Several processes may share the folder (`FileStore`); one at a time adds or removes any.
 
     Args:
         path: of the folder, which is made.
@@ -83,8 +90,7 @@ class TemplateFolder:
 
     def owners(self, template_id: str) -> list[str]:
         """Scopes of those whose it is, SHARED among them if it is for every client; sorted."""
-        found = self._store.folder.glob(f"{_checked(template_id)}.*")
-        return sorted(file.suffix[1:] for file in found)
+        return sorted(self._marks(template_id) - {UNSCOPED})
 
     def expires_s(self, template_id: str) -> float | None:
         """Seconds until a result goes if it is not used; None of what was registered."""
@@ -96,18 +102,19 @@ class TemplateFolder:
         expires no more.
 
         Raises:
-            Overloaded: the folder would hold more than its bound.
+            Overloaded: the folder would hold more than its bound, or more of an owner than its
+                share.
             OSError: the folder cannot be written.
         """
-        target = self._file(template_id)
+        owners = frozenset(owners)
         with self._store.alone():
-            if not target.exists() or self._used(template_id) is not None:
-                self._check_room(len(encoded))
-            if not target.exists():
+            there = self._file(template_id).exists()
+            if not there or self._used(template_id) is not None:
+                self._check_room(len(encoded), owners)
+            if not there:
                 self._add(template_id, encoded)
+            self._own(template_id, owners, there=there)
             self._store.mark(_mark(template_id), there=False)
-            for owner in owners:
-                self._store.mark(_owned(template_id, owner))
 
     def put_result(self, template_id: str, encoded: bytes, owners: Iterable[str] = ()) -> None:
         """Keep an edit's result for its owners; those that were not used for long make room.
@@ -116,20 +123,20 @@ class TemplateFolder:
             Overloaded: it alone is more than the bound.
             OSError: the folder cannot be written.
         """
-        target = self._file(template_id)
         if len(encoded) > self._max_result_bytes:
             raise Overloaded(
                 f"{len(encoded)} bytes exceed [limits] max_result_bytes, {self._max_result_bytes}"
             )
+        owners = frozenset(owners)
         with self._store.alone():
-            self._drop_results(self._max_result_bytes - len(encoded))
-            there = target.exists()
+            there = self._file(template_id).exists()
+            if not there:
+                self._make_room(len(encoded), min(owners, default=EVERYBODY))
             if not there or self._used(template_id) is not None:
                 self._store.mark(_mark(template_id))  # before the file: no result is without one
             if not there:
                 self._add(template_id, encoded)
-            for owner in owners:
-                self._store.mark(_owned(template_id, owner))
+            self._own(template_id, owners, there=there)
 
     def keep(self, template_id: str) -> None:
         """What is a result is to expire no more.
@@ -139,52 +146,105 @@ class TemplateFolder:
         """
         with self._store.alone():
             if self._used(template_id) is not None:
-                self._check_room(self._size(template_id))
+                self._check_room(self._size(template_id), self._marks(template_id))
                 self._store.mark(_mark(template_id), there=False)
 
     def expire(self) -> None:
         """Remove the results whose time is over."""
         with self._store.alone():
-            self._drop_results(self._max_result_bytes)
+            self._make_room(0, EVERYBODY)
 
     def remove(self, template_id: str) -> bool:
-        """Forget a template; False when there was none."""
-        found = self._file(template_id).exists()
-        owned = (_owned(template_id, owner) for owner in self.owners(template_id))
-        for name in (*owned, template_id, _mark(template_id)):
-            self._store.mark(name, there=False)
-        return found
+        """Forget a template, whoever owns it; False when there was none."""
+        with self._store.alone():
+            return self._remove(template_id)
 
-    def disown(self, template_id: str, scope: str) -> list[str] | None:
-        """A client gives its template up; who still has it. None: it was none of that client's."""
+    def disown(self, template_id: str, scope: str) -> bool | None:
+        """A client gives its template up; whether that was the last owner, with whom it has gone.
+        None: it was none of that client's.
+        """
         owned = _owned(template_id, scope)
-        if self._store.marked(owned) is None:
-            return None
-        self._store.mark(owned, there=False)
-        return self.owners(template_id)
+        with self._store.alone():
+            if self._store.marked(owned) is None:
+                return None
+            self._store.mark(owned, there=False)
+            if self._marks(template_id) - {SHARED}:
+                return False
+            self._remove(template_id)
+            return True
 
     def ids(self) -> list[str]:
         """Ids of all templates, sorted."""
         return sorted(p.name for p in self._store.folder.iterdir() if TEMPLATE_ID.fullmatch(p.name))
 
-    def _check_room(self, more: int) -> None:
-        held = sum(self._size(name) for name in self.ids() if self._used(name) is None)
-        if held + more > self._max_bytes:
+    def _own(self, template_id: str, owners: Set[str], *, there: bool) -> None:
+        """Write down whose a template is; without a name it is whose that are not told apart."""
+        if there and not self._marks(template_id):
+            owners = owners | {UNSCOPED}  # it was there before owners were written down
+        for owner in owners if owners - {SHARED} else owners | {UNSCOPED}:
+            self._store.mark(_owned(template_id, owner))
+
+    def _marks(self, template_id: str) -> set[str]:
+        """Its owners, as they are written down."""
+        found = self._store.folder.glob(f"{_checked(template_id)}.*")
+        return {file.suffix[1:] for file in found}
+
+    def _first_owners(self) -> dict[str, str]:
+        """Of each template that is somebody's by name the first of these names."""
+        found: dict[str, str] = {}
+        for file in self._store.folder.iterdir():
+            name, dot, owner = file.name.partition(".")
+            if name and dot and owner not in (SHARED, UNSCOPED):
+                found[name] = min(owner, found.get(name, owner))
+        return found
+
+    def _remove(self, template_id: str) -> bool:
+        found = self._file(template_id).exists()
+        owned = (_owned(template_id, owner) for owner in self._marks(template_id))
+        for name in (*owned, template_id, _mark(template_id)):
+            self._store.mark(name, there=False)
+        return found
+
+    def _check_room(self, more: int, owners: Set[str]) -> None:
+        """Raises Overloaded: so many bytes are too many, in all or of one of these owners."""
+        held = {name: self._size(name) for name in self.ids() if self._used(name) is None}
+        total = sum(held.values())
+        if total + more > self._max_bytes:
             raise Overloaded(
-                f"registered images take {held} bytes, and {more} more exceed "
+                f"registered images take {total} bytes, and {more} more exceed "
                 f"[limits] max_template_bytes, {self._max_bytes}; evict templates first"
             )
+        for owner in owners - {SHARED, UNSCOPED}:
+            files = self._store.folder.glob(f"*.{owner}")
+            own = sum(held.get(file.name.partition(".")[0], 0) for file in files)
+            if own and more > room(self._max_bytes, total, own, owner):
+                raise Overloaded(
+                    f"images registered with this key take {own} bytes, and {more} more exceed its "
+                    "share of [limits] max_template_bytes; evict templates first"
+                )
 
-    def _drop_results(self, most: int) -> None:
-        """Remove results until they take `most` bytes and none is left whose time is over."""
+    def _make_room(self, more: int, owner: str) -> None:
+        """Remove the results whose time is over, and then others until there is room for so many
+        bytes of this owner: its own where its share is used up, else those of who has most, and of
+        these the ones that were not used for longest.
+        """
         marks = [mark.name.removeprefix(_RESULT) for mark in self._store.folder.glob(f"{_RESULT}*")]
         names = [name for name in marks if TEMPLATE_ID.fullmatch(name)]
         used = {name: self._used(name) or 0.0 for name in names}
-        over = [name for name in names if time.time() - used[name] >= self._result_expires_s]
-        sizes = {name: self._size(name) for name in names if name not in over}
-        missing = sum(sizes.values()) - most
-        for name in (*over, *(chosen_victims(sizes, missing, used.__getitem__) or ())):
-            self.remove(name)
+        owners = self._first_owners()
+        shares, of = Shares(self._max_result_bytes), dict[str, list[str]]()
+        for name in sorted(names, key=used.__getitem__):
+            if time.time() - used[name] >= self._result_expires_s:
+                self._remove(name)
+                continue
+            whose = owners.get(name, EVERYBODY)
+            of.setdefault(whose, []).append(name)
+            shares.book(whose, self._size(name))
+        while more > (shares.room(owner) if of.get(owner) else shares.budget - shares.total):
+            whose = owner if more <= shares.budget - shares.total else str(shares.most())
+            name = of[whose].pop(0)
+            shares.give_back(whose, self._size(name))
+            self._remove(name)
 
     def _add(self, template_id: str, encoded: bytes) -> None:
         with self._store.aside() as new:

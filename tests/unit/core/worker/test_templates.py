@@ -114,7 +114,7 @@ def test_templates_may_go_while_another_is_put(tmp_path: Path) -> None:
     class Shared(TemplateFolder):
         def ids(self) -> list[str]:
             names = super().ids()
-            self.remove(A)
+            (tmp_path / A).unlink()  # somebody else's hand
             return names
 
     folder = TemplateFolder(tmp_path, max_bytes=100)
@@ -189,7 +189,7 @@ def test_results_make_room_for_newer_ones_and_for_no_registered_template(tmp_pat
     folder.keep(A)
     assert folder.expires_s(A) is None
     assert folder.remove(B)
-    assert {path.name for path in tmp_path.iterdir()} == {A, ".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {A, f"{A}.unscoped", ".lock"}
 
 
 def test_a_result_equal_to_a_registered_template_never_expires(tmp_path: Path) -> None:
@@ -198,3 +198,58 @@ def test_a_result_equal_to_a_registered_template_never_expires(tmp_path: Path) -
     folder.put_result(A, b"picture", ["k2"])
     assert folder.expires_s(A) is None
     assert folder.owners(A) == ["k1", "k2"]
+
+
+@pytest.mark.parametrize("owners", [(), ("shared",), ("k1",), ("k1", "shared")])
+def test_what_others_have_outlives_a_key_that_registers_and_evicts(
+    tmp_path: Path, owners: tuple[str, ...]
+) -> None:
+    """A key registered the same picture and evicted it: templates that were registered at the
+    worker itself, or for all, were gone.
+    """
+    folder = TemplateFolder(tmp_path)
+    folder.put(A, b"picture", owners)
+    folder.put(A, b"picture", ["k2"])
+    assert folder.disown(A, "k2") is False
+    assert folder.disown(A, "k2") is None
+    assert folder.get(A, owners[0] if owners else "") == b"picture"
+    assert folder.owners(A) == sorted(owners)
+
+
+def test_a_template_from_before_owners_were_written_down_is_not_a_keys(tmp_path: Path) -> None:
+    (tmp_path / A).write_bytes(b"picture")
+    folder = TemplateFolder(tmp_path)
+    folder.put_result(A, b"picture", ["k1"])
+    assert folder.disown(A, "k1") is False
+    assert folder.get(A) == b"picture"
+
+
+def test_a_template_goes_with_its_last_owner(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path)
+    folder.put(A, b"picture", ["k1", "shared"])
+    folder.put(A, b"picture", ["k2"])
+    assert folder.disown(A, "k1") is False
+    assert folder.disown(A, "k2") is True
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_one_key_may_not_fill_the_room_for_templates(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path, max_bytes=12)
+    folder.put(A, b"123", ["greedy"])
+    folder.put(B, b"123", ["greedy"])
+    with pytest.raises(Overloaded, match="registered with this key take 6 bytes"):
+        folder.put(C, b"123", ["greedy"])
+    folder.put(C, b"123", ["modest"])
+    folder.put(D, b"123")  # an operator's own may take what is left
+
+
+def test_results_of_one_key_make_room_for_each_other_and_not_of_others(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path, max_result_bytes=12)
+    folder.put_result(A, b"123", ["modest"])
+    used_before(tmp_path, A, 50)
+    names = [f"{n:032x}" for n in range(20)]
+    for number, name in enumerate(names):
+        folder.put_result(name, b"123", ["greedy"])
+        used_before(tmp_path, name, 40 - number)
+    assert folder.get(A, "modest") == b"123"
+    assert folder.ids() == sorted([A, names[-1]])
