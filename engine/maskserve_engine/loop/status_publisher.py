@@ -172,13 +172,13 @@ class StatusPublisher:
             status.templates = self._cache.template_ids()
             status.tier_bytes = self._cache.store.tier_bytes()
             status.counters = {**status.counters, **self._cache.counters()}
-        loras = self._manager.loras
+        loras = self._manager.adapters.loras
         if loras is not None:
             status.adapters, status.adapter_tiers = loras.listed(), loras.tiers()
             status.adapter_loads = loras.costs.published
             status.typical_adapter_bytes = loras.typical_bytes()
             status.counters = {**status.counters, **loras.counters}
-        nets = self._manager.nets
+        nets = self._manager.adapters.nets
         if nets is not None:
             status.controlnets, status.controlnet_loads = nets.listed(), nets.costs.published
             status.typical_controlnet_bytes = nets.typical_bytes

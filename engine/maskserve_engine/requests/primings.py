@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from maskserve_core.errors import Overloaded
-from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor, PrimingRowSpec, RowStep
 from maskserve_engine.requests.state import PrimingState
 from maskserve_engine.requests.templates import TemplateCache
@@ -30,9 +30,8 @@ class Primings:
         cache: where the entries go.
         scheduler: of the batch.
         executor: of the rows.
+        adapters: LoRAs that entries are named by.
         ended: told a template's key when it is in the store or will not be.
-        attach: has a row computed with the adapters of a job's entries.
-        loras: what those add to the model's work.
     """
 
     def __init__(
@@ -41,12 +40,11 @@ class Primings:
         cache: TemplateCache,
         scheduler: SchedulingPolicy,
         executor: Executor,
+        adapters: EditAdapters,
         ended: Callable[[str], None],
-        attach: Callable[[str, EditJob], None],
-        loras: Callable[[EditJob], Sequence[ModelWork]],
     ) -> None:
-        self._attach, self._loras = attach, loras
-        self._adapter, self._cache, self._executor = adapter, cache, executor
+        self._adapter, self.cache, self._executor = adapter, cache, executor
+        self._adapters = adapters
         self._scheduler, self._ended = scheduler, ended
         self.held: dict[str, PrimingState] = {}
         """By the ticket's id."""
@@ -58,13 +56,19 @@ class Primings:
             job: an edit of it, or its registration.
             urgent: an edit waits for it: it is queued as live edits are, not behind them.
             due: when that edit's last step is to end.
+
+        Raises:
+            MaskserveError: one of the LoRAs that its entries are named by cannot be had.
         """
-        priming = self._cache.begin(job)
+        row = f"prime:{self.cache.key_of(job)}"
+        self._adapters.hold_for_entries(row, job)
+        priming = self.cache.begin(job)
         if priming is None:
+            self._adapters.let_go(row)
             return
         tokens = self._adapter.tokens(job).total
         ticket = Ticket(
-            request_id=f"prime:{priming.key}",
+            request_id=row,
             steps=len(priming.anchors),
             total_tokens=tokens,
             active_tokens=tokens,
@@ -77,9 +81,10 @@ class Primings:
         try:
             self._scheduler.submit(ticket)
         except Overloaded:
-            self._cache.end(priming, complete=False)
+            self.cache.end(priming, complete=False)
+            self._adapters.let_go(row)
             return
-        counted = self._adapter.counted(job).with_loras(self._loras(job))
+        counted = self._adapter.counted(job).with_loras(self._adapters.works_of_entries(job))
         state = PrimingState(priming, ticket, tokens, counted)
         self.held[ticket.request_id] = state
 
@@ -97,7 +102,7 @@ class Primings:
         state = self.held[row_id]
         if state.running:
             return  # its row goes on elsewhere
-        prompt = self._cache.prompt()
+        prompt = self.cache.prompt()
         assert prompt is not None, "priming began without its prompt"
         try:
             self._executor.make(
@@ -107,12 +112,14 @@ class Primings:
                     state.priming.anchors,
                     prompt,
                     state.priming.noise_seed,
-                    self._cache.kinds,
-                    self._cache.config.entry_format,
+                    self.cache.kinds,
+                    self.cache.config.entry_format,
                     state.priming.key,
                 ),
             )
-            self._attach(row_id, state.priming.job)
+            job = state.priming.job
+            if job.adapters:
+                self._adapters.attach(row_id, job.request.used_loras)
             state.running = True
         except Exception:
             _log.exception("the row of a priming could not be made", extra=about(row_id))
@@ -138,8 +145,9 @@ class Primings:
         del self.held[state.request_id]
         self._scheduler.cancel(state.request_id)
         self._executor.release(state.request_id)
+        self._adapters.let_go(state.request_id)
         try:
-            self._cache.end(state.priming, complete=complete, unfit=unfit)
+            self.cache.end(state.priming, complete=complete, unfit=unfit)
         finally:  # edits that wait for the template hear of it in any case
             self._ended(state.priming.key)
 

@@ -185,6 +185,11 @@ class LoraUse:
     waited_s: float = 0.0
 
     @property
+    def absent(self) -> bool:
+        """Whether it has any that have not come yet."""
+        return bool(self.wanted) and not self.digests
+
+    @property
     def always(self) -> bool:
         """Whether all steps so far were computed with them."""
         return not self.late and not self.from_step

@@ -1,14 +1,14 @@
-"""Which templates are primed, which edits may use them, and who waits for that (design §4).
+"""Which templates are primed, and which edits may use them (design §4).
 
-Plain bookkeeping on the engine thread: the engine asks what to do with a job, and tells what became
-of a priming row.
+Plain bookkeeping on the engine thread: it is asked what is known of an edit's template, and told
+what became of a priming row.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from maskserve_core.config import Config
@@ -51,6 +51,28 @@ class Route:
 
 DENSE = Route("dense", "off")
 """Without the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the cache knows of a template when an edit of it comes."""
+
+    key: str
+    """Of the entries that fit the edit."""
+    anchors: tuple[Anchor, ...]
+    """That the template has once it is primed."""
+    reads: tuple[Anchor | None, ...]
+    """Per step of the edit: the anchor whose entry it would read; None: it computes all tokens."""
+    dense_steps: int
+    """First steps that compute all tokens."""
+    tier: str | None
+    """Where the template lies; None: it is not primed."""
+    priming: bool
+    """Whether it is being primed."""
+    may_prime: bool
+    """Whether it can be primed now: it is not on its way, and priming it was not put off."""
+    worth_priming: bool
+    """Likewise, and whether it was seen often enough."""
 
 
 @dataclass(slots=True)
@@ -152,7 +174,7 @@ class Pins:
 
 
 class TemplateCache:
-    """Decides hits, priming and pins over one store.
+    """Templates, their priming and their pins, over one store.
 
     Args:
         config: of this worker.
@@ -226,47 +248,32 @@ class TemplateCache:
         sided = self.adapter.facts.dense_sides and tokens.cover_a_side
         return "mask_side" if sided else ""
 
-    def route(self, job: EditJob, *, again: bool = False) -> Route:
-        """Decide how the edit runs and whether its template is worth priming now.
+    def sight(self, job: EditJob, key: str, *, again: bool = False) -> Sight:
+        """What is known of the template of an edit that has come.
 
         Args:
             job: the edit.
-            again: it was decided before, and is no further sight of its template.
+            key: of its template.
+            again: it was looked at before, and is no further sight of its template.
         """
-        settings = job.request.settings
-        if settings.cache == "off":
-            return DENSE
-        if not self.serves(job):
-            return replace(DENSE, dense_for=self.dense_for(job))
-        key = self.key_of(job)
         if not again:
             self._reuse.add(key)
-        anchors = self._anchors(job)
-        first = self._dense_first(job)
-        per_step = self._nearest(anchors, job, first)
-        tier = None if key in self.priming else self.store.locate(key, anchors)
-        if tier is not None and any(per_step):
-            ready = self.store.fetch(key, [a for a in anchors if a in per_step])
-            mode: ExecutionMode = "wait" if settings.insists and not ready else "cached"
-            return Route(mode, "hit", key, per_step, tier, dense_steps=first)
-        coming = self.is_coming(key)
-        if settings.insists and any(per_step):
-            may_prime = self._reuse.may_prime(key)
-            return Route("wait", "hit", key, prime=may_prime and not coming)
-        return Route("dense", "miss", key, prime=self._reuse.worth_priming(key) and not coming)
+        anchors, first = self._anchors(job), self._dense_first(job)
+        priming, coming = key in self.priming, self.is_coming(key)
+        return Sight(
+            key,
+            anchors,
+            self._nearest(anchors, job, first),
+            first,
+            None if priming else self.store.locate(key, anchors),
+            priming,
+            not coming and self._reuse.may_prime(key),
+            not coming and self._reuse.worth_priming(key),
+        )
 
-    def behind_priming(self, job: EditJob) -> tuple[Route, int] | None:
-        """How an edit whose template is missed runs if it waits for it, and how many anchors a
-        priming computes; None: it cannot wait.
-        """
-        key, anchors = self.key_of(job), self._anchors(job)
-        first = self._dense_first(job)
-        primes = key not in self.priming
-        if primes and (self.is_coming(key) or not self._reuse.may_prime(key)):
-            return None
-        if not any(self._nearest(anchors, job, first)):
-            return None
-        return Route("wait", "hit", key, prime=primes, dense_steps=first), len(anchors)
+    def fetch(self, sight: Sight) -> bool:
+        """Have the entries that an edit reads ready; True when they are."""
+        return self.store.fetch(sight.key, [a for a in sight.anchors if a in sight.reads])
 
     def is_coming(self, key: str) -> bool:
         """Whether it is worth waiting for a template: it is being primed, or fetched."""

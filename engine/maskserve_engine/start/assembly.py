@@ -47,11 +47,16 @@ from maskserve_engine.loop.status_publisher import PriceList, StatusPublisher, n
 from maskserve_engine.loop.step_planner import StepPlanner
 from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.books import Books
+from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
 from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
 from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor
+from maskserve_engine.requests.loras import KIND as LORA
 from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.residency import Residency
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
@@ -179,6 +184,12 @@ def assemble(
     def arrived(key: str) -> None:
         commands.put(lambda: manager.arrived(key))
 
+    def lora_came(lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
+        commands.put(lambda: manager.lora_came(lora, outcome))
+
+    def net_came(control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
+        commands.put(lambda: manager.net_came(control, outcome))
+
     cache = store = None
     if config.cache.enabled:
         here = 0 if elsewhere else memory.cache
@@ -212,34 +223,29 @@ def assemble(
         config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
     )
 
-    def loras_of(residency: Residency) -> Loras:
-        assert loras is not None
-
-        def came(lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
-            commands.put(lambda: manager.lora_came(lora, outcome))
-
-        return Loras(config, residency, loras, came, observations)
-
-    def nets_of(residency: Residency) -> EditControlNets:
-        assert nets is not None
-
-        def came(control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
-            commands.put(lambda: manager.net_came(control, outcome))
-
-        return EditControlNets(residency, nets, came, observations)
-
-    manager = RequestManager(
+    budgets = {LORA: config.adapters.device_bytes, CONTROL_NET: config.controls.device_bytes}
+    residency = Residency(
+        config.engine.max_waiting, budgets, lambda resource: adapters.dropped(resource)
+    )
+    adapters = EditAdapters(
         config,
         adapter,
-        cache,
         holds,
-        audits,
-        output,
-        InTime(config, prices.measured),
-        policy,
-        loras_of if loras else None,
-        nets_of if nets else None,
-        degrees.of if degrees is not None else lambda edit: ((), 0.0),
+        None if loras is None else Loras(config, residency, loras, lora_came, observations),
+        None if nets is None else EditControlNets(residency, nets, net_came, observations),
+    )
+    scheduler = policy(
+        config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
+    )
+    primings = None
+    if cache is not None:
+        primings = Primings(
+            adapter, cache, scheduler, holds, adapters, lambda key: manager.template_settled(key)
+        )
+    books = Books(scheduler, residency, degrees.of if degrees else lambda edit: ((), 0.0))
+    in_time = InTime(config, prices.measured)
+    manager = RequestManager(
+        config, adapter, holds, output, books, adapters, audits, in_time, primings
     )
     runner = StepRunner(
         config,

@@ -46,6 +46,11 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     assert len(engine.manager.scheduler) == 0
 
 
+def judge_by(engine: Engine, in_time: InTime) -> None:
+    """Have edits judged so: all that ask hold the same object."""
+    vars(engine.manager.in_time).update(vars(in_time))
+
+
 def due(each: EditJob, **request: Any) -> EditJob:
     return replace(each, request=replace(each.request, accepted_ns=time.time_ns(), **request))
 
@@ -151,7 +156,7 @@ def test_the_last_step_is_due_before_the_answer(engine: Engine, encoder: Encoder
 def test_what_can_never_be_in_time_is_refused_with_the_time_that_it_takes(
     engine: Engine, encoder: Encoder
 ) -> None:
-    engine.manager.in_time = InTime(engine.config, lambda: Pricing(1.0, 1.0, 1.0, 0.0))
+    judge_by(engine, InTime(engine.config, lambda: Pricing(1.0, 1.0, 1.0, 0.0)))
     sink, soft = Sink(), Sink()
     asked = job(encoder, 4, "never", num_inference_steps=4, cache="off")
     engine.submit(dropped(asked, 1000), sink)
@@ -171,7 +176,7 @@ def test_what_cannot_be_in_time_now_is_refused_while_others_run(
     engine: Engine, encoder: Encoder
 ) -> None:
     # A batch of rows costs what each costs: 1 s for each of them in a step.
-    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     sinks = [Sink() for _ in range(4)]
     refused, taken = Sink(), Sink()
 
@@ -197,7 +202,7 @@ def test_what_cannot_be_in_time_now_is_refused_while_others_run(
 
 def active_alone(engine: Engine) -> None:
     """A dense row costs 1 s in a step, a cached one 0.1 s."""
-    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0))
+    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0)))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +266,7 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
 ) -> None:
     asked: dict[str, Any] = {"num_inference_steps": 16, "cache": "off"}
     plain = edit(engine, job(encoder, 6, "plain", **asked))
-    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     final = edit(engine, elastic(job(encoder, 6, "elastic", **asked), floor, due_ms=ms))
     assert final.meta.get("reuse", {}).get("level") == level
     if level is None:
@@ -285,7 +290,7 @@ def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
     one = small(job(encoder, 6, "primes", **asked))
     assert edit(engine, one).meta["mask_ring"] == 1
-    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     ours = edit(engine, elastic(one, level.psnr, due_ms=1))
     assert ours.meta["reuse"]["level"] == level.name
     ring = 1 if level.ring is None else level.ring
@@ -300,7 +305,7 @@ def test_a_cached_elastic_edit_has_the_ring_of_its_level(
 def test_an_elastic_edit_is_refused_by_what_its_lowest_level_takes(
     engine: Engine, encoder: Encoder
 ) -> None:
-    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    judge_by(engine, InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
     each = job(encoder, 7, "tight", num_inference_steps=16, cache="off")
     for name, floor, refused in (("low", 0.0, False), ("high", 60.0, True)):
         sink = Sink()
@@ -315,5 +320,5 @@ def test_nothing_is_refused_by_an_estimate_or_where_it_is_switched_off(
     prices = Pricing(1.0, 1.0, 1.0, 0.0)
     off = structs.replace(engine.config, slo=SloConfig(refuse_above=0.0))
     for in_time in (InTime(engine.config, lambda: None), InTime(off, lambda: prices)):
-        engine.manager.in_time = in_time
+        judge_by(engine, in_time)
         assert edit(engine, dropped(job(encoder, 5, "taken", num_inference_steps=1), 3000)).meta

@@ -157,9 +157,9 @@ class Site:
         """Nothing is left behind."""
         manager = self.engine.manager
         eventually("all are answered", lambda: not manager.edits)
-        assert manager.loras is not None
-        assert not manager.loras._owners
-        assert not manager._late
+        assert manager.adapters.loras is not None
+        assert not manager.adapters.loras._owners
+        assert not manager.late.rows
         assert not manager.residency._pins
         manager.residency.check_integrity()
         manager.scheduler.check_integrity()
@@ -334,8 +334,8 @@ def test_a_fast_row_changes_entries_when_its_lora_arrives(
     for name in ("b", "c", "d") * 2:  # push it out: priming was a use of it, too
         site.begin(site.job(name, 2, (name, 1.0))).final()
     site.loader.open["a"].clear()
-    assert site.engine.manager.loras is not None
-    assert "a" not in site.engine.manager.loras.names()
+    assert site.engine.manager.adapters.loras is not None
+    assert "a" not in site.engine.manager.adapters.loras.names()
     sink = site.begin(site.job("fast", 1, ("a", 1.0), cache="auto", adapters="fast"))
     eventually("it is parked", lambda: site.waits("fast"))
     begun = site.engine.manager.edits["fast"].reads
@@ -388,7 +388,7 @@ def test_the_least_recent_makes_room_and_none_that_is_in_use(make: Callable[...,
     site.loader.let_come("a", "b", "c")
     for name in ("a", "b", "a", "c"):
         site.begin(site.job(f"of-{name}", 1, (name, 1.0))).final()
-    loras = site.engine.manager.loras
+    loras = site.engine.manager.adapters.loras
     assert loras is not None
     assert loras.names() == ("a", "c")
     held = [site.begin(site.job(f"held-{n}", 1, (n, 1.0))) for n in ("x", "y")]
@@ -402,7 +402,7 @@ def test_the_least_recent_makes_room_and_none_that_is_in_use(make: Callable[...,
 def test_what_is_at_hand_is_told_and_loads_are_measured(make: Callable[..., Site]) -> None:
     site = make(device_bytes=2 * NBYTES)
     manager = site.engine.manager
-    loras = manager.loras
+    loras = manager.adapters.loras
     assert loras is not None
     site.loader.host = tuple(
         AdapterFile(Path(name), name, "v", f"sha-{name}", 100, 0.0) for name in ("a", "far")
@@ -438,7 +438,7 @@ def test_what_is_at_hand_is_told_and_loads_are_measured(make: Callable[..., Site
 def test_what_made_room_for_a_rarer_one_comes_back_unasked(make: Callable[..., Site]) -> None:
     site = make(device_bytes=2 * NBYTES)
     site.loader.let_come("a", "b", "rare")
-    loras = site.engine.manager.loras
+    loras = site.engine.manager.adapters.loras
     assert loras is not None
     for number, name in enumerate(("a", "b", "a", "b", "rare")):
         site.begin(site.job(f"{number}", 1, (name, 1.0))).final()
@@ -449,7 +449,7 @@ def test_what_made_room_for_a_rarer_one_comes_back_unasked(make: Callable[..., S
 def test_what_cannot_come_back_hurts_nobody(make: Callable[..., Site]) -> None:
     site = make(device_bytes=NBYTES)
     site.loader.let_come("a", "rare")
-    loras = site.engine.manager.loras
+    loras = site.engine.manager.adapters.loras
     assert loras is not None
     for number in range(2):
         site.begin(site.job(f"{number}", 1, ("a", 1.0))).final()
@@ -476,7 +476,7 @@ def test_what_is_booked_is_what_the_weights_take(make: Callable[..., Site]) -> N
     )
     site.loader.let_come("a")
     site.begin(site.job("x", 1, ("a", 1.0))).final()
-    loras = site.engine.manager.loras
+    loras = site.engine.manager.adapters.loras
     assert loras is not None
     assert site.engine.manager.residency.nbytes("lora") == loras.nbytes()
 

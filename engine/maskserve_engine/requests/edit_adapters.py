@@ -1,0 +1,151 @@
+"""An edit's LoRAs and ControlNets, from when it is accepted until it ends: which of them are here,
+what they add to its work and its name, and when its row gets them.
+
+Used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import Lora
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.models.registry import lora_work
+from maskserve_core.planning.flops import ModelWork
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
+from maskserve_engine.requests.control_nets import EditControlNets
+from maskserve_engine.requests.executor import Executor
+from maskserve_engine.requests.loras import Loras, adapters_id
+from maskserve_engine.requests.residency import Resource
+from maskserve_engine.requests.state import RequestState
+
+
+class EditAdapters:
+    """What edits ask for beside the model.
+
+    Args:
+        config: of this worker.
+        adapter: the model.
+        executor: of the rows.
+        loras: knows which LoRAs are on the device; None: edits have none.
+        nets: the same of ControlNets.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        adapter: Adapter,
+        executor: Executor,
+        loras: Loras | None,
+        nets: EditControlNets | None,
+    ) -> None:
+        self._adapter, self._executor = adapter, executor
+        self.loras, self.nets = loras, nets
+        self._own_entries = config.adapters.entries == "own"
+
+    def absent_nets(self, edit: RequestState) -> tuple[Resource, ...]:
+        """Of the edit's ControlNets those that are not on the device; they are brought there.
+
+        Raises:
+            MaskserveError: one of them cannot be had.
+        """
+        controls = edit.controls
+        if not controls.wanted:
+            return ()
+        if self.nets is None:
+            raise InvalidRequest(
+                "SETTINGS.controls", "ControlNets are not served here", "no controls"
+            )
+        absent = self.nets.hold(edit.request_id, controls.wanted)
+        if not absent:
+            controls.digests = tuple([self.nets.digest(each) for each in controls.wanted])
+        return absent
+
+    def absent_loras(self, edit: RequestState) -> tuple[Resource, ...]:
+        """The same of its LoRAs.
+
+        Raises:
+            MaskserveError: one of them cannot be had.
+        """
+        if not edit.loras.wanted:
+            return ()
+        if self.loras is None:
+            raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
+        return self.loras.hold(edit.request_id, edit.loras.wanted)
+
+    def may_begin_without(self, edit: RequestState) -> bool:
+        """Whether its first steps may go without its LoRAs (`adapters: fast`)."""
+        settings = edit.job.request.settings
+        if settings.adapters != "fast" or settings.insists or self.loras is None:
+            return False
+        sigmas = self._adapter.sigmas(edit.job)
+        each = [self.loras.steps_without(lora, sigmas) for lora in edit.loras.wanted]
+        edit.loras.without = min(each)
+        return edit.loras.without > 0
+
+    def name(self, edit: RequestState) -> None:
+        """Its LoRAs are here: from now on its entries are those made with them."""
+        if not edit.loras.wanted or self.loras is None:
+            return
+        edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.wanted])
+        edit.loras.nbytes, edit.said = self.loras.file_bytes(edit.loras.wanted), None
+        work = self._adapter.work(*edit.job.moments.shape[1:])
+        edit.work = edit.work.with_loras(self._works(edit.job), work)
+        if self._own_entries:
+            scales = [lora.scale for lora in edit.loras.wanted]
+            name = adapters_id(list(zip(edit.loras.digests, scales, strict=True)))
+            edit.job = replace(edit.job, adapters=name)
+
+    def hold_for_entries(self, owner: str, job: EditJob) -> None:
+        """Keep the LoRAs that a job's entries are named by, for the priming `owner`.
+
+        Raises:
+            MaskserveError: one of them cannot be had.
+        """
+        if self.loras is not None and job.adapters:
+            self.loras.hold(owner, job.request.used_loras)
+
+    def works_of_entries(self, job: EditJob) -> Sequence[ModelWork]:
+        """What the LoRAs that a job's entries are named by add to the model's work."""
+        return self._works(job) if job.adapters else ()
+
+    def attach(self, row: str, loras: Sequence[Lora]) -> None:
+        """Have a row computed with these from its next step on."""
+        self._executor.attach(row, [(lora.version, lora.scale) for lora in loras])
+
+    def let_go(self, owner: str) -> None:
+        """An edit or a priming has ended: what it held may make room."""
+        if self.loras is not None:
+            self.loras.let_go(owner)
+        if self.nets is not None:
+            self.nets.let_go(owner)
+
+    def waited(self, edit: RequestState, seconds: float) -> None:
+        """Book how long an edit has waited for them."""
+        if edit.loras.wanted and self.loras is not None:
+            edit.loras.waited_s += seconds
+            self.loras.waited(seconds)
+        if edit.controls.wanted and self.nets is not None:
+            edit.controls.waited_s += seconds
+            self.nets.waited(seconds)
+
+    def dropped(self, resource: Resource) -> None:
+        """It has to make room."""
+        if resource.kind == CONTROL_NET:
+            assert self.nets is not None
+            self.nets.dropped(resource)
+            self._executor.drop_net(resource.name)
+            return
+        if self.loras is not None:
+            self.loras.dropped(resource)
+        self._executor.drop(resource.name)
+
+    def _works(self, job: EditJob) -> list[ModelWork]:
+        """What its LoRAs, which are here, add to the model's work."""
+        assert self.loras is not None
+        work, facts = self._adapter.work(*job.moments.shape[1:]), self._adapter.facts
+        return [lora_work(facts, work, self.loras.layers(lora)) for lora in job.request.used_loras]

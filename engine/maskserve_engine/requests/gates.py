@@ -1,0 +1,127 @@
+"""Gates before the queue: what must be here, or known, before an edit may run.
+
+A gate lets an edit pass, says what it lacks, or refuses it. They are asked in order; an edit that
+lacked something is asked from the first one on when that has come.
+
+Used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from maskserve_core.contracts.reuse_levels import levels_of
+from maskserve_core.errors import EngineFailed, Overloaded
+from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.requests.books import Books
+from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.edit_adapters import EditAdapters
+from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.residency import Resource
+from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.templates import DENSE
+from maskserve_engine.requests.ways import Ways
+
+TEMPLATE = "template"
+"""The kind of resource."""
+_STARTS_MOST = 5
+"""Times that it is decided how an edit runs: its template may be lost again before it has a row."""
+
+
+class Gate(Protocol):
+    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+        """What the edit has to wait for; empty: it passes.
+
+        Raises:
+            MaskserveError: it is refused.
+        """
+        ...
+
+
+class AdaptersHere:
+    """Its ControlNets and LoRAs are on the device; they travel at the same time. With `adapters:
+    fast` it may begin without its LoRAs, but no more such edits than the batch has rows.
+    """
+
+    def __init__(self, adapters: EditAdapters, books: Books, most_without: int) -> None:
+        self._adapters, self._books, self._most_without = adapters, books, most_without
+
+    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+        nets, loras = self._adapters.absent_nets(edit), self._adapters.absent_loras(edit)
+        if nets or (loras and not self._may_begin_without(edit)):
+            return (*nets, *loras)
+        if not loras:
+            self._adapters.name(edit)
+        return ()
+
+    def _may_begin_without(self, edit: RequestState) -> bool:
+        if not self._adapters.may_begin_without(edit):
+            return False
+        return sum(each.loras.late for each in self._books.edits.values()) < self._most_without
+
+
+class WayChosen:
+    """It is decided how it runs.
+
+    Args:
+        ways: of a worker with a cache; None: all edits run dense.
+        facts: of the model.
+    """
+
+    def __init__(self, ways: Ways | None, facts: ModelFacts) -> None:
+        self._ways, self._facts = ways, facts
+
+    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+        if edit.starts == _STARTS_MOST:
+            raise Overloaded(
+                f"the edit's template was lost {edit.starts} times before the edit could begin "
+                "(the cache may be too small for the templates in use); try again later"
+            )
+        edit.route = DENSE if self._ways is None else self._ways.choose(edit)
+        settings = edit.job.request.settings
+        edit.levels = levels_of(settings, self._facts, cached=edit.mode == "cached")
+        edit.starts += 1
+        return ()
+
+
+class DoneInTime:
+    """It would not be dropped on its way; asked once."""
+
+    def __init__(self, in_time: InTime, books: Books) -> None:
+        self._in_time, self._books = in_time, books
+
+    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+        if edit.starts == 1 and edit.deadline is not None:
+            running, waiting = self._books.running(), self._books.waiting()
+            self._in_time.check(edit, running, waiting, time.monotonic())
+        return ()
+
+
+class TemplateHere:
+    """Its template can be read, if it is to wait for that; priming begins here."""
+
+    def __init__(self, primings: Primings) -> None:
+        self._cache, self._primings = primings.cache, primings
+
+    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+        route, waits = edit.route, edit.mode == "wait"
+        if route.prime:
+            due = edit.make_ticket().due if waits else None
+            self._primings.begin(edit.job, urgent=waits, due=due)
+        if not waits:
+            return ()
+        if self._cache.is_coming(route.key):
+            return (Resource(TEMPLATE, route.key),)
+        settings = edit.job.request.settings
+        if settings.insists:
+            asked = "cache is require" if settings.cache == "require" else "reproducible is set"
+            raise EngineFailed(
+                f"SETTINGS.{asked}, but the template could not be primed (it does not fit the "
+                "cache's budget, or the worker is short of memory); with cache: off the edit needs "
+                "no template"
+            )
+        edit.route = replace(DENSE, outcome="miss", key=route.key)
+        return ()

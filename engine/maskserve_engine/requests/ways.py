@@ -1,0 +1,102 @@
+"""How an edit runs: from its template's entries, computing all tokens, or not before its template
+is there. This is the one place that chooses.
+
+Used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.books import Books
+from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.templates import (
+    DENSE,
+    ExecutionMode,
+    Route,
+    Sight,
+)
+
+
+class Ways:
+    """Chooses among the ways that a worker with a cache has.
+
+    Args:
+        primings: of templates, on their way into the cache.
+        audits: know templates that have drifted.
+        in_time: predicts when edits are done.
+        books: of the edits.
+    """
+
+    def __init__(self, primings: Primings, audits: Audits, in_time: InTime, books: Books) -> None:
+        self._cache, self._primings, self._audits = primings.cache, primings, audits
+        self._in_time, self._books = in_time, books
+
+    def choose(self, edit: RequestState) -> Route:
+        """The first of these that the edit may take:
+
+        - dense: it has no use for a template, or its template has drifted;
+        - cached: its template is primed;
+        - wait: it insists on its template;
+        - wait: it would be late if it ran dense, and is in time behind its template's priming;
+        - dense.
+        """
+        job, settings = edit.job, edit.job.request.settings
+        if settings.cache == "off":
+            return DENSE
+        key = self._cache.key_of(job)
+        drift = self._audits.over_limit(key)
+        if drift is not None and not settings.insists:
+            edit.drift = drift
+            return DENSE
+        dense_for = self._cache.dense_for(job)
+        if dense_for and settings.cache != "require":
+            return replace(DENSE, dense_for=dense_for)
+        sight = self._cache.sight(job, key, again=edit.starts > 0)
+        return (
+            self._of_template(sight, insists=settings.insists)
+            or self._behind_priming(edit, sight)
+            or Route("dense", "miss", sight.key, prime=sight.worth_priming)
+        )
+
+    def when_adapters_came(self, job: EditJob) -> Route | None:
+        """How a cached edit goes on from the base model's entries, now that its LoRAs are here:
+        by their own; None: there are none yet.
+        """
+        sight = self._cache.sight(job, self._cache.key_of(job))
+        route = self._of_template(sight, insists=False)
+        if route is None and sight.worth_priming:
+            self._primings.begin(job, urgent=False)
+        return route
+
+    def _of_template(self, sight: Sight, *, insists: bool) -> Route | None:
+        """By the template's entries; None: they are not here, and the edit does without."""
+        if not any(sight.reads):
+            return None
+        if sight.tier is not None:
+            ready = self._cache.fetch(sight)
+            mode: ExecutionMode = "wait" if insists and not ready else "cached"
+            return Route(
+                mode, "hit", sight.key, sight.reads, sight.tier, dense_steps=sight.dense_steps
+            )
+        if insists:
+            return Route("wait", "hit", sight.key, prime=sight.may_prime)
+        return None
+
+    def _behind_priming(self, edit: RequestState, sight: Sight) -> Route | None:
+        """Once its template is primed, if that makes the edit, which would be late, be in time."""
+        if edit.starts or edit.loras.absent or not any(sight.reads):
+            return None
+        primes = not sight.priming
+        if primes and not sight.may_prime:
+            return None
+        left = len(sight.anchors) if primes else self._primings.left(sight.key)
+        route = Route("wait", "hit", sight.key, prime=primes, dense_steps=sight.dense_steps)
+        running = self._books.running()
+        if left is not None and self._in_time.gains_by_waiting(edit, route, left, running):
+            return route
+        return None

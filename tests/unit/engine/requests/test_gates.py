@@ -1,0 +1,114 @@
+"""Gates before the queue, and what a priming that cannot begin leaves behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from maskserve_core.errors import Overloaded
+from maskserve_engine.requests.gates import AdaptersHere, DoneInTime, WayChosen
+from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.residency import Resource
+
+NET, LORA = Resource("controlnet", "n"), Resource("lora", "l")
+
+
+class Adapters:
+    """Which of an edit's adapters are away, and what was asked of it."""
+
+    def __init__(self, nets: tuple[Resource, ...], loras: tuple[Resource, ...], fast: bool) -> None:
+        self.nets, self.loras, self.fast = nets, loras, fast
+        self.named: list[Any] = []
+        self.held: set[str] = set()
+
+    def absent_nets(self, edit: Any) -> tuple[Resource, ...]:
+        return self.nets
+
+    def absent_loras(self, edit: Any) -> tuple[Resource, ...]:
+        return self.loras
+
+    def may_begin_without(self, edit: Any) -> bool:
+        return self.fast
+
+    def name(self, edit: Any) -> None:
+        self.named.append(edit)
+
+    def hold_for_entries(self, owner: str, job: Any) -> None:
+        self.held.add(owner)
+
+    def let_go(self, owner: str) -> None:
+        self.held.discard(owner)
+
+    def works_of_entries(self, job: Any) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("nets", "loras", "fast", "late", "lacks", "named"),
+    [
+        ((), (), False, 0, (), True),
+        ((NET,), (LORA,), False, 0, (NET, LORA), False),  # they travel at the same time
+        ((), (LORA,), False, 0, (LORA,), False),
+        ((), (LORA,), True, 1, (), False),
+        ((), (LORA,), True, 2, (LORA,), False),  # the batch has two rows
+        ((NET,), (LORA,), True, 0, (NET, LORA), False),  # nothing goes without its ControlNets
+    ],
+)
+def test_adapters_are_waited_for_together_and_fast_edits_go_without_loras(
+    nets: Any, loras: Any, fast: bool, late: int, lacks: Any, named: bool
+) -> None:
+    others = {str(n): SimpleNamespace(loras=SimpleNamespace(late=n < late)) for n in range(3)}
+    adapters = Adapters(nets, loras, fast)
+    gate = AdaptersHere(cast(Any, adapters), cast(Any, SimpleNamespace(edits=others)), 2)
+    edit: Any = object()
+    assert gate.lacks(edit) == lacks
+    assert bool(adapters.named) == named
+
+
+def test_an_edit_whose_template_is_lost_again_and_again_is_refused() -> None:
+    edit: Any = SimpleNamespace(starts=5)
+    with pytest.raises(Overloaded, match="lost 5 times"):
+        WayChosen(None, cast(Any, None)).lacks(edit)
+
+
+@pytest.mark.parametrize(("starts", "asked"), [(1, True), (2, False)])
+def test_an_edit_is_judged_by_its_deadline_once(starts: int, asked: bool) -> None:
+    judged: list[Any] = []
+    in_time: Any = SimpleNamespace(check=lambda *told: judged.append(told))
+    books: Any = SimpleNamespace(running=list, waiting=list)
+    edit: Any = SimpleNamespace(starts=starts, deadline=1.0)
+    assert not DoneInTime(in_time, books).lacks(edit)
+    assert bool(judged) == asked
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_a_priming_that_cannot_begin_holds_no_lora(prompt: bool) -> None:
+    """The encoder has not told its priming prompt yet, or the queue is full."""
+
+    def full(ticket: Any) -> None:
+        raise Overloaded("the queue is full")
+
+    ended: list[Any] = []
+    cache: Any = SimpleNamespace(
+        key_of=lambda job: "k",
+        begin=lambda job: SimpleNamespace(key="k", anchors=(1,)) if prompt else None,
+        end=lambda priming, complete: ended.append(complete),
+    )
+    model: Any = SimpleNamespace(tokens=lambda job: SimpleNamespace(total=4))
+    adapters = Adapters((), (), False)
+    primings = Primings(
+        model,
+        cache,
+        cast(Any, SimpleNamespace(submit=full)),
+        cast(Any, None),
+        cast(Any, adapters),
+        lambda key: None,
+    )
+    settings = SimpleNamespace(priority=0)
+    job: Any = SimpleNamespace(request=SimpleNamespace(settings=settings), adapters="a")
+    primings.begin(job, urgent=False)
+    assert not adapters.held
+    assert not primings.held
+    assert ended == [False] * prompt
