@@ -31,7 +31,7 @@ _STARTS_MOST = 5
 """Times that it is decided how an edit runs: its template may be lost again before it has a row."""
 
 
-class Gate(Protocol):
+class StartGate(Protocol):
     def lacks(self, edit: RequestState) -> Sequence[Resource]:
         """What the edit has to wait for; empty: it passes.
 

@@ -37,7 +37,7 @@ from maskserve_engine.requests.gates import (
     TEMPLATE,
     AdaptersHere,
     DoneInTime,
-    Gate,
+    StartGate,
     TemplateHere,
     WayChosen,
 )
@@ -87,7 +87,7 @@ class RequestManager:
         self._priming = {} if primings is None else primings.held
         ways = None if primings is None else Ways(primings, audits, in_time, books)
         self.late = LateRows(adapters, ways, executor)
-        self._gates: tuple[Gate, ...] = (
+        self._gates: tuple[StartGate, ...] = (
             AdaptersHere(adapters, books, config.engine.max_rows),
             WayChosen(ways, adapter.facts),
             DoneInTime(in_time, books),
