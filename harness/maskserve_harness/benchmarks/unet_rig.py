@@ -30,7 +30,7 @@ from maskserve_engine.families.unet.control import (
     UnetNetInput,
     UnetRowControl,
 )
-from maskserve_engine.families.unet.forward import PassInput, added_embedding
+from maskserve_engine.families.unet.forward import PassInput, added_embedding, micro_conditioning
 from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
@@ -126,7 +126,8 @@ class UnetBench:
         if self.model.config.addition_embed_type:
             sizes = torch.tensor([1024, 1024, 0, 0, 1024, 1024], device=self.device)
             with torch.inference_mode():
-                added = added_embedding(self.model, self._random(1280), sizes.to(self.dtype))
+                micro = micro_conditioning(self.model, self._random(1280), sizes.to(self.dtype))
+                added = added_embedding(self.model, micro)
         latents = self._random(channels, side, side)
         inactive = None
         if mask_ratio is not None:

@@ -38,7 +38,7 @@ from maskserve_engine.families.unet.control import (
     UnetServedControl,
     others_of,
 )
-from maskserve_engine.families.unet.forward import added_embedding
+from maskserve_engine.families.unet.forward import added_embedding, micro_conditioning
 from maskserve_engine.families.unet.preparation import UnetPreparation
 from maskserve_engine.families.unet.rows import (
     Guidance,
@@ -252,6 +252,8 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
+        with torch.inference_mode():
+            row.change_prompts(lambda prompt: self._changed(prompt, adapters))
 
     def control_net(self, model: Any) -> UnetControlNet:
         with torch.inference_mode():
@@ -365,9 +367,18 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         """A prompt as a pass of the edit takes it."""
         return self._prompt(moved(self._preparation.texts(given, job), self.device))
 
+    def _changed(self, prompt: UnetPrompt, adapters: Adapters) -> UnetPrompt:
+        """With the micro-conditioning as adapters have it."""
+        if prompt.micro is None:
+            return prompt
+        return replace(prompt, added=added_embedding(self.model, prompt.micro, adapters))
+
     def _prompt(self, texts: tuple[Tensor, ...]) -> UnetPrompt:
-        text, *micro = texts
-        return UnetPrompt(text, added_embedding(self.model, *micro) if micro else None)
+        text, *given = texts
+        if not given:
+            return UnetPrompt(text, None)
+        micro = micro_conditioning(self.model, *given)
+        return UnetPrompt(text, added_embedding(self.model, micro), micro)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         recorded = self.weights.graphs is not None

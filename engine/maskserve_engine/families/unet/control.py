@@ -32,6 +32,7 @@ from maskserve_engine.families.unet.forward import (
     PassInput,
     added_embedding,
     maps_of_net,
+    micro_conditioning,
 )
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import UnetWeights
@@ -88,7 +89,10 @@ class UnetControlNet:
             text: [T, width] of its prompt.
             micro: of SDXL: [pooled width] and the sizes [6]; else nothing.
         """
-        return PassInput(text, added_embedding(self.weights.model, *micro) if micro else None)
+        model = self.weights.model
+        return PassInput(
+            text, added_embedding(model, micro_conditioning(model, *micro)) if micro else None
+        )
 
 
 class UnetNetInput(NamedTuple):

@@ -24,6 +24,8 @@ from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, Stac
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
+from maskserve_engine.layers.linear import linear
+from maskserve_engine.layers.low_rank import Adapters, LowRank, low_rank
 from maskserve_engine.layers.scatter_kv import scatter_kv
 
 
@@ -150,8 +152,8 @@ def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
     return found
 
 
-def added_embedding(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
-    """SDXL's micro-conditioning as it is added to the timestep's embedding.
+def micro_conditioning(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
+    """SDXL's micro-conditioning, [inputs of the UNet's `add_embedding`].
 
     Args:
         model: the UNet.
@@ -159,7 +161,28 @@ def added_embedding(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
         time_ids: [6] original size, crop and target size.
     """
     sizes = model.add_time_proj(time_ids).flatten().to(pooled.dtype)
-    return model.add_embedding(torch.cat((pooled, sizes))[None])[0]
+    return torch.cat((pooled, sizes))
+
+
+def added_embedding(model: Any, micro: Tensor, adapters: Adapters = ()) -> Tensor:
+    """It as it is added to the timestep's embedding: [embedding width].
+
+    Args:
+        model: the UNet.
+        micro: from `micro_conditioning`.
+        adapters: of the row.
+    """
+
+    def layer(name: str, module: Any, x: Tensor) -> Tensor:
+        product = low_rank(f"add_embedding.{name}", linear(module), [adapters])
+        return product(x, [(0, 1)]) if isinstance(product, LowRank) else module(x)
+
+    return _embedded(model.add_embedding, micro[None], layer)[0]
+
+
+def _embedded(module: Any, x: Tensor, layer: Callable[[str, Any, Tensor], Tensor]) -> Tensor:
+    """A TimestepEmbedding whose layers are computed by `layer`, by name."""
+    return layer("linear_2", module.linear_2, module.act(layer("linear_1", module.linear_1, x)))
 
 
 def forward(
@@ -269,7 +292,10 @@ class _Walk:
     ) -> _Walk:
         """Before the first convolution; its arguments as those of `forward`."""
         model = weights.model
-        embedding = model.time_embedding(model.time_proj(timesteps).to(sample.dtype))
+        waves = model.time_proj(timesteps).to(sample.dtype)
+        embedding = _embedded(
+            model.time_embedding, waves, lambda _, module, x: _timed(weights.layers, module, x)
+        )
         if packed.added is not None:
             embedding = embedding + packed.added
         groups = model.config.norm_num_groups
@@ -306,7 +332,8 @@ class _Walk:
 
     def resnet(self, module: Any, x: Maps) -> Maps:
         """A ResnetBlock2D."""
-        time = self._timed(module.time_emb_proj, module.nonlinearity(self.embedding))
+        time = _timed(self.layers, module.time_emb_proj, module.nonlinearity(self.embedding))
+        time = time[:, :, None, None]
         h = list(x)
         self._convolve(module.norm1, module.nonlinearity, module.conv1, h)
         h = [each + time[own.passes] for own, each in zip(self.canvases, h, strict=True)]
@@ -394,13 +421,6 @@ class _Walk:
         taken = own.take(canvas.passes) if isinstance(own, ByPass) else None
         return module if taken is None else taken
 
-    def _timed(self, module: Any, embedding: Tensor) -> Tensor:
-        """[P, C, 1, 1] what a layer makes of the timesteps."""
-        own = self.layers.get(module)
-        if own is None:
-            return module(embedding)[:, :, None, None]
-        return own(embedding, [(p, p + 1) for p in range(len(embedding))])[:, :, None, None]
-
     def _site(self, x: Maps) -> Site:
         """Where the next feature map is read, which priming rows keep."""
         site = Site(self.map, self.level)
@@ -410,6 +430,12 @@ class _Walk:
                 # Priming rows have no tile: they are among the first canvas's.
                 _keep(recorder, x[0][begin:end], self.groups)
         return site
+
+
+def _timed(layers: Mapping[Any, Callable[..., Tensor]], module: Any, x: Tensor) -> Tensor:
+    """[P, C] what a layer, or what passes have in its place, makes of the timesteps' [P, in]."""
+    own = layers.get(module)
+    return module(x) if own is None else own(x, [(p, p + 1) for p in range(len(x))])
 
 
 def _keep(recorder: Recorder, x: Tensor, groups: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class UnetPrompt:
     """[T, width]"""
     added: Tensor | None
     """[embedding width] of SDXL's micro-conditioning (`forward.added_embedding`)."""
+    micro: Tensor | None = None
+    """What it was made of (`forward.micro_conditioning`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,12 @@ class UnetRow:
         inactive = self.inactive
         return None if inactive is None or self.entry is None else inactive.active
 
+    def change_prompts(self, change: Callable[[UnetPrompt], UnetPrompt]) -> None:
+        """Of all its passes."""
+        self.prompt = change(self.prompt)
+        if self.guidance is not None:
+            self.guidance = replace(self.guidance, negative=change(self.guidance.negative))
+
     def passes(self) -> list[PassInput]:
         """What the model is given in the next step: the prompt's pass, then the negative's."""
         prompts = [self.prompt]
@@ -245,6 +253,10 @@ class UnetPrimingRow:
 
     def __post_init__(self) -> None:
         self.capture = Recorder(self.kinds, self.format, self.maps)
+
+    def change_prompts(self, change: Callable[[UnetPrompt], UnetPrompt]) -> None:
+        """Of all its passes."""
+        self.prompts = tuple(map(change, self.prompts))
 
     @property
     def steps(self) -> int:

@@ -123,7 +123,7 @@ class UnetWeights:
                 conv = updates.conv(name, module)
                 if conv is not None:
                     layers[module] = conv
-            elif name.endswith("time_emb_proj"):
+            elif name.endswith("time_emb_proj") or name.startswith("time_embedding.linear"):
                 product = updates.linear(name, linear(module))
                 if isinstance(product, ByRow):
                     layers[module] = product
@@ -183,9 +183,9 @@ _OF_BLOCK = {
 """Layer of a block → its product, and behind how many layers as wide as it."""
 _OF_MODEL = re.compile(
     r"conv_(in|out)|.*\.(conv1|conv2|conv_shortcut|time_emb_proj|(down|up)samplers\.0\.conv)"
+    r"|(time|add)_embedding\.linear_[12]"
 )
-"""Layers that are the model's own modules. Those of the timestep's and the micro-conditioning's
-embeddings are not among them: rows share these."""
+"""Layers that are the model's own modules."""
 
 
 def places_of(model: Any) -> dict[str, Place]:

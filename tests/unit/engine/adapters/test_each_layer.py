@@ -1,0 +1,158 @@
+"""Each layer of each class that is served, with a LoRA of that layer alone: the latents of
+diffusers' pipeline that has loaded the same file by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_engine.adapters.text_encoders import TextAdapters
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance, unet_case
+from tests.fakes.loras import Arrays, write
+from tests.fakes.pipelines import diffusers_edit, diffusers_latents
+from tests.fakes.tiny_unet import VARIANTS
+from tests.support.text_loras import served
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+]
+
+
+@pytest.fixture(params=["fill", "inpaint", *VARIANTS])
+def folder(
+    request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path, tiny_unets: dict[str, Path]
+) -> Path:
+    return {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[request.param]
+
+
+def pipeline_of(folder: Path) -> Any:
+    import diffusers
+
+    index = json.loads((folder / "model_index.json").read_text())
+    plain = {"safety_checker": None} if index["_class_name"].startswith("StableDiffusionIn") else {}
+    pipe: Any = getattr(diffusers, index["_class_name"]).from_pretrained(folder, **plain)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def layers_of(net: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
+    """All that multiply, in diffusers' own words."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            yield name, module
+
+
+def one_layer(name: str, layer: nn.Linear | nn.Conv2d, part: str) -> Arrays:
+    """A LoRA of it, of the size of its own weights."""
+    rng, (out, *inner) = np.random.default_rng(), layer.weight.shape
+    down = rng.standard_normal((3, *inner)) / np.prod(inner) ** 2.0
+    up = rng.standard_normal((out, 3, *([1] * (len(inner) - 1)))) * 2.0
+    return {
+        f"{part}.{name}.lora_A.weight": down.astype("f4"),
+        f"{part}.{name}.lora_B.weight": up.astype("f4"),
+    }
+
+
+def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Path) -> None:
+    pipe, base = pipeline_of(folder), BaseLayers.of_folder(folder)
+    assert base is not None
+    flux = hasattr(pipe, "transformer")
+    config = config_of(folder, model={"outside_noise": "edit"})
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    asked = {"num_inference_steps": 2, "strength": 1.0, "guidance_scale": 2.0}
+    rng = np.random.default_rng()
+    while True:
+        case = random_case(rng, **asked) if flux else unet_case(rng, **asked)
+        if case.mask.mean() > 40:
+            break
+    job = encode_case(encoder, case, "r")
+    plain, path = theirs(pipe, case, flux=flux), tmp_path / "x.safetensors"
+    part = "transformer" if flux else "unet"
+    net = getattr(pipe, part)
+    for name, layer in list(layers_of(net)):
+        write(path, one_layer(name, layer, part))
+        load(pipe, path)
+        expected = theirs(pipe, case, flux=flux)
+        pipe.delete_adapters("x")
+        row = adapter.dense_row(job)
+        factors = read_lora(path, base, str(folder))["denoiser"]
+        adapter.attach(row, job, ((adapter.low_rank(factors), 1.0),))
+        while row.step < row.steps:
+            adapter.step([row], None)
+        found = row.result().array()
+        assert np.abs(found - expected).max() <= 3 * tolerance(expected), name
+        assert np.abs(found - plain).max() > 6 * tolerance(expected), name
+
+
+def theirs(pipe: Any, case: Case, *, flux: bool) -> NDArray[np.float32]:
+    """[C, h, w] latents of the pipeline."""
+    if flux:
+        return diffusers_latents(pipe, case)
+    latents: Any = diffusers_edit(
+        pipe, case.pixels, case.mask, case.prompt, case.settings, case.seed, output_type="latent"
+    )
+    answer: NDArray[np.float32] = latents[0].numpy()
+    return answer
+
+
+def load(pipe: Any, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe.load_lora_weights(str(path), adapter_name="x")
+
+
+def test_each_layer_of_the_text_encoders_is_the_pipeline_s(folder: Path, tmp_path: Path) -> None:
+    """FLUX's T5 is none of them. The last layer of SDXL's first is not read by anybody."""
+    pipe = pipeline_of(folder)
+    flux = hasattr(pipe, "transformer")
+    parts = ["text_encoder"] + ["text_encoder_2"] * (hasattr(pipe, "text_encoder_2") and not flux)
+    for part in parts:
+        for name, layer in list(layers_of(getattr(pipe, part))):
+            if name == "text_projection":
+                continue  # of PEFT's form diffusers cannot load it; kohya's: test_lora_forms
+            dotted = name if name.startswith("text_model.") else f"text_model.{name}"
+            tensors = one_layer(dotted, layer, part)
+            config, [lora] = served(tmp_path, folder, {"x": tensors})
+            encoder = load_encoder(config)
+            adapters = TextAdapters(config, encoder.text_models)
+            before = encoder.encode_prompt("a red star")
+            with adapters.applied([lora]):
+                found = encoder.encode_prompt("a red star")
+            adapters.close()
+            fresh = pipeline_of(folder)
+            load(fresh, tmp_path / "store" / "x.safetensors")
+            for key, expected in embeddings(fresh, flux=flux).items():
+                bound = 1e-4 * max(1.0, float(np.abs(expected).max()))
+                assert float(np.abs(found[key] - expected).max()) <= bound, (part, name, key)
+            same = all(np.array_equal(found[key], before[key]) for key in found)
+            unread = part == "text_encoder" and len(parts) == 2 and ".layers.1." in f".{name}"
+            assert same == unread, (part, name)
+
+
+def embeddings(pipe: Any, *, flux: bool) -> dict[str, NDArray[np.float32]]:
+    with torch.inference_mode():
+        if flux:
+            given = pipe.encode_prompt(
+                "a red star", "a red star", device="cpu", max_sequence_length=16
+            )
+            return {"prompt_embeds": given[0][0].numpy(), "pooled": given[1][0].numpy()}
+        plain = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
+        given = pipe.encode_prompt("a red star", device="cpu", **plain)
+    found = {"prompt_embeds": given[0][0].numpy()}
+    if len(given) > 2:
+        found["pooled"] = given[2][0].numpy()
+    return found
