@@ -100,6 +100,7 @@ def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> No
         needed = "pip install 'maskserve[web]'"
         raise InvalidRequest("web", "Gradio is not installed", needed) from None
     pictures = _pictures(options.images)
+    os.umask(0o077)  # what edits leave in files is nobody else's
     with connect() as client, tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder:
         page = make_page(client, pictures, Path(folder).resolve())
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
@@ -555,8 +556,9 @@ def _pictures(folder: str | None) -> list[Path]:
         return []
     if not Path(folder).is_dir():
         raise InvalidRequest("--images", f"there is no folder {folder}", "an existing folder")
+    # No links: the page shows what the folder holds, and nothing that one of its files names.
     found = [p for p in sorted(Path(folder).iterdir()) if p.suffix.lower() in _SUFFIXES]
-    return [path.resolve() for path in found][:64]
+    return [path.resolve() for path in found if path.is_file() and not path.is_symlink()][:64]
 
 
 def _theme() -> Any:

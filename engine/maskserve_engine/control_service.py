@@ -14,7 +14,6 @@ import re
 import selectors
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from msgspec.structs import replace
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.files.sockets import short_path
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet, NetFolder
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots, aligned
@@ -88,6 +87,8 @@ class ControlNetService:
         loader: brings ControlNets from `[controls] folder`.
         adapter: of the base's family; None: as the configuration says.
         connection: of a denoiser; a bench's is as slow as some network.
+        ended: called where nobody can be answered any more; by itself it ends the process, which
+            the supervisor notices.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ControlNetService:
         loader: Callable[..., ControlNetLoader] = ControlNetLoader,
         adapter: Adapter | None = None,
         connection: Callable[[socket.socket], Connection] = Connection,
+        ended: Callable[[], object] = lambda: os._exit(1),
     ) -> None:
         self._config, self._folder, self._connection = config, folder, connection
         self._device, self._dtype = device_of(config), dtype_of(config)
@@ -112,18 +114,28 @@ class ControlNetService:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A socket's path has at most 107 bytes.
-        self._short = tempfile.mkdtemp(prefix="maskserve-")
-        self._path = os.path.join(self._short, "socket")
-        self._listener.bind(self._path)
+        self._path = str(folder / "socket")
+        with short_path(folder) as short:
+            self._listener.bind(f"{short}/socket")
         self._listener.listen(64)
         self._stop = threading.Event()
+        self._ended = ended
+        self._turn_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="controlnets", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch, name="controlnets-watch", daemon=True).start()
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+    def problem(self) -> str:
+        """Why nobody is answered any more; empty: all is well. One that is busy with a step for
+        `[engine] stuck_timeout_s` does not come back.
+        """
+        if not self._thread.is_alive():
+            return "its thread has ended"
+        silent_s = time.monotonic() - self._turn_at
+        if silent_s > self._config.engine.stuck_timeout_s:
+            return f"its thread has been busy for {silent_s:.0f} s"
+        return ""
 
     def close(self) -> None:
         self._stop.set()
@@ -131,7 +143,6 @@ class ControlNetService:
         self._loader.close()
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        shutil.rmtree(self._short, ignore_errors=True)
 
     # Called from any thread.
 
@@ -275,22 +286,42 @@ class ControlNetService:
         with torch.inference_mode(), there:
             while not self._stop.is_set():
                 for key, _ in selector.select(_LOOK_S):
+                    self._turn_at = time.monotonic()
                     if key.fileobj is self._listener:
-                        accepted = self._connection(self._listener.accept()[0])
-                        selector.register(accepted, selectors.EVENT_READ)
+                        self._accept(selector)
                         continue
                     connection = key.fileobj
                     assert isinstance(connection, Connection)
                     try:
                         self._serve(connection)
-                    except (Lost, msgspec.DecodeError) as error:
-                        _log.info("a denoiser's session is over: %s", error)
+                    except Exception as error:
+                        known = isinstance(error, Lost)
+                        _log.info("a session is over: %s", error, exc_info=not known)
                         selector.unregister(connection)
                         self._end(connection)
+                self._turn_at = time.monotonic()
         for key in list(selector.get_map().values()):
             if isinstance(key.fileobj, Connection):
                 key.fileobj.close()
         selector.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            accepted = self._connection(self._listener.accept()[0])
+        except OSError as error:  # it has gone away, or there are too many files
+            _log.warning("a denoiser could not be let in: %s", error)
+            self._stop.wait(_LOOK_S)
+            return
+        selector.register(accepted, selectors.EVENT_READ)
+
+    def _watch(self) -> None:
+        """In a thread of its own: a service that answers nobody ends, and is started again."""
+        while not self._stop.wait(_LOOK_S):
+            problem = self.problem
+            if problem and not self._stop.is_set():
+                _log.critical("the ControlNet service ends: %s", problem)
+                self._ended()
+                return
 
     def _end(self, connection: Connection) -> None:
         connection.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     keep_freed_memory()
     raise_limit()
+    os.umask(0o077)
     try:
         config = _config(options)
         handler = log_handler(config.log, config.name, "router")

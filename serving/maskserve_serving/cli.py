@@ -181,6 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def serve(given: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
+    os.umask(0o077)  # whatever it starts: entries, templates and logs are nobody else's
     try:
         check_packages(router=given.router)
     except ServeError as error:

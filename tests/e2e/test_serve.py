@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from maskserve_serving.files import running_files
 from maskserve_serving.ports import Ports, check_free, free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from tests.support.calls import Grpc, InferenceServerException, Pending, pixels, plain_edit
@@ -54,6 +55,17 @@ class Serving:
         rest, _ = self.process.communicate(timeout=timeout_s)
         self.lines += rest.splitlines()
         return self.process.returncode
+
+    def files_are_private(self) -> None:
+        """Of what it keeps in memory and on disk, other users of the host can read nothing."""
+        worker = running_files(self.base_port)[0]
+        prefix = region_prefix(self.ports.http)
+        regions = [path for path in SHARED_MEMORY.iterdir() if path.name.startswith(prefix)]
+        found = [*worker.root.parent.rglob("*"), *worker.templates.parent.rglob("*"), *regions]
+        assert len(found) > 5
+        assert regions
+        open_to_others = [str(path) for path in found if path.lstat().st_mode & 0o077]
+        assert open_to_others == []
 
     def child(self, model: str) -> psutil.Process:
         """The process that serves a model."""
@@ -159,6 +171,7 @@ def test_denoiser_and_router_come_back_and_it_drains(
     client, routed = Grpc(f"127.0.0.1:{serving.ports.grpc}"), Grpc(f"127.0.0.1:{front.grpc}")
     expected, meta = routed.edit(plain_edit(num_inference_steps=20))
     assert meta["worker"] == "worker-0"
+    serving.files_are_private()
 
     # Killed in the middle of an edit: the client is told at once, and the worker comes back.
     doomed = client.begin(plain_edit(num_inference_steps=1000, request_id="doomed"))

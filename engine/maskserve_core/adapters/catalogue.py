@@ -140,7 +140,9 @@ class Catalogue:
             contextlib.suppress(TimeoutError),
             self._store.bringing(self._file.name, math.inf if wait else 0.0),
         ):
-            if not at_once and time.time() - self._written_at() < self._config.adapters.rescan_s:
+            # A clock that was set back has the last scan lie ahead; that is no reason to wait.
+            age = time.time() - self._written_at()
+            if not at_once and 0 <= age < self._config.adapters.rescan_s:
                 return
             known = self._current().adapters
             try:

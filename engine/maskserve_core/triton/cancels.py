@@ -15,13 +15,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from maskserve_core.errors import Cancelled, EngineFailed, MaskserveError
+from maskserve_core.files.sockets import short_path
 from maskserve_core.triton.call import Call, Calls
 from maskserve_core.triton.pipeline import ask_denoiser
 from maskserve_core.worker.logs import about
@@ -52,7 +53,7 @@ def cancel_edit(
 
 def _ask(folder: Path, front: str, request_id: str, timeout_s: float) -> bool:
     try:
-        with _socket() as asking, _short(folder) as short:
+        with _socket() as asking, short_path(folder) as short:
             asking.settimeout(timeout_s)
             asking.connect(f"{short}/{front}")
             # What is no text names no edit: "?" is in no request id.
@@ -147,7 +148,7 @@ class CancelListener:
         self._path.unlink(missing_ok=True)  # of a front that was killed
         self._withdraw = withdraw
         self._listening = _socket()
-        with _short(folder) as short:
+        with short_path(folder) as short:
             self._listening.bind(f"{short}/{front}")
         self._listening.listen()
         self._thread = threading.Thread(target=self._run, name=f"{front}-{_NAME}", daemon=True)
@@ -184,13 +185,3 @@ class CancelListener:
 
 def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-@contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """A path of `folder` that a socket's address has room for: 108 bytes, whatever the folder's."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{opened}"
-    finally:
-        os.close(opened)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ class WorkerModel(ABC):
         """Let go of it."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        os.umask(0o077)  # templates, prompts and entries in files are nobody else's
         end_with_server()
         self._config = load_config()
         start_log(self._config, self.name)

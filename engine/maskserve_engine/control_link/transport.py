@@ -11,9 +11,12 @@ from __future__ import annotations
 import select
 import socket
 import time
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
+
+from maskserve_core.files.sockets import short_path
 
 _MOST_BYTES = 2**20
 _SEND_S = 1.0
@@ -104,7 +107,8 @@ class SocketMessages:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(_SEND_S)
-            self._socket.connect(path)
+            with short_path(Path(path).parent) as short:
+                self._socket.connect(f"{short}/{Path(path).name}")
             self._socket.send(session.encode())
         except OSError as error:
             self._socket.close()

@@ -8,6 +8,7 @@ theirs is lost. Entries stay: ranks find them in files that all read.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -54,6 +55,21 @@ _SILENT_S = 5.0
 """After which a rank that is asked between two steps counts as lost."""
 _AGAIN_S = 2.0
 """After which a rank that could not be started is started again."""
+
+
+def _meeting_place() -> Any:
+    """The store at which gangs meet, on this host's loopback alone: by itself it would listen on
+    every interface, and takes whatever it is sent.
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -120,9 +136,7 @@ class GangExecutor:
         self._starts: dict[int, int] = {}
         """Of ranks that are lost, how often they were started since."""
         self._idle = True
-        self._meeting: Any = distributed.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        self._meeting = _meeting_place()
         self._gangs: dict[tuple[RankProcess, ...], str] = {}
 
         def tell_lost(process: RankProcess) -> None:

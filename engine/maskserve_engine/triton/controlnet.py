@@ -58,8 +58,8 @@ class ControlNetFrontend:
         service = self._service
         match _operation(read_bytes(self._api, request, "OP")):
             case {"op": "health"}:
-                if not service.alive:
-                    raise EngineFailed("the ControlNet service has failed")
+                if service.problem:
+                    raise EngineFailed(f"the ControlNet service has failed: {service.problem}")
                 _reply(answer, service.counts())
             case {"op": "attach", "dtype": str(dtype)}:
                 _reply(answer, service.attach(dtype))

@@ -117,6 +117,8 @@ def test_a_folder_of_pictures_that_is_not_there_is_told(tmp_path: Any) -> None:
     assert _pictures(None) == []
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.png").touch()
+    (tmp_path / "elsewhere.png").symlink_to("/etc/passwd")
+    (tmp_path / "folder.png").mkdir()
     assert [path.name for path in _pictures(str(tmp_path))] == ["b.png"]
     with pytest.raises(InvalidRequest, match="--images"):
         _pictures(str(tmp_path / "none"))

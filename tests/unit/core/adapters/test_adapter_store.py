@@ -112,6 +112,20 @@ def test_the_catalogue_tells_what_each_adapter_is(tmp_path: Path, folder: Path) 
             store.catalogue.find("three")
 
 
+def test_a_clock_that_is_set_back_hides_no_adapter(tmp_path: Path, folder: Path) -> None:
+    """The last scan was an hour ahead of now."""
+    with opened(tmp_path, rescan_s=1000.0) as store:
+        store.catalogue.scan()
+        write(folder / "new.safetensors")
+        store.catalogue.scan()
+        assert not store.catalogue.all()
+        [page] = (tmp_path / "host").glob("catalogue-*.json")
+        ahead = time.time() + 3600
+        os.utime(page, (ahead, ahead))
+        store.catalogue.scan()
+        assert set(store.catalogue.all()) == {"new"}
+
+
 def test_names_lead_nowhere_else(tmp_path: Path, folder: Path) -> None:
     write(tmp_path / "secret.safetensors")
     with opened(tmp_path) as store:

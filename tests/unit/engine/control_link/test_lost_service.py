@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,10 +15,12 @@ import pytest
 import torch
 
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.files.sockets import short_path
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.served import ControlService, RowAsk, ask_service
 from maskserve_engine.control_link.slots import Slot
 from maskserve_engine.control_link.transport import Answered, Ask, Lost
+from maskserve_engine.control_service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.requests.executor import DenseRowSpec, StepInput, StepResult
@@ -272,3 +276,69 @@ def test_a_slot_grows_and_tells_what_is_not_there(tmp_path: Path) -> None:
         assert torch.equal(reader.read(offset, (3, 5), torch.bfloat16), x)
     with pytest.raises(OSError, match="shorter"):
         reader.read(2**20, (4,), torch.float32)
+
+
+# What comes to the service's socket
+
+
+def attached(site: Site) -> dict[str, Any]:
+    calls = DirectCalls(site.service.front, site.service.triton)
+    return calls.call({"op": "attach", "dtype": "float32"}, b"", 5.0)
+
+
+@pytest.mark.parametrize("first", [b"\xff\xfe", b"nobody", b"\x93" * 5000, b""])
+def test_whatever_comes_ends_its_own_session_alone(site: Site, first: bytes) -> None:
+    own = site.service.denoiser()
+    path = Path(attached(site)["socket"])
+    assert path.parent == site.service.folder / "controls", "what the supervisor clears has it"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        with short_path(path.parent) as short:
+            stranger.connect(f"{short}/{path.name}")
+        stranger.settimeout(10.0)
+        if first:
+            stranger.send(first)
+            assert stranger.recv(10) == b""
+    for _ in range(3):  # it goes on
+        site.service.denoiser().close()
+    own.close()
+
+
+def test_a_session_s_bad_messages_end_it_alone(site: Site) -> None:
+    own = site.service.denoiser()
+    path = Path(attached(site)["socket"])
+    for message in (b"\xff" * 100, b"\x91" * 60_000, b"\xc1"):
+        session = attached(site)["session"]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            with short_path(path.parent) as short:
+                stranger.connect(f"{short}/{path.name}")
+            stranger.settimeout(10.0)
+            stranger.send(session.encode())
+            stranger.send(message)
+            assert stranger.recv(10) == b""
+    site.service.denoiser().close()
+    own.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_service_whose_thread_has_died_ends(
+    error: type[BaseException], site: Site, tmp_path: Path
+) -> None:
+    """Whatever it was: its process ends, and the supervisor starts another. `health` says so."""
+
+    def dying(connected: socket.socket) -> Any:
+        raise error
+
+    ended = threading.Event()
+    service = ControlNetService(
+        site.service.config, tmp_path / "dying", connection=dying, ended=ended.set
+    )
+    assert service.problem == ""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
+        short_path(tmp_path / "dying") as short,
+    ):
+        stranger.connect(f"{short}/socket")
+        assert ended.wait(30.0)
+    assert service.problem == "its thread has ended"
+    service.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from msgspec import structs
 
@@ -25,7 +26,7 @@ from maskserve_engine.base.job import ControlInput, EditJob, FinalEvent, Preview
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.checks import check_devices
-from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.gangs.executor import GangExecutor, _meeting_place
 from maskserve_engine.gangs.messages import packed
 from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.loop.engine import Engine
@@ -449,3 +450,13 @@ def test_edits_of_unets_begin_anew_where_a_rank_is_lost(tiny_unets: dict[str, Pa
         assert_same([sink.final().latents for sink in sinks], expected)
     finally:
         two.close(5.0)
+
+
+def test_gangs_meet_on_the_loopback_alone() -> None:
+    store = _meeting_place()
+    listening = [
+        place.laddr.ip
+        for place in psutil.Process().net_connections("tcp")
+        if place.status == psutil.CONN_LISTEN and place.laddr.port == store.port
+    ]
+    assert listening == ["127.0.0.1"]
