@@ -84,10 +84,17 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
     part = "transformer" if flux else "unet"
     net = getattr(pipe, part)
     for name, layer in list(layers_of(net)):
-        write(path, one_layer(name, layer, part))
-        load(pipe, path)
-        expected = theirs(pipe, case, flux=flux)
-        pipe.delete_adapters("x")
+        tensors, expected = one_layer(name, layer, part), plain
+        for _ in range(8):  # until it matters: random weights hear little of a timestep
+            write(path, tensors)
+            load(pipe, path)
+            expected = theirs(pipe, case, flux=flux)
+            pipe.delete_adapters("x")
+            if np.abs(plain - expected).max() > 10 * tolerance(expected):
+                break
+            tensors = {
+                key: 4 * value if "lora_B" in key else value for key, value in tensors.items()
+            }
         row = adapter.dense_row(job)
         factors = read_lora(path, base, str(folder))["denoiser"]
         adapter.attach(row, job, ((adapter.low_rank(factors), 1.0),))
@@ -121,12 +128,19 @@ def test_each_layer_of_the_text_encoders_is_the_pipeline_s(folder: Path, tmp_pat
     flux = hasattr(pipe, "transformer")
     parts = ["text_encoder"] + ["text_encoder_2"] * (hasattr(pipe, "text_encoder_2") and not flux)
     for part in parts:
+        layers = [each for name, each in layers_of(getattr(pipe, part)) if "q_proj" in name]
         for name, layer in list(layers_of(getattr(pipe, part))):
             if name == "text_projection":
                 continue  # of PEFT's form diffusers cannot load it; kohya's: test_lora_forms
             dotted = name if name.startswith("text_model.") else f"text_model.{name}"
             tensors = one_layer(dotted, layer, part)
-            config, [lora] = served(tmp_path, folder, {"x": tensors})
+            if "q_proj" not in name:  # without any, diffusers cannot tell the file's form
+                query = one_layer("text_model.encoder.layers.0.self_attn.q_proj", layers[0], part)
+                tensors |= {
+                    key: 0 * value if "lora_B" in key else value for key, value in query.items()
+                }
+            own = tmp_path / f"{part}.{name}"
+            config, [lora] = served(own, folder, {"x": tensors})
             encoder = load_encoder(config)
             adapters = TextAdapters(config, encoder.text_models)
             before = encoder.encode_prompt("a red star")
@@ -134,7 +148,7 @@ def test_each_layer_of_the_text_encoders_is_the_pipeline_s(folder: Path, tmp_pat
                 found = encoder.encode_prompt("a red star")
             adapters.close()
             fresh = pipeline_of(folder)
-            load(fresh, tmp_path / "store" / "x.safetensors")
+            load(fresh, own / "store" / "x.safetensors")
             for key, expected in embeddings(fresh, flux=flux).items():
                 bound = 1e-4 * max(1.0, float(np.abs(expected).max()))
                 assert float(np.abs(found[key] - expected).max()) <= bound, (part, name, key)
