@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from maskserve_core.models import flux, unet
-from maskserve_core.models.facts import ALL_STEPS, LatentSpace, ModelFacts
+from maskserve_core.models.facts import ALL_STEPS, ModelFacts
+from maskserve_core.models.latents import LatentSpace
 from maskserve_core.models.semantics import FILL, INPAINT
 
 FLUX_DEV: dict[str, Any] = {

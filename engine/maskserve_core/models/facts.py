@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maskserve_core.config import ConfigError
+from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_core.models.semantics import Semantics
 
 _PER_DENSE_STEP = 10
@@ -69,20 +70,6 @@ class EditDefaults:
     num_inference_steps: int
     guidance_scale: float
     """0 where the model has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSpace:
-    """Latents as the denoiser takes them: (VAE's - shift) * scale."""
-
-    pixels: int
-    """Per latent, along one side."""
-    channels: int
-    shift: tuple[float, ...] = (0.0,)
-    """One number, or one for each channel; `scale` likewise."""
-    scale: tuple[float, ...] = (1.0,)
-    widths: tuple[int, ...] = ()
-    """Channels of the VAE's layers, from full resolution down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,24 +183,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def latent_space(folder: Path) -> LatentSpace:
-    """What an AutoencoderKL's config.json says, with the class's defaults.
+def one_scale(folder: Path) -> LatentSpace:
+    """The latents of a folder whose pipeline knows one scale for all channels.
 
     Raises:
-        ConfigError: a mean and deviation of each channel. Diffusers' inpaint pipelines take them
-            off where they decode and not where they encode.
+        ConfigError: its VAE has a mean and deviation of each channel. Diffusers' inpaint pipelines
+            take them off where they decode and not where they encode.
     """
-    vae = read_json(folder / "vae" / "config.json")
-    if vae.get("latents_mean") or vae.get("latents_std"):
+    space = latent_space(read_json(folder / "vae" / "config.json"))
+    if not space.one_scale:
         raise ConfigError(f"[model] path: {folder}/vae: latents_mean and latents_std: not served")
-    widths = tuple(int(width) for width in vae["block_out_channels"])
-    return LatentSpace(
-        pixels=2 ** (len(widths) - 1),
-        channels=int(vae["latent_channels"]),
-        shift=(float(vae.get("shift_factor") or 0.0),),
-        scale=(float(vae.get("scaling_factor", 0.18215)),),
-        widths=widths,
-    )
+    return space
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

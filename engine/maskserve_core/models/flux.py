@@ -16,7 +16,7 @@ from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
-    latent_space,
+    one_scale,
     read_json,
 )
 from maskserve_core.models.semantics import FILL, INPAINT
@@ -252,7 +252,7 @@ def _mlp(inputs: int, width: int) -> float:
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     """The facts of a FLUX folder; ConfigError if a part of it cannot be read."""
-    semantics, latents = PIPELINES[pipeline], latent_space(folder)
+    semantics, latents = PIPELINES[pipeline], one_scale(folder)
     vae = read_json(folder / "vae" / "config.json")
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder / "transformer" / "config.json")

@@ -20,7 +20,7 @@ from maskserve_core.models.facts import (
     ControlFacts,
     EditDefaults,
     ModelFacts,
-    latent_space,
+    one_scale,
     read_json,
 )
 from maskserve_core.models.semantics import FILL, INPAINT
@@ -427,7 +427,7 @@ def control_work(
 def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
     """The facts of a Stable Diffusion folder; ConfigError if it is not served."""
     index, unet = read_json(folder / "model_index.json"), read_json(folder / "unet" / "config.json")
-    latents = latent_space(folder)
+    latents = one_scale(folder)
     try:
         check_unet(unet)
     except (ValueError, KeyError) as error:

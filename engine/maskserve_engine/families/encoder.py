@@ -19,6 +19,7 @@ from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded
 from maskserve_engine.stages.loader import load_part, load_plain
+from maskserve_engine.stages.vae import is_tiled, moments_of
 from maskserve_engine.stages.vae_pieces import (
     CellSums,
     MixedNorm,
@@ -31,7 +32,6 @@ from maskserve_engine.stages.vae_pieces import (
     plan_pieces,
     resnet,
 )
-from maskserve_engine.stages.vae_tiles import is_tiled
 
 RIM = 1
 """Latents at a piece's rim that miss too much of what lies beyond to be taken."""
@@ -112,7 +112,7 @@ class Encoder(ABC):
 
     Args:
         facts: what the folder says.
-        vae: AutoencoderKL.
+        vae: of the class that the facts name.
     """
 
     def __init__(self, facts: ModelFacts, vae: Any) -> None:
@@ -169,7 +169,7 @@ class Encoder(ABC):
         """The source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
         factor = self.facts.vae_scale_factor
         size = pixels.shape[0] // factor, pixels.shape[1] // factor
-        if not self.has_pieces or is_tiled(self.vae, size):
+        if not self.has_pieces or is_tiled(self.vae, size, self.facts.latents):
             return TemplateEncoding(self.moments(pixels))
         recorder = NormRecorder(size)
         with torch.inference_mode():
@@ -237,8 +237,7 @@ class Encoder(ABC):
         return moments
 
     def _all_moments(self, images: Tensor) -> NDArray[np.float32]:
-        posterior = self.vae.encode(self._on_device(images)).latent_dist
-        return to_numpy(posterior.parameters)
+        return to_numpy(moments_of(self.vae, self._on_device(images), self.facts.latents))
 
     def _on_device(self, image: Tensor) -> Tensor:
         return image.to(self.vae.device, self.vae.dtype)

@@ -23,7 +23,7 @@ from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
-from maskserve_engine.stages.vae_tiles import in_tiles, tile_side
+from maskserve_engine.stages.vae import in_tiles
 
 T5 = "text_encoder_2"
 """Of FLUX; of other families nothing is quantised in it."""
@@ -194,7 +194,7 @@ def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
     whole, itemsize = facts.native_resolution**2, dtype_of(config).itemsize
     if not in_tiles(config, facts):
         return (held + _PICTURE) * whole * itemsize
-    tile = min(whole, tile_side(config) ** 2)
+    tile = min(whole, facts.latents.tile**2)
     return (held * tile + _TILED * _PICTURE * whole) * itemsize
 
 

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import LatentSpace, ModelFacts
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.latents import LatentSpace
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.latents import to_vae
+from maskserve_engine.stages.vae import images_of, is_tiled, load_vae
 from maskserve_engine.stages.vae_pieces import (
     CellSums,
     MixedNorm,
@@ -26,14 +28,13 @@ from maskserve_engine.stages.vae_pieces import (
     plan_pieces,
     resnet,
 )
-from maskserve_engine.stages.vae_tiles import is_tiled, load_vae
 
 
 class Decoder:
     """The VAE's decoder.
 
     Args:
-        vae: AutoencoderKL.
+        vae: of the class that `latents` names.
         latents: what its latents are.
     """
 
@@ -49,7 +50,7 @@ class Decoder:
         """Raises ConfigError when the VAE cannot be loaded."""
         limit_threads(config)
         vae = load_vae(config, facts)
-        if vae.dtype == torch.float16 and vae.config.force_upcast:
+        if vae.dtype == torch.float16 and vae.config.get("force_upcast"):
             vae = vae.float()  # in half precision it overflows, as its folder says
         return cls(vae, facts.latents)
 
@@ -57,7 +58,7 @@ class Decoder:
         """Whether latents of this size [h, w] can be decoded in pieces: tiles have norms of their
         own.
         """
-        return self.has_pieces and not is_tiled(self.vae, size)
+        return self.has_pieces and not is_tiled(self.vae, size, self.latents)
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
         """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""
@@ -68,7 +69,7 @@ class Decoder:
         """The same of several of one size, in one call."""
         with torch.inference_mode():
             scaled = torch.cat([self._scaled(each) for each in latents])
-            return [_pixels(image[None]) for image in self.vae.decode(scaled).sample]
+            return [_pixels(image[None]) for image in images_of(self.vae, scaled, self.latents)]
 
     def sums(self, latents: NDArray[np.float32]) -> CellSums:
         """What edits of a template need of its own latents [C, h, w] to be decoded in pieces."""

@@ -9,24 +9,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.models.facts import LatentSpace
+from maskserve_core.models.latents import LatentSpace
 
 
 def to_model(latents: Tensor, space: LatentSpace) -> Tensor:
     """The VAE's latents […, C, h, w] as the denoiser takes them."""
-    return (latents - _each(space.shift, latents)) * _each(space.scale, latents)
+    return (latents - _each(space.shift, space, latents)) * _each(space.scale, space, latents)
 
 
 def to_vae(latents: Tensor, space: LatentSpace) -> Tensor:
     """The denoiser's latents […, C, h, w] as the VAE decodes them."""
-    return latents / _each(space.scale, latents) + _each(space.shift, latents)
+    return latents / _each(space.scale, space, latents) + _each(space.shift, space, latents)
 
 
-def _each(values: tuple[float, ...], like: Tensor) -> float | Tensor:
+def _each(values: tuple[float, ...], space: LatentSpace, like: Tensor) -> float | Tensor:
     """A number for all channels stays a number: as a tensor in half precision it would be rounded
     once more than in the pipelines.
     """
-    return values[0] if len(values) == 1 else like.new_tensor(values)[:, None, None]
+    if len(values) == 1:
+        return values[0]
+    height, width = (side // space.patch for side in like.shape[-2:])
+    return like.new_tensor(values).view(-1, space.patch, space.patch).tile(1, height, width)
 
 
 class Posterior:

@@ -13,7 +13,7 @@ from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.quantise import load_t5
-from maskserve_engine.stages.vae_tiles import load_vae
+from maskserve_engine.stages.vae import load_vae
 
 
 class FluxEncoder(Encoder):

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from maskserve_client import commands
 from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.models.facts import latent_space
+from maskserve_core.models.facts import one_scale
 from maskserve_core.models.flux import control_work as flux_control_work
 from maskserve_core.models.unet import control_work as unet_control_work
 from maskserve_core.worker.liveness import sign_in
@@ -274,7 +274,7 @@ def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: 
             else:
                 vae.decode(torch.empty(1, 16, 64, 64, dtype=torch.bfloat16))
     config = config_of(tmp_path, model={"dtype": "bfloat16"})
-    facts = replace(FILL_FACTS, native_resolution=512, latents=latent_space(tmp_path))
+    facts = replace(FILL_FACTS, native_resolution=512, latents=one_scale(tmp_path))
     counted = memory.image_bytes(config, stage, facts)
     assert 0.95 * counted <= live.peak <= counted
 

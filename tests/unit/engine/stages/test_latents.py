@@ -1,17 +1,120 @@
-"""Latents between VAE and denoiser: scaled by one number, or by one for each channel."""
+"""Latents between VAE and denoiser, of any class of VAE: what its config.json says, and diffusers'
+own calls and scales on tiny models.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 
 from maskserve_core.config import ConfigError
-from maskserve_core.models.facts import LatentSpace, latent_space
-from maskserve_engine.stages.latents import to_model, to_vae
+from maskserve_core.models.facts import ModelFacts, one_scale, read_json
+from maskserve_core.models.latents import LatentSpace, latent_space
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.latents import Posterior, to_model, to_vae
+from maskserve_engine.stages.vae import is_tiled, load_vae
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.jobs import config_of
+
+
+class Vaes(Encoder):
+    """An encoder of pictures alone."""
+
+    text_models = {}  # noqa: RUF012
+
+    def encode_prompts(self, prompts: Any) -> list[Any]:
+        raise NotImplementedError
+
+
+def kl() -> Any:
+    """With a mean and deviation of each channel, as Stable Diffusion XL's refiners could have."""
+    return AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        block_out_channels=(8, 16),
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=32,
+        latents_mean=[0.3, -0.2, 0.1, 0.7],
+        latents_std=[1.5, 0.5, 2.0, 1.2],
+        scaling_factor=0.6,
+    )
+
+
+def qwen_image() -> Any:
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[0.3, -0.2, 0.1, 0.7],
+        latents_std=[1.5, 0.5, 2.0, 1.2],
+    )
+
+
+def served(vae: Any, folder: Path, **stages: Any) -> tuple[Any, ModelFacts]:
+    """As a worker has it from its folder."""
+    vae.save_pretrained(folder / "vae")
+    space = latent_space(read_json(folder / "vae" / "config.json"))
+    facts = replace(FILL_FACTS, latents=space)
+    return load_vae(config_of(folder, stages=stages), facts), facts
+
+
+@pytest.mark.parametrize("tiles", ["off", "on"])
+@pytest.mark.parametrize("make", [kl, qwen_image])
+def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    own = make().eval().requires_grad_(False)
+    if tiles == "on":
+        own.enable_tiling()
+    vae, facts = served(own, tmp_path, vae_tiles=tiles)
+    space, frames = facts.latents, isinstance(own, AutoencoderKLQwenImage)
+    assert type(vae) is type(own)
+    assert (space.pixels, space.channels, space.frames) == (2, 4, frames)
+    side = space.tile + 16
+    assert is_tiled(vae, (side // 2, 8), space) == (tiles == "on")
+    assert not is_tiled(vae, (space.tile // 2, 8), space)
+
+    rng = np.random.default_rng()
+    pixels = rng.integers(0, 256, (side, 16, 3), dtype=np.uint8)
+    found = Vaes(facts, vae).moments(pixels)
+    image = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255.0 * 2.0 - 1.0
+    with torch.inference_mode():
+        posterior = own.encode(image[:, :, None] if frames else image).latent_dist
+    mean = posterior.mode()[0, :, 0] if frames else posterior.mode()[0]
+    assert np.array_equal(found[:4], mean.numpy())
+
+    # StableDiffusionXLImg2ImgPipeline and QwenImageImg2ImgPipeline.
+    means, stds = (torch.tensor(own.config[f"latents_{n}"])[:, None, None] for n in ("mean", "std"))
+    scale = 1.0 if frames else own.config.scaling_factor
+    latents = Posterior(found, space, torch.float32).mode()
+    torch.testing.assert_close(latents, (mean - means) * scale / stds)
+
+    given = rng.standard_normal((2, 4, side // 2, 8), dtype=np.float32)
+    shown = Decoder(vae, space).decode_all(list(given))
+    with torch.inference_mode():
+        x = torch.from_numpy(given) * stds / scale + means
+        images = own.decode(x[:, :, None]).sample[:, :, 0] if frames else own.decode(x).sample
+    expected = ((images * 0.5 + 0.5).clamp(0, 1) * 255).permute(0, 2, 3, 1).numpy()
+    assert np.abs(np.stack(shown) - expected).max() <= 0.51  # each rounds by itself
+    naive = to_vae(torch.from_numpy(given), replace(space, shift=(0.0,), scale=(scale,)))
+    assert (naive - x).abs().max() > 0.1  # one scale for all would be seen
+
+
+def test_pieces_are_of_the_vaes_that_they_know(tmp_path: Path) -> None:
+    for make, known in ((kl, True), (qwen_image, False)):
+        vae, facts = served(make(), tmp_path / str(known))
+        assert Decoder(vae, facts.latents).has_pieces == known
+        assert Vaes(facts, vae).has_pieces == known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,23 +124,36 @@ def test_one_number_for_all_channels_rounds_as_in_the_pipelines(dtype: torch.dty
     assert torch.equal(to_vae(latents, space), latents / 0.3611 + 0.1159)
 
 
-def test_numbers_per_channel_are_those_of_the_vae_that_has_them() -> None:
-    """As diffusers' Qwen-Image pipeline scales latents."""
-    vae = AutoencoderKLQwenImage(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
-    mean, std = (tuple(vae.config[f"latents_{name}"]) for name in ("mean", "std"))
-    space = LatentSpace(8, len(mean), mean, tuple(1.0 / each for each in std))
-    latents = torch.randn(2, len(mean), 5, 6)
-    means, scales = torch.tensor(mean).view(-1, 1, 1), 1.0 / torch.tensor(std).view(-1, 1, 1)
-    torch.testing.assert_close(to_model(latents, space), (latents - means) * scales)
+def test_numbers_may_be_those_of_patches() -> None:
+    """As Flux2Pipeline scales latents, by statistics of packed channels."""
+    torch.manual_seed(0)
+    vae: Any = AutoencoderKLFlux2(
+        block_out_channels=(8,) * 4, latent_channels=2, norm_num_groups=4, layers_per_block=1
+    )
+    mean, std = torch.randn(8), torch.rand(8) + 0.5
+    vae.bn.running_mean.copy_(mean)
+    vae.bn.running_var.copy_(std.square())
+    space = LatentSpace(8, 2, tuple(mean.tolist()), tuple((1.0 / std).tolist()), patch=2)
+    latents = torch.randn(3, 2, 4, 6)
+    patches = latents.unflatten(3, (3, 2)).unflatten(2, (2, 2)).permute(0, 1, 3, 5, 2, 4)
+    vae.bn.eps = 0.0
+    scaled = vae.bn.eval()(patches.flatten(1, 3)).unflatten(1, (2, 2, 2))
+    expected = scaled.permute(0, 1, 4, 2, 5, 3).reshape(latents.shape)
+    torch.testing.assert_close(to_model(latents, space), expected)
     torch.testing.assert_close(to_vae(to_model(latents, space), space), latents)
 
 
-def test_what_diffusers_inpaint_pipelines_treat_in_two_ways_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    """Of FLUX and Stable Diffusion what diffusers' inpaint pipelines treat in two ways, too."""
     config = {"block_out_channels": [8, 8], "latent_channels": 4, "scaling_factor": 0.13025}
     (tmp_path / "vae").mkdir()
     file = tmp_path / "vae" / "config.json"
     file.write_text(json.dumps({**config, "latents_mean": None, "latents_std": None}))
-    assert latent_space(tmp_path).scale == (0.13025,)
+    assert one_scale(tmp_path).scale == (0.13025,)
     file.write_text(json.dumps({**config, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}))
     with pytest.raises(ConfigError, match="latents_mean and latents_std: not served"):
-        latent_space(tmp_path)
+        one_scale(tmp_path)
+    with pytest.raises(ConfigError, match="vae: AutoencoderDC is not served; served: AutoencoderK"):
+        latent_space({"_class_name": "AutoencoderDC"})
+    with pytest.raises(ConfigError, match=r"vae/config.json: z_dim is missing"):
+        latent_space({"_class_name": "AutoencoderKLQwenImage", "temperal_downsample": []})

@@ -15,7 +15,7 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.fitting.memory import image_bytes
-from maskserve_engine.stages.vae_tiles import in_tiles, is_tiled
+from maskserve_engine.stages.vae import in_tiles, is_tiled
 from tests.fakes.jobs import Case, config_of, encode_case
 from tests.fakes.pipelines import diffusers_edit
 
@@ -48,7 +48,7 @@ def test_latents_and_pixels_are_the_vaes_own_in_tiles(tiny_fill: Path) -> None:
         expected = (image.numpy() * 255).round().astype(np.uint8)
         found = decoder.decode(latents)
         assert np.array_equal(found, expected)
-        assert is_tiled(decoder.vae, size) == (max(size) > 16)
+        assert is_tiled(decoder.vae, size, space) == (max(size) > 16)
         assert decoder.takes_pieces(size) == (max(size) <= 16)
         assert np.array_equal(found, whole.decode(latents)) == (max(size) <= 16)
 

@@ -1,0 +1,92 @@
+"""The space of latents between a VAE and a denoiser, by the VAE's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maskserve_core.config import ConfigError
+
+
+_PLAIN = "AutoencoderKL"
+"""The class of a VAE whose config.json names none."""
+_TILE = 32
+"""diffusers' own `sample_size`, where a VAE's config.json names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpace:
+    """Latents as the denoiser takes them: (VAE's - shift) * scale."""
+
+    pixels: int
+    """Per latent, along one side."""
+    channels: int
+    shift: tuple[float, ...] = (0.0,)
+    """One number, or one for each channel; `scale` likewise."""
+    scale: tuple[float, ...] = (1.0,)
+    widths: tuple[int, ...] = ()
+    """Channels of the VAE's layers, from full resolution down."""
+    patch: int = 1
+    """Above 1 shift and scale are of channels that are patches of so many latents a side,
+    [C · patch · patch], a channel's own together."""
+    vae: str = _PLAIN
+    """Its class in diffusers."""
+    frames: bool = False
+    """Whether the VAE takes pictures as films of one frame: its tensors have an axis more."""
+    tile: int = _TILE
+    """Pixels along a tile's side, where it takes large pictures in tiles."""
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether all channels have the same shift and scale."""
+        return len(self.shift) == len(self.scale) == 1
+
+
+def _kl(vae: Mapping[str, Any]) -> LatentSpace:
+    widths = tuple(int(width) for width in vae["block_out_channels"])
+    side, scale = vae.get("sample_size"), float(vae.get("scaling_factor", 0.18215))
+    mean, std = (vae.get(f"latents_{name}") for name in ("mean", "std"))
+    return LatentSpace(
+        pixels=2 ** (len(widths) - 1),
+        channels=int(vae["latent_channels"]),
+        shift=tuple(map(float, mean)) if mean else (float(vae.get("shift_factor") or 0.0),),
+        scale=tuple(scale / float(each) for each in std) if std else (scale,),
+        widths=widths,
+        tile=int(side[0] if isinstance(side, list) else side or _TILE),
+    )
+
+
+def _qwen_image(vae: Mapping[str, Any]) -> LatentSpace:
+    return LatentSpace(
+        pixels=2 ** len(vae["temperal_downsample"]),
+        channels=int(vae["z_dim"]),
+        shift=tuple(map(float, vae["latents_mean"])),
+        scale=tuple(1.0 / float(each) for each in vae["latents_std"]),
+        widths=tuple(int(vae["base_dim"]) * int(each) for each in vae["dim_mult"]),
+        vae="AutoencoderKLQwenImage",
+        frames=True,
+        tile=256,
+    )
+
+
+VAES: dict[str, Callable[[Mapping[str, Any]], LatentSpace]] = {
+    _PLAIN: _kl,
+    "AutoencoderKLQwenImage": _qwen_image,
+}
+"""Readers of a config.json, by the VAE's class."""
+
+
+def latent_space(vae: Mapping[str, Any]) -> LatentSpace:
+    """What a VAE's config.json says, with the class's defaults.
+
+    Raises:
+        ConfigError: of a class that is not known, or without what tells its space.
+    """
+    name = vae.get("_class_name", _PLAIN)
+    if name not in VAES:
+        raise ConfigError(f"[model] path: vae: {name} is not served; served: {', '.join(VAES)}")
+    try:
+        return VAES[name](vae)
+    except KeyError as error:
+        raise ConfigError(f"[model] path: vae/config.json: {error.args[0]} is missing") from error

@@ -1,0 +1,61 @@
+"""The VAE of a model folder, of whatever class: its loading, its calls, and whether it takes large
+pictures in tiles, which is diffusers' own `enable_tiling`.
+
+A picture with a side above a tile's is cut into tiles, which overlap by a quarter and are blended.
+diffusers' `enable_slicing` takes the pictures of a batch one by one; here they always come alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from maskserve_core.config import Config
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.latents import LatentSpace
+from maskserve_engine.stages.loader import load_part
+
+_WHOLE = 1536
+"""Native size up to which pictures are taken whole if nothing else is asked for."""
+
+
+def load_vae(config: Config, facts: ModelFacts) -> Any:
+    """The VAE of the model folder.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    import diffusers  # here: a process first says which libraries it has no use for
+
+    vae = load_part(config, "vae", getattr(diffusers, facts.latents.vae))
+    if in_tiles(config, facts):
+        vae.enable_tiling()
+    return vae
+
+
+def moments_of(vae: Any, images: Tensor, space: LatentSpace) -> Tensor:
+    """[B, 2C, h, w] mean and log-variance of images [B, 3, H, W] in [-1, 1]."""
+    if not space.frames:
+        parameters: Tensor = vae.encode(images).latent_dist.parameters
+        return parameters
+    return vae.encode(images[:, :, None]).latent_dist.parameters[:, :, 0]
+
+
+def images_of(vae: Any, latents: Tensor, space: LatentSpace) -> Tensor:
+    """[B, 3, H, W] in [-1, 1] of the VAE's latents [B, C, h, w]."""
+    if not space.frames:
+        images: Tensor = vae.decode(latents).sample
+        return images
+    return vae.decode(latents[:, :, None]).sample[:, :, 0]
+
+
+def in_tiles(config: Config, facts: ModelFacts) -> bool:
+    """Whether a worker's VAE takes large pictures in tiles."""
+    asked = config.stages.vae_tiles
+    return asked == "on" or (asked == "auto" and facts.native_resolution > _WHOLE)
+
+
+def is_tiled(vae: Any, size: tuple[int, int], space: LatentSpace) -> bool:
+    """Whether a VAE takes latents of this size [h, w], or their picture, in tiles."""
+    return bool(vae.use_tiling and max(size) * space.pixels > space.tile)
