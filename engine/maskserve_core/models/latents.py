@@ -8,7 +8,6 @@ from typing import Any
 
 from maskserve_core.config import ConfigError
 
-
 _PLAIN = "AutoencoderKL"
 """The class of a VAE whose config.json names none."""
 _TILE = 32

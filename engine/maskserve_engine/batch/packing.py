@@ -352,8 +352,8 @@ class RowInput:
     """[n, in_channels] computed image tokens."""
     text: Tensor
     """[T, width] prompt embedding after context_embedder."""
-    pooled: Tensor
-    """[pooled width]"""
+    pooled: Tensor | None
+    """[pooled width] of the prompt; None for models without it."""
     guidance: float | None
     """Embedded guidance; None for models without it."""
     cis: Tensor
@@ -386,7 +386,8 @@ class Packed:
         )
         self.tokens = torch.cat([row.tokens for row in rows])
         self.text = torch.cat([row.text for row in rows])
-        self.pooled = torch.stack([row.pooled for row in rows])
+        pooled = [row.pooled for row in rows if row.pooled is not None]
+        self.pooled = torch.stack(pooled) if pooled else None
         self.cis = torch.cat([row.cis for row in rows])
         """[N, head_dim / 2] in row order."""
         self.rest_cis = torch.cat(rest_cis) if rest_cis else None

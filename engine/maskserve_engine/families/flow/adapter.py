@@ -40,7 +40,12 @@ from maskserve_engine.families.flow.rows import (
     Negative,
     Row,
 )
-from maskserve_engine.families.flow.schedule import check_sampler, load_sampler, make_schedule
+from maskserve_engine.families.flow.schedule import (
+    check_sampler,
+    linear_shift,
+    load_sampler,
+    make_schedule,
+)
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_of, held_bytes
@@ -68,6 +73,8 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
     """Of the family's rows."""
     text_places: ClassVar[frozenset[str]]
     """Places of the weights that `text` reads."""
+    preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
+    """With what its pipeline draws, in its order."""
     anchor_tolerance = 1.0
     """Any anchor serves any step (docs/adr/0007): how near it is to be, the stride says."""
     entry_halves = 1
@@ -94,11 +101,12 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         self.weights = self.weights_of(model, room, recorder, compiled=compiled)
         super().__init__(self.batches, self.weights)
         self.blocks = len(self.weights.blocks)
-        self._preparation = FlowPreparation(
+        self._preparation = self.preparation(
             facts,
             sampler,
             dtype=self.dtype,
             outside_noise=outside_noise,
+            shift=self.shift,
             buckets=recorder is not None,
         )
         self._control_refresh = control_refresh
@@ -126,6 +134,11 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             graphs=records_steps(facts, config),
             control_refresh=config.controls.refresh,
         )
+
+    @staticmethod
+    def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
+        """Of its pipeline's schedule (`schedule.Shift`)."""
+        return linear_shift(config, tokens, steps)
 
     @staticmethod
     @abstractmethod
@@ -197,7 +210,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         """Of every `stride` timesteps of the schedule the one in their middle, and as many between
         them that no step of any schedule is out of reach.
         """
-        walk = make_schedule(self.sampler, steps, tokens).walk
+        walk = make_schedule(self.sampler, steps, tokens, shift=self.shift).walk
         chosen = anchor_steps([step.sigma for step in walk], stride)
         taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
         return cover(tuple(taken), self.anchor_tolerance)

@@ -233,7 +233,19 @@ class FlowBatch(KeptBatch[Row, W]):
         """Lead rows with a negative prompt away from what their second pass answers."""
         answers = velocity.split(self._stream.lengths)
         for (i, negative), away in zip(self._guided, answers[len(self.rows) :], strict=True):
-            answers[i].sub_(away).mul_(negative.scale).add_(away)
+            self.guide(answers[i], away, negative.scale)
+
+    @staticmethod
+    def guide(own: Tensor, away: Tensor, scale: float) -> None:
+        """Lead an answer away from that of the second pass, in place: by diffusers' true
+        classifier-free guidance. Families with another rule have it here.
+
+        Args:
+            own: [n, C] of the row's first pass.
+            away: [n, C] of the pass with its negative prompt.
+            scale: the edit's, above 1.
+        """
+        own.sub_(away).mul_(scale).add_(away)
 
     def _move(self, velocity: Tensor, change: Tensor) -> None:
         """The sampler's step of all rows.

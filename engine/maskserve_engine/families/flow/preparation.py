@@ -22,7 +22,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.batch.graphs import bucket
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.flow.schedule import Schedule, make_schedule
+from maskserve_engine.families.flow.schedule import Schedule, Shift, linear_shift, make_schedule
 from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
 
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines
@@ -153,7 +153,8 @@ class FlowPrompt:
 
     embeds: Tensor
     """[T, T5 width]"""
-    pooled: Tensor
+    pooled: Tensor | None
+    """[pooled width], where the family has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,7 @@ class FlowPreparation:
         sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
         dtype: of the model.
         outside_noise: `[model] outside_noise`.
+        shift: of the schedule.
         buckets: whether steps are recorded, so that cached rows compute as many tokens as their
             buckets have.
     """
@@ -236,11 +238,12 @@ class FlowPreparation:
         *,
         dtype: torch.dtype,
         outside_noise: str,
+        shift: Shift = linear_shift,
         buckets: bool = False,
     ) -> None:
         self._facts, self._sampler = facts, sampler
         self._dtype, self._buckets = dtype, buckets
-        self._shares_noise = outside_noise == "template"
+        self._shares_noise, self._shift = outside_noise == "template", shift
 
     def prepared(self, job: EditJob) -> FlowPrepared:
         """The job's own, if it has been prepared; else without `template`."""
@@ -251,7 +254,7 @@ class FlowPreparation:
         controls = self._controls(job, schedule, generator)  # they draw first
         inputs = FlowInputs(
             schedule,
-            self._start(job, schedule, generator),
+            self.start(job, schedule, generator),
             self.prompt(job.conditioning),
             None if job.negative is None else self.prompt(job.negative),
         )
@@ -303,12 +306,14 @@ class FlowPreparation:
         settings, (height, width) = job.request.settings, grid_of(job)
         steps = settings.num_inference_steps
         assert steps is not None
-        return make_schedule(self._sampler, steps, height * width, settings.strength)
+        return make_schedule(self._sampler, steps, height * width, settings.strength, self._shift)
 
     def prompt(self, given: Conditioning) -> FlowPrompt:
         """What the text encoders answered, in the model's dtype."""
-        embeds, pooled = given["prompt_embeds"], given["pooled"]
-        return FlowPrompt(*(torch.from_numpy(each).to(self._dtype) for each in (embeds, pooled)))
+        embeds, pooled = torch.from_numpy(given["prompt_embeds"]), given.get("pooled")
+        if pooled is None:
+            return FlowPrompt(embeds.to(self._dtype), None)
+        return FlowPrompt(embeds.to(self._dtype), torch.from_numpy(pooled).to(self._dtype))
 
     def _controls(
         self, job: EditJob, schedule: Schedule, generator: torch.Generator
@@ -322,8 +327,10 @@ class FlowPreparation:
             )
         return tuple(found)
 
-    def _start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
-        """Draw everything else random of the edit, in the pipeline's own order, on the CPU."""
+    def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
+        """Draw everything else random of the edit, in the pipeline's own order, on the CPU. A
+        family whose pipeline has another order says so here.
+        """
         image, factor = self._posterior(job.moments), self._facts.vae_scale_factor
         if self._facts.semantics.masked_picture:
             masked = self._posterior(job.masked_moments)

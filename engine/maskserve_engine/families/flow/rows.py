@@ -29,7 +29,7 @@ class Negative:
 
     text: Tensor
     """[T, width] as `RowInput` has it."""
-    pooled: Tensor
+    pooled: Tensor | None
     scale: float
     """true_cfg_scale, above 1."""
 
@@ -87,7 +87,7 @@ class FlowRow:
     """Tokens down and across."""
     text: Tensor
     """[T, width] after context_embedder."""
-    pooled: Tensor
+    pooled: Tensor | None
     guidance: float | None
     cis: Tensor
     """[T + n, head_dim / 2] of text and computed tokens."""
@@ -239,7 +239,7 @@ class FlowPrimingRow:
     text: Tensor
     embeds: Tensor
     """[T, in] what `text` was made of."""
-    pooled: Tensor
+    pooled: Tensor | None
     guidance: float | None
     cis: Tensor
     kinds: Sequence[frozenset[str]]

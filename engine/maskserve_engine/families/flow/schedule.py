@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,24 +76,37 @@ def check_sampler(sampler: Any) -> None:
 def _check_name(name: str) -> None:
     if name != _SERVED:
         raise ConfigError(
-            f"[model] path: sampler {name} is not served with FLUX models; served: {_SERVED}"
+            f"[model] path: sampler {name} is not served with this model; served: {_SERVED}"
         )
 
 
-def make_schedule(sampler: Any, steps: int, tokens: int, strength: float = 1.0) -> Schedule:
-    """The schedule that FluxFillPipeline and FluxInpaintPipeline use.
+Shift = Callable[[Mapping[str, Any], int, int], float]
+"""By how much larger pictures are noised longer (`mu`), of a sampler's config, image tokens and
+number of steps."""
+
+
+def linear_shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
+    """Of most pipelines: linear in the tokens."""
+    base, top = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope: float = (high - low) / (top - base)
+    mu: float = tokens * slope + (low - slope * base)
+    return mu
+
+
+def make_schedule(
+    sampler: Any, steps: int, tokens: int, strength: float = 1.0, shift: Shift = linear_shift
+) -> Schedule:
+    """The schedule that diffusers' inpaint pipelines of such models use.
 
     Args:
         sampler: FlowMatchEulerDiscreteScheduler, which several threads may ask.
         steps: num_inference_steps.
-        tokens: image tokens, which shift the schedule of most Flux models.
+        tokens: image tokens, which shift the schedule of most models.
         strength: share of the steps that is run.
+        shift: the family's.
     """
-    sampler, config = copy.copy(sampler), sampler.config  # setting timesteps changes it
-    base, top = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    slope = (high - low) / (top - base)
-    mu = tokens * slope + (low - slope * base)
+    sampler, mu = copy.copy(sampler), shift(sampler.config, tokens, steps)  # it changes below
     sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
     begin = steps - steps_run(steps, strength)
     sigmas, timesteps = sampler.sigmas[begin:].clone(), sampler.timesteps[begin:]

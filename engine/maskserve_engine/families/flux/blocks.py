@@ -75,7 +75,7 @@ class Vectors:
 
 
 def embed(
-    weights: FluxWeights, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None
+    weights: FluxWeights, timesteps: Tensor, pooled: Tensor | None, guidance: Tensor | None
 ) -> Tensor:
     """[S, R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
     and guidance, and through SiLU.
@@ -86,6 +86,7 @@ def embed(
         pooled: [R, pooled width]
         guidance: [R], times 1000; None for models without it.
     """
+    assert pooled is not None, "FLUX's encoder gives it"
     own, dtype = weights.time_text_embed, pooled.dtype
     rows = [(row, row + 1) for row in range(len(pooled))]
     # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.models.facts import one_scale
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.fitting.memory import image_bytes
@@ -107,10 +109,11 @@ def test_by_default_it_goes_by_size(
 def test_memory_is_a_tiles_and_not_the_pictures(tiny_fill: Path, tmp_path: Path) -> None:
     counts = []
     for native in (1024, 2048, 4096):
-        facts, folder = load_facts(tiny_fill, native), tmp_path / str(native)
+        folder = tmp_path / str(native)
         shutil.copytree(tiny_fill / "vae", folder / "vae")
         about = folder / "vae" / "config.json"
         about.write_text(json.dumps({**json.loads(about.read_text()), "sample_size": 1024}))
+        facts = replace(load_facts(tiny_fill, native), latents=one_scale(folder))
         for stage in ("encoder", "decoder"):
             of = [
                 image_bytes(
