@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from maskserve_core.shares import Full, Shares
@@ -45,8 +45,9 @@ class Admission:
         return self._edits.held(client.scope)
 
     @contextmanager
-    def edit(self, client: KeyHolder, size: int) -> Iterator[None]:
-        """An edit is under way.
+    def edit(self, client: KeyHolder, size: int) -> Iterator[Callable[[int], None]]:
+        """An edit is under way; gives what to call when its answer takes its request's place, with
+        the bytes of that.
 
         Raises:
             RetryLater: the router, or the client, has as many as it may.
@@ -54,9 +55,20 @@ class Admission:
         if self.closed:
             self._refuse("stopping", "the router is stopping")
         self._take(self._edits, client, 1, "edits", "edits are under way", client.max_edits)
+        held = size
+
+        def becomes(size: int) -> None:
+            nonlocal held
+            self._bytes.give_back(client.scope, held)
+            self._bytes.book(client.scope, size)  # it is there already, whatever others hold
+            held = size
+
         try:
-            with self.hold(client, size):
-                yield
+            self._take_bytes(client, size)
+            try:
+                yield becomes
+            finally:
+                self._bytes.give_back(client.scope, held)
         finally:
             self._edits.give_back(client.scope)
             self._ended(time.monotonic())
@@ -82,11 +94,14 @@ class Admission:
         Raises:
             RetryLater: there is no room for them, or the client has its share.
         """
-        self._take(self._bytes, client, size, "bytes", "bytes of requests are under way")
+        self._take_bytes(client, size)
         try:
             yield
         finally:
             self._bytes.give_back(client.scope, size)
+
+    def _take_bytes(self, client: KeyHolder, size: int) -> None:
+        self._take(self._bytes, client, size, "bytes", "bytes of requests are under way")
 
     def _take(
         self,

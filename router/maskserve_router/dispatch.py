@@ -10,6 +10,7 @@ worker failed it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -36,6 +37,7 @@ from maskserve_router.pool import Pool
 from maskserve_router.retry_budget import RetryBudget
 from maskserve_router.sending import Send, result_of, streamed, template_of, unary
 from maskserve_router.turns import Turns
+from maskserve_router.unread import Unread
 from maskserve_router.worker import Sent, WorkerEpoch
 
 
@@ -99,13 +101,32 @@ class Dispatcher:
         with ExitStack() as held:
             held.enter_context(self._judged(call))
             held.enter_context(self._named(call))
-            held.enter_context(self._admission.edit(client, call.size))
+            becomes = held.enter_context(self._admission.edit(client, call.size))
             edit, digest = await self._measured(call, client)
             self._check_deadline(call, edit)
-            avoid: frozenset[WorkerEpoch] = frozenset()
-            others = self._others_than_home(edit.template_id)
-            failure: Failure | None = None
-            retried = False
+            unread = Unread()
+            work = asyncio.create_task(self._attempts(call, edit, digest, send, unread))
+            work.add_done_callback(unread.end)
+            try:
+                async for answer in unread:
+                    if work.done() and work.exception() is None:
+                        call.drop_pictures()
+                        becomes(len(answer) + unread.size)
+                    yield answer
+                await work
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _attempts(
+        self, call: EditCall, edit: Edit, digest: bytes, send: Send, unread: Unread
+    ) -> None:
+        """Have a worker do the edit, and another one if that fails it."""
+        avoid: frozenset[WorkerEpoch] = frozenset()
+        others = self._others_than_home(edit.template_id)
+        failure: Failure | None = None
+        retried = False
+        with ExitStack() as held:
             while True:
                 sent = await self._placed(call, edit, avoid | others, failure)
                 others = frozenset()
@@ -117,9 +138,9 @@ class Dispatcher:
                         if sent.ended_for is not None:
                             raise sent.ended_for
                         answer = b""
-                        async for answer in send(sent, call):
-                            begun = True
-                            yield answer
+                        async for message in send(sent, call):
+                            begun, answer = True, message.content
+                            unread.put(message)
                         self._learn(digest, answer, send)
                         self._learn_home(call, edit, answer, send, failure)
                         return

@@ -109,6 +109,13 @@ class EditCall:
             return None
         return max(self.timeout - (time.monotonic() - self.arrival), 0.001)
 
+    def drop_pictures(self) -> None:
+        """It is answered: what it was sent with is needed no more."""
+        del self.message.raw_input_contents[:]
+        for tensor in self.message.inputs:
+            tensor.ClearField("contents")
+        self.image, self.mask = memoryview(b""), b""
+
     def encoded(self) -> bytes:
         """The request to send now: its deadline counts from the client's sending."""
         if self.settings is not None:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.keys import NO_SCOPE
-from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.errors import DeadlineExceeded, InvalidRequest, MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import RouterConfig
 from maskserve_router.descriptors import connections
@@ -53,6 +53,9 @@ _OPEN = frozenset(
     )
 )
 """Calls that need no key."""
+_PATIENCE_S = 30.0
+_LEAST_PACE = 16 * 1024
+"""Bytes per second at which a client has to take a message, behind `_PATIENCE_S`."""
 _PER_STREAM = 64
 """Edits of one stream that may be under way; further ones are not read."""
 
@@ -211,7 +214,7 @@ class GrpcServer:
             await _abort(context, guarded("", error))
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
-        answers: _Answers = asyncio.Queue(maxsize=_PER_STREAM)
+        answers: _Answers = asyncio.Queue(maxsize=1)
         reader = asyncio.create_task(self._serve_all(requests, context, answers))
         try:
             while (answer := await answers.get()) is not None:
@@ -293,19 +296,17 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         is_open = handler_call_details.method in _OPEN
 
-        async def serve(
-            requests: AsyncIterator[Any], context: Context
-        ) -> AsyncGenerator[Any, None]:
+        async def serve(requests: AsyncIterator[Any], context: Context) -> None:
             try:
                 with self._open_calls.enter(self._client(context, is_open), requests) as call:
                     if handler.stream_stream is not None:
                         async with aclosing(handler.stream_stream(call, context)) as answers:
                             async for answer in answers:
-                                yield answer
+                                await _write(context, answer)
                     elif handler.unary_unary is not None:
                         request = await anext(call)
                         with call.working():
-                            yield await handler.unary_unary(request, context)
+                            await _write(context, await handler.unary_unary(request, context))
                     else:
                         raise NotSupported("call", "is not served")
             except (MaskserveError, Failure) as error:
@@ -376,6 +377,19 @@ def _answering_client(
 def _headers(context: Context) -> dict[str, str]:
     metadata = context.invocation_metadata() or ()
     return {str(name): value for name, value in metadata if isinstance(value, str)}
+
+
+async def _write(context: Context, answer: Any) -> None:
+    """Send a message.
+
+    Raises:
+        DeadlineExceeded: the client does not take it.
+    """
+    size = len(answer) if isinstance(answer, bytes) else 0
+    try:
+        await asyncio.wait_for(context.write(answer), _PATIENCE_S + size / _LEAST_PACE)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise DeadlineExceeded("the client does not read its answers") from None
 
 
 async def _abort(context: Context, error: MaskserveError | Failure) -> NoReturn:

@@ -21,6 +21,10 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.places import Places
 
 _KEEP_ALIVE_S = 75
+_PATIENCE_S = 30.0
+"""How long a client may take nothing of an answer."""
+_LAST_ANSWERS_S = 5
+"""What answers have that are written while the listener closes."""
 _ACCEPTED_AT_ONCE = 128
 """Each is a descriptor before anybody can end it."""
 _MAX_PIPELINED = 32
@@ -42,6 +46,7 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
         _behind_bytes = 0
         """Since a request came while another is under way."""
         _chunks = 0
+        _unread: TimerHandle | None = None
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -77,6 +82,25 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
                 self.send_400_response("The headers are too long.")
             elif self._behind_bytes > bounds.max_header_bytes:
                 self.transport.close()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._unread is None:
+                self._watch_unread()
+
+        def _watch_unread(self) -> None:
+            """See whether the client takes anything of what is written, until it has nearly all."""
+            left = self.transport.get_write_buffer_size()
+            self._unread = self.loop.call_later(_PATIENCE_S, self._look_at_unread, left)
+
+        def _look_at_unread(self, before: int) -> None:
+            self._unread = None
+            if self.transport.is_closing() or not self.flow.write_paused:
+                return
+            if self.transport.get_write_buffer_size() >= before:
+                self.transport.abort()
+            else:
+                self._watch_unread()
 
         def on_message_begin(self) -> None:
             self._head_bytes = 0
@@ -167,6 +191,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_LAST_ANSWERS_S,
                 backlog=_ACCEPTED_AT_ONCE,
                 ssl_certfile=files[0] if files else None,
                 ssl_keyfile=files[1] if files else None,

@@ -17,9 +17,10 @@ from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import EngineFailed, MaskserveError
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Failure
+from maskserve_router.unread import Message
 from maskserve_router.worker import Sent
 
-Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[bytes]]
+Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[Message]]
 
 
 class _Meta(msgspec.Struct):
@@ -33,7 +34,7 @@ class _Meta(msgspec.Struct):
 _read_meta = msgspec.json.Decoder(_Meta).decode
 
 
-async def unary(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
+async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
     """Send a unary request; its one answer."""
     under_way = sent.worker.upstream.infer(call.encoded(), call.left(), call.metadata)
     sent.cancel = under_way.cancel
@@ -48,7 +49,7 @@ async def unary(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
         raise _not_an_answer(sent) from None
     if not _is_whole(response, call):
         raise _not_an_answer(sent)
-    yield answer
+    yield Message(answer)
 
 
 def _is_whole(response: pb.ModelInferResponse, call: EditCall) -> bool:
@@ -67,7 +68,7 @@ def _not_an_answer(sent: Sent) -> Failure:
     return Failure(grpc.StatusCode.INTERNAL, told)
 
 
-async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
+async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
     """Send the one request of a stream; the worker's messages as they come.
 
     Behind a final event nothing is a failure: the client has its answer, and no second one follows.
@@ -78,8 +79,8 @@ async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
     try:
         with _failures(sent):
             try:
-                async for message in under_way:
-                    message, is_answer = _checked(message, sent, call)
+                async for raw in under_way:
+                    message, is_answer = _checked(raw, sent, call)
                     answered = answered or is_answer
                     yield message
             finally:
@@ -93,7 +94,7 @@ async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
         )
 
 
-def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[bytes, bool]:
+def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[Message, bool]:
     """A message of a stream as the client gets it, and whether it is the answer.
 
     Raises:
@@ -107,12 +108,12 @@ def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[bytes, bool]:
         raise Failure(grpc.StatusCode.UNKNOWN, told.error_message, message)
     response = told.infer_response
     if not response.outputs:
-        return message, False
+        return Message(message), False
     if not _is_whole(response, call):
         raise _not_an_answer(sent)
     place = next((i for i, tensor in enumerate(response.outputs) if tensor.name == "META"), None)
     if place is None:  # not asked for, so that no event can be told from the last one
-        return message, True
+        return Message(message), True
     raw = bytes_tensor.only(response.raw_output_contents[place])
     try:
         event = _read_meta(raw).event
@@ -122,7 +123,8 @@ def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[bytes, bool]:
             message = told.SerializeToString()
     except msgspec.MsgspecError:
         raise _not_an_answer(sent) from None
-    return message, event not in ("progress", "preview")
+    passing = event in ("progress", "preview")
+    return Message(message, passing), not passing
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.worker.logs import Repeats
 from maskserve_harness.soaking.pictures import png_file
-from maskserve_router import http_inference
+from maskserve_router import grpc_server, http_inference, http_server
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, Http
 from maskserve_router.descriptors import connections, raise_limit
@@ -40,8 +40,10 @@ from maskserve_router.measure import MaskTokens, count_tokens
 from maskserve_router.metrics import Metrics
 from maskserve_router.router import Router
 from maskserve_router.turns import Turns
+from maskserve_router.unread import Message, Unread
 from tests.support.router import FAST, calling, cluster, control_request, edit, http_edit, until
 
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 REGION = (
     "Failed to increase the shared memory pool size for key 'triton_python_backend_shm_region_3' "
@@ -164,7 +166,7 @@ async def _streamed(router: Router) -> str:
         async def one() -> Any:
             yield message.SerializeToString()
 
-        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(one())
+        call = channel.stream_stream(STREAM)(one())
         return pb.ModelStreamInferResponse.FromString(await call.read()).error_message
 
 
@@ -454,3 +456,85 @@ def test_lines_that_strangers_cause_are_limited(caplog: Any):
     assert len(lines) == 1021
     say("accept failed, fd=7 at 0x7f", 120.0)
     assert lines[-1].fields == {"left_out": 980}  # type: ignore[attr-defined]
+
+
+# Clients that do not read
+
+
+@asynccontextmanager
+async def unread(router: Router, count: int, **settings: Any) -> AsyncIterator[Any]:
+    """A stream with so many edits, whose answers nobody reads."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.grpc.port}") as channel:
+        call = channel.stream_stream(STREAM)()
+        for _ in range(count):
+            message = pb.ModelInferRequest.FromString(edit(**settings))
+            message.model_name = "edit_stream"
+            await call.write(message.SerializeToString())
+        yield call
+        call.cancel()
+
+
+def at_workers(router: Router) -> int:
+    return sum(len(worker.sent) for worker in router.pool.workers.values())
+
+
+async def test_an_attempt_ends_at_the_workers_last_message(monkeypatch: pytest.MonkeyPatch):
+    """Streams that do not read held places at workers, and with them a drain, without end."""
+    async with cluster() as (router, workers):
+        for worker in workers:
+            worker._answer = bytes(8 * MIB)
+            worker.progress = 40
+        async with unread(router, 12):
+            await until("all are sent", lambda: sum(len(w.seen) for w in workers) == 12)
+            await until("no worker holds one", lambda: at_workers(router) == 0)
+            assert router.admission.edits > 0
+            assert router.admission.bytes > 8 * MIB
+            url = f"http://127.0.0.1:{router.admin.port}"
+            async with aiohttp.ClientSession(url) as session:
+                for worker in workers:
+                    async with session.post(f"/workers/{worker.address}/drain?wait=60") as told:
+                        assert (await told.json())["in_flight"] == 0
+        await until("all are given up", lambda: router.admission.edits == 0)
+        await until("nothing is held", lambda: router.admission.bytes == 0)
+
+
+async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grpc_server, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(grpc_server, "_LEAST_PACE", 2**40)
+    monkeypatch.setattr(http_server, "_PATIENCE_S", 0.2)
+    async with cluster() as (router, workers):
+        for worker in workers:
+            worker._answer = bytes(16 * MIB)
+        _, writer = await asyncio.open_connection("127.0.0.1", router.http.port, limit=1024)
+        writer.write(http_edit())
+        async with unread(router, 4):
+            await until("all are sent", lambda: sum(len(w.seen) for w in workers) == 5)
+            await until("they are given up", lambda: router.admission.edits == 0)
+            await until("nothing is held", lambda: router.admission.bytes == 0)
+        await until("the connection is closed", lambda: not router.http.server_state.connections)
+        writer.close()
+
+
+def test_progress_that_nobody_reads_is_forgotten_and_the_answer_is_not():
+    unread = Unread()
+    for number in range(200):
+        unread.put(Message(b"%d" % number, passing=True))
+    unread.put(Message(b"answer"))
+    for _ in range(100):
+        unread.put(Message(b"late", passing=True))
+    unread.put(Message(bytes(8 * MIB), passing=True))
+    unread.put(Message(b""))
+    unread.end()
+    held = [message.content for message in unread._messages]
+    assert held == [b"answer", b""]
+    assert unread.size == 6
+
+
+async def test_a_client_that_reads_gets_every_event():
+    async with cluster() as (router, workers):
+        for worker in workers:
+            worker.progress = 50
+        async with unread(router, 1) as call:
+            await call.done_writing()
+            events = [pb.ModelStreamInferResponse.FromString(raw) async for raw in call]
+        assert len(events) == 51

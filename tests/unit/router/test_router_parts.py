@@ -481,7 +481,7 @@ async def test_an_answers_body_does_not_wait_for_the_receipt_of_its_headers() ->
     async def done(request: Request) -> Response:
         return Response("done")
 
-    server = HttpServer(Starlette(routes=[Route("/", done)]), Http(), "127.0.0.1", 0)
+    server = HttpServer(Starlette(routes=[Route("/", done)]), Http(), 16, Metrics(), "127.0.0.1", 0)
     await server.start()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -1,0 +1,67 @@
+"""A worker's messages that the client has not taken yet.
+
+A worker is done with an edit when it has sent its last message, however slowly the client reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import NamedTuple
+
+_MOST = 64
+_MOST_BYTES = 4 * 2**20
+
+
+class Message(NamedTuple):
+    """One message of a worker."""
+
+    content: bytes
+    passing: bool = False
+    """Progress or a preview: who reads too slowly to see it misses it."""
+
+
+class Unread:
+    """Messages in their order; an async iterator that ends behind the last one."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+        self._ended = False
+        self._news = asyncio.Event()
+        self.size = 0
+        """Bytes."""
+
+    def put(self, message: Message) -> None:
+        """One more; of progress that nobody takes the oldest goes."""
+        self._messages.append(message)
+        self.size += len(message.content)
+        while (self.size > _MOST_BYTES or len(self._messages) > _MOST) and self._drop():
+            pass
+        self._news.set()
+
+    def end(self, _: object = None) -> None:
+        """No more follow."""
+        self._ended = True
+        self._news.set()
+
+    def _drop(self) -> bool:
+        """Forget the oldest message that may be; whether there was one before the newest."""
+        for place in range(len(self._messages) - 1):
+            if self._messages[place].passing:
+                self.size -= len(self._messages[place].content)
+                del self._messages[place]
+                return True
+        return False
+
+    def __aiter__(self) -> Unread:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._messages:
+            if self._ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        content = self._messages.popleft().content
+        self.size -= len(content)
+        return content
