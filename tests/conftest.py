@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.examples import examples
+
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
 
@@ -18,7 +20,9 @@ FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example may take as long as a busy machine has it take: tests count, they do not time.
-settings.register_profile("maskserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "maskserve", examples(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+)
 settings.load_profile("maskserve")
 
 

@@ -68,6 +68,7 @@ class AsyncClient(Endpoint):
         async def requests() -> AsyncGenerator[service_pb2.ModelInferRequest, None]:
             yield sent
 
+        told = 0
         call = self._stub.ModelStreamInfer(requests(), timeout=timeout, metadata=self._metadata)
         try:
             async for message in call:
@@ -76,9 +77,13 @@ class AsyncClient(Endpoint):
                     # As in `Client`: no cancel may race with the end of the stream.
                     if isinstance(event, Final):
                         await _drain(call)
-                    yield event
-                    if isinstance(event, Final):
+                        last = wire.last_step(event, told)
+                        if last and settings.get("progress", True):
+                            yield last
+                        yield event
                         return
+                    told = event.step
+                    yield event
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self._url) from None
         finally:

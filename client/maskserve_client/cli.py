@@ -270,6 +270,12 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--timeout", type=float, metavar="S", help="give up waiting and cancel after so long"
     )
     running.add_argument(
+        "--wait",
+        type=float,
+        metavar="S",
+        help="wait so long for a server that is not ready yet",
+    )
+    running.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
         help="follow the edit step by step (default: if stderr is a terminal)",

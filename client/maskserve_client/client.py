@@ -102,7 +102,8 @@ class Client(Endpoint):
         to be collected, cancels the edit on the server. Arguments and errors are those of `edit`;
         `progress` is on unless it is set.
         """
-        return self._events(wire.edit_stream(image, mask, prompt, settings, control), timeout)
+        request = wire.edit_stream(image, mask, prompt, settings, control)
+        return self._events(request, timeout, progress=settings.get("progress", True))
 
     def control(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:
         """An operation on the worker: `status`, `heartbeat`, `templates`, `cancel`, …
@@ -170,9 +171,10 @@ class Client(Endpoint):
                 answer.cancel()  # no effect once it is done; else the caller was interrupted
 
     def _events(
-        self, request: service_pb2.ModelInferRequest, timeout: float | None
+        self, request: service_pb2.ModelInferRequest, timeout: float | None, *, progress: bool
     ) -> Generator[Event, None, None]:
         answers: Answers | None = None
+        told = 0
         try:
             with held_back():
                 answers = Answers(
@@ -187,9 +189,12 @@ class Client(Endpoint):
                     # then would only race with the end.
                     if isinstance(event, Final):
                         answers.drain()
-                    yield event
-                    if isinstance(event, Final):
+                        if progress and (last := wire.last_step(event, told)):
+                            yield last
+                        yield event
                         return
+                    told = event.step
+                    yield event
         except grpc.RpcError as error:
             raise from_rpc(error, self._url) from None
         finally:

@@ -6,6 +6,7 @@ import argparse
 import json
 import ssl
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -24,11 +25,12 @@ from maskserve_core.adapters.store import file_facts
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.meta import STAGES
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded
 from maskserve_core.files.store import FileStore
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4
+_ASKED_EVERY_S, _SAID_EVERY_S = 0.25, 2
 _PATIENT_S = 80.0
 """For a storage that is far away."""
 
@@ -64,13 +66,52 @@ def edit(options: argparse.Namespace) -> None:
     settings["control"] = [_control(text)[1] for text in options.control or ()]
     terminal = sys.stderr.isatty()
     stream = options.stream if options.stream is not None else terminal
+    if options.wait is not None:
+        _wait_ready(options)
     with _connected(options) as client:
-        if stream or options.previews:
-            result = _follow(client, inputs, settings, options, show=terminal)
-        else:
-            result = client.edit(*inputs, timeout=options.timeout, **settings)
+        try:
+            if stream or options.previews:
+                result = _follow(client, inputs, settings, options, show=terminal)
+            else:
+                result = client.edit(*inputs, timeout=options.timeout, **settings)
+        except (ServerUnavailable, Overloaded) as error:
+            if options.wait is None and not _is_ready(options):
+                hint = "; a server that is loading is waited for with --wait SECONDS"
+                raise type(error)(error.message + hint) from None
+            raise
     write_whole(out, result.encoded)
     print(json.dumps(result.meta) if options.json else f"{out}: {_summary(result.meta)}")
+
+
+def _wait_ready(options: argparse.Namespace) -> None:
+    """Wait for the server, `--wait` seconds at most, and say so meanwhile.
+
+    Raises:
+        ServerUnavailable: it is not ready by then.
+    """
+    began = time.monotonic()
+    said_s = 0
+    while not _is_ready(options):
+        waited = time.monotonic() - began
+        if waited >= options.wait:
+            raise ServerUnavailable(f"{options.url}: not ready within {options.wait:g} s")
+        if int(waited) >= said_s:
+            print(f"not ready yet, loading for {int(waited)} s", file=sys.stderr)
+            said_s = int(waited) + _SAID_EVERY_S
+        time.sleep(min(_ASKED_EVERY_S, options.wait))
+
+
+def _is_ready(options: argparse.Namespace) -> bool:
+    """Whether a worker takes edits there. Each time a new connection: one that has failed waits
+    longer and longer before it tries again.
+    """
+    try:
+        with _connected(options) as client:
+            values = client.control("status")
+    except (ServerUnavailable, Overloaded, DeadlineExceeded):
+        return False
+    workers = values.get("workers", {"": values})
+    return any(worker.get("state") == "ready" for worker in workers.values())
 
 
 def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -334,20 +375,32 @@ def templates_list(options: argparse.Namespace) -> None:
         return
     for template in values["templates"]:
         print(f"{template['template_id']}  {_kept(template)}")
+    entries = [entry for template in values["templates"] for entry in template["entries"]]
+    if entries:
+        print(f"{len(values['templates'])} templates, {_kept_words(entries)}")
 
 
 def _kept(template: dict[str, Any]) -> str:
     """What a server keeps of a template, in words."""
-    tiers = [
-        f"{entry.get('tier', '?')} {entry.get('bytes', 0) / 2**20:.1f} MiB"
-        + ("" if entry.get("whole", True) else " (in part)")
-        + (", pinned" if entry.get("pinned") else "")
-        for entry in template["entries"]
-    ]
-    cached = f"cached on {', '.join(tiers)}" if tiers else "not cached"
+    entries = template["entries"]
+    cached = _kept_words(entries) if entries else "not cached"
     if template["registered"]:
         return f"registered, {cached}"
     return f"{cached} only: register the image to edit it by this id"
+
+
+def _kept_words(entries: list[dict[str, Any]]) -> str:
+    """Their bytes, summed by tier."""
+    by_tier: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        by_tier.setdefault(entry.get("tier", "?"), []).append(entry)
+    tiers = [
+        f"{tier} {sum(entry.get('bytes', 0) for entry in each) / 2**20:.1f} MiB"
+        + ("" if all(entry.get("whole", True) for entry in each) else " (in part)")
+        + (", pinned" if any(entry.get("pinned") for entry in each) else "")
+        for tier, each in by_tier.items()
+    ]
+    return f"cached on {', '.join(tiers)}"
 
 
 def templates_each(options: argparse.Namespace) -> None:

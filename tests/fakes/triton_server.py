@@ -150,6 +150,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             self._wait(context)
             if self.worker.error and step > self.worker.error_at_step:
                 raise _Fault(self.worker.error)
+            if step == steps:
+                break  # as a worker: the picture says it
             told = {"step": step, "steps": steps, "request_id": edit.request.request_id}
             if asked.progress:
                 yield {"event": "progress", **told, "image": b""}

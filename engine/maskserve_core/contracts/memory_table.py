@@ -36,12 +36,12 @@ class MemoryTable(msgspec.Struct, frozen=True):
     """The same for ControlNets, and what rows keep of the largest one."""
 
     def text(self) -> str:
-        """For people: a line per part, in GiB."""
+        """For people: a line per part, in GiB; `reserved` is kept free and may be empty yet."""
         notes = {
             "weights": "the denoiser's",
             "encoder": "and what encoding takes",
             "decoder": "and what decoding takes",
-            "step": f"of {self.rows} rows",
+            "step": f"{self.rows} rows",
             "adapters": "LoRAs of edits",
             "controls": "ControlNets of edits, and what these keep of them",
             "cache": f"{self.cache // max(1, self.template)} templates of "
@@ -50,7 +50,14 @@ class MemoryTable(msgspec.Struct, frozen=True):
         }
         lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]
         named = [part for part in ("adapters", "controls") if getattr(self, part)]
-        for part in ("weights", "encoder", "decoder", "step", *named, "cache", "others", "left"):
-            size = getattr(self, part) / _GIB
-            lines.append(f"  {part:8}{size:8.2f}  {notes.get(part, '')}".rstrip())
+        groups = {
+            "taken": ("weights", "encoder", "decoder", "others"),
+            "reserved": ("step", *named, "cache"),
+            "": ("left",),
+        }
+        for group, parts in groups.items():
+            for part in parts:
+                size = getattr(self, part) / _GIB
+                note = ": ".join(filter(None, (group, notes.get(part, ""))))
+                lines.append(f"  {part:8}{size:8.2f}  {note}".rstrip())
         return "\n".join(lines)

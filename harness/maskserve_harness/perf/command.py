@@ -87,7 +87,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="perf_analyzer's own Poisson arrivals, slower than asked for in short runs",
     )
     load.add_argument("--requests", type=int, default=60, help="edits per run")
-    load.add_argument("--warmup", type=int, help="edits before the first run; default: --entries")
+    load.add_argument(
+        "--warmup",
+        type=int,
+        help="edits before the first run; default: --entries, or --requests if that is less",
+    )
     load.add_argument(
         "--timeout",
         type=float,
@@ -192,7 +196,8 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def warm(worker: Server, edits: list[Edit], options: argparse.Namespace) -> None:
-    count = len(edits) if options.warmup is None else options.warmup
+    # Each edit that will be measured, once: its template is primed then, and no other is sent.
+    count = min(len(edits), options.requests) if options.warmup is None else options.warmup
     if count:
         print(
             f"warming up with {count} edits (--warmup); a run measures {options.requests}",

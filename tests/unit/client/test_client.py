@@ -210,7 +210,6 @@ def test_a_stream_tells_steps_previews_and_the_end(trailing_empty: bool) -> None
         Preview,
         Progress,
         Progress,
-        Preview,
         Final,
     ]
     steps = [(event.step, event.steps) for event in events if isinstance(event, Progress)]
@@ -236,7 +235,7 @@ def test_a_stream_is_refused_before_it_is_iterated(client: Client) -> None:
 def test_a_stream_that_just_ends_is_an_error() -> None:
     with FakeServer(hang_up=True) as worker, Client(worker.url) as client:
         events = client.edit_stream(*IMAGES, "x", num_inference_steps=2)
-        assert [next(events), next(events)] == [Progress(1, 2), Progress(2, 2)]
+        assert next(events) == Progress(1, 2)
         with pytest.raises(ServerUnavailable, match="before the final answer"):
             next(events)
 

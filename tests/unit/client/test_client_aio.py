@@ -68,9 +68,9 @@ async def test_a_stream_tells_steps_previews_and_the_end(
     client_and_worker: tuple[AsyncClient, FakeWorker],
 ) -> None:
     client, worker = client_and_worker
-    asked = {"num_inference_steps": 2, "preview_every": 2}
+    asked = {"num_inference_steps": 2, "preview_every": 1}
     events = [event async for event in client.edit_stream(*IMAGES, "x", **asked)]
-    assert [type(event) for event in events] == [Progress, Progress, Preview, Final]
+    assert [type(event) for event in events] == [Progress, Preview, Progress, Final]
     assert isinstance(events[-1], Final)
     check_picture(events[-1].result.image)
     assert await _set(worker.finished)

@@ -23,6 +23,7 @@ import pytest
 from msgspec import structs
 from PIL import Image
 
+from maskserve_client import Client
 from maskserve_client.cli import main, parser
 from maskserve_client.commands import write_whole
 from maskserve_core.adapters.operations import AdapterOperations
@@ -177,7 +178,51 @@ def test_a_template_that_cannot_be_named_in_an_edit_is_marked(capsys: Capture) -
         assert main(["templates", "ls", "--url", worker.url]) == 0
     assert capsys.readouterr().out == (
         f"{'c' * 32}  cached on disk 1.0 MiB only: register the image to edit it by this id\n"
+        "1 templates, cached on disk 1.0 MiB\n"
     )
+
+
+def test_templates_of_many_entries_are_summed_by_tier(
+    monkeypatch: pytest.MonkeyPatch, worker: FakeWorker, capsys: Capture
+) -> None:
+    one = [{"tier": tier, "bytes": 2**20, "whole": True} for tier in ("device", "host", "device")]
+    other = [{"tier": "host", "bytes": 2**21, "whole": False, "pinned": True}]
+    listed = [
+        {"template_id": letter * 32, "registered": True, "entries": entries}
+        for letter, entries in (("a", one), ("b", other))
+    ]
+    monkeypatch.setattr(Client, "control", lambda *_: {"templates": listed})
+    assert main(["templates", "ls", "--url", worker.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{'a' * 32}  registered, cached on device 2.0 MiB, host 1.0 MiB",
+        f"{'b' * 32}  registered, cached on host 2.0 MiB (in part), pinned",
+        "2 templates, cached on device 2.0 MiB, host 3.0 MiB (in part), pinned",
+    ]
+
+
+def test_a_server_that_loads_is_waited_for(
+    worker: FakeWorker, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["loading", "loading", "ready"])
+    status = STATUS.copy()
+    monkeypatch.setattr(Client, "control", lambda *_: {**status, "state": next(states)})
+    assert edit(worker.url, folder, "--wait", "60") == 0
+    assert "not ready yet, loading for 0 s\n" in capsys.readouterr().err
+    check_file(folder / "b.png")
+    assert list(states) == []
+
+
+def test_a_server_that_does_not_come_is_waited_for_no_longer_than_asked(
+    folder: Path, capsys: Capture
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert edit(url, folder, "--wait", "0.3") == 3
+        assert "not ready yet, loading for 0 s" in (said := capsys.readouterr().err)
+        assert f"[UNAVAILABLE] {url}: not ready within 0.3 s" in said
+        assert edit(url, folder) == 3
+        assert "a server that is loading is waited for with --wait" in capsys.readouterr().err
 
 
 def test_edits_are_cancelled_by_their_ids(worker: FakeWorker, capsys: Capture) -> None:

@@ -31,9 +31,9 @@ def test_each_has_a_main(name: str) -> None:
 
 
 def test_a_command_has_its_own_flags() -> None:
-    told = bench("kernel_table", "--help")
+    told = bench("perf_analyzer", "--help")
     assert told.returncode == 0
-    assert told.stdout.startswith("usage: bench kernel_table")
+    assert told.stdout.startswith("usage: bench perf_analyzer")
 
 
 def test_an_unknown_name_is_refused_by_name() -> None:

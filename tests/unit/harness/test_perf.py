@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import signal
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from maskserve_core.contracts.settings import parse_settings
-from maskserve_harness.perf import tool
+from maskserve_harness.perf import command, tool
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.inputs import (
     TENSORS,
@@ -321,3 +322,22 @@ def test_the_help_has_examples() -> None:
     script = [sys.executable, str(ROOT / "scripts" / "bench"), "perf_analyzer"]
     shown = run([*script, "--help"], capture_output=True, text=True, check=True)
     assert "python scripts/bench perf_analyzer --json" in shown.stdout
+
+
+class Warmed:
+    """Counts the edits that are sent to a server before it is measured."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def warm(self, edits: list[object]) -> None:
+        self.sent += edits
+
+
+@pytest.mark.parametrize(
+    ("requests", "warmup", "sent"), [(8, None, 8), (60, None, 32), (8, 0, 0), (8, 40, 40)]
+)
+def test_no_edit_is_sent_that_is_not_measured(requests: int, warmup: int | None, sent: int) -> None:
+    server, options = Warmed(), argparse.Namespace(requests=requests, warmup=warmup)
+    command.warm(server, list(range(32)), options)  # type: ignore[arg-type]
+    assert len(server.sent) == sent

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import trustme
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_core.config import LimitsConfig
@@ -25,6 +25,7 @@ from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.openai.image_urls import ImageUrls, is_public
 from maskserve_router.turns import Turns
+from tests.support.examples import examples
 
 LIMITS = LimitsConfig(max_image_bytes=2048)
 FIELD = "images[0].image_url"
@@ -239,7 +240,7 @@ NOWHERE = ImageUrls(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text(max_size=60), st.sampled_from(["", "https://", "https://pictures.example", "data:"]))
 async def test_any_text_is_refused_by_name(text: str, begin: str) -> None:
     with pytest.raises(InvalidRequest, match=r"images\[0\]\.image_url"):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
@@ -22,6 +22,7 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.openai.form import EditForm, read_form
 from maskserve_router.openai.image_urls import ImageUrls
 from maskserve_router.turns import Turns
+from tests.support.examples import examples
 
 BOUNDARY = "frontier"
 Part = tuple[str, bytes | str]
@@ -133,7 +134,7 @@ async def test_what_cannot_be_done_is_refused_by_its_field(parts: list[Part], to
         await form_of(*parts)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.binary(max_size=400),
     st.sampled_from(

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served
 from maskserve_core.worker.status import RowStatus, StatusReader, StatusWriter, WorkerStatus
+from tests.support.examples import examples
 
 ROW = RowStatus("edit-1", "cached", 103, 4096, 17, "0f" * 32, 3)
 STATUS = WorkerStatus(
@@ -197,7 +198,7 @@ def test_a_write_cut_short_leaves_the_record_before_it(tmp_path: Path):
     assert reader.read() == records[-2]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     damage=st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 255)), max_size=4),
     length=st.none() | st.integers(0, 40_000),

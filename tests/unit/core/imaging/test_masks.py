@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import ndimage
@@ -24,6 +24,7 @@ from maskserve_core.imaging.masks import (
     paste_weights,
     selected,
 )
+from tests.support.examples import examples
 
 small = st.integers(1, 24)
 bools = hnp.arrays(np.bool_, st.tuples(small, small))
@@ -186,7 +187,7 @@ def _literal_edit(paste: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return out
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     hnp.arrays(np.uint8, st.tuples(small, small), elements=st.sampled_from([0, 0, 0, 1, 255])),
     st.tuples(small, small),
@@ -206,7 +207,7 @@ def test_a_mask_of_one_pixel_never_vanishes(height: int, width: int, y: int, x: 
     assert len(active_tokens(masks.edit, 16)) >= 1
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     hnp.arrays(np.bool_, st.tuples(st.integers(8, 90), st.integers(8, 90)), elements=st.booleans()),
     st.integers(1, 60),

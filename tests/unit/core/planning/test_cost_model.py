@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_core.planning.cost_model import (
@@ -22,6 +22,7 @@ from maskserve_core.planning.cost_model import (
     from_json,
     gpu_rates,
 )
+from tests.support.examples import examples
 
 finite = st.just(0.0) | st.floats(1e-9, 1e3)  # seconds: less cannot be told from nothing
 
@@ -68,7 +69,7 @@ def test_one_point_measured_often_has_no_r2() -> None:
     assert fit([2.0, 2.0], [3.0, 3.0]).r2 is None
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(finite, finite), min_size=2, max_size=8), finite, finite)
 def test_no_line_without_negative_coefficients_fits_better(
     points: list[tuple[float, float]], a: float, b: float

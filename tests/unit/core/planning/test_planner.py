@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_core.models.flux import flux_work
@@ -30,6 +30,7 @@ from maskserve_core.planning.two_stream import (
 )
 from maskserve_harness.published_models import FLUX_DEV, SDXL
 from tests.support.algorithm_1 import algorithm_1
+from tests.support.examples import examples
 from tests.support.model_configs import TINY_SDXL
 from tests.support.planning import INF, costs_of, flux_costs, random_costs
 
@@ -58,13 +59,13 @@ def check(costs: StepCosts, lead: float | None) -> Plan:
     return found
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(random_costs(most=5), leads)
 def test_equals_brute_force(costs: StepCosts, lead: float | None) -> None:
     check(costs, lead)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(random_costs(most=8), leads)
 def test_equals_brute_force_up_to_8_blocks(costs: StepCosts, lead: float | None) -> None:
     check(costs, lead)
@@ -87,7 +88,7 @@ def test_equals_brute_force_on_8_unequal_blocks(seed: int, lead: float | None) -
     check(costs, lead)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(random_costs(most=7), leads, st.sampled_from([0.01, 0.1, 0.5]))
 def test_a_tolerance_is_kept(costs: StepCosts, lead: float | None, tolerance: float) -> None:
     exact = plan(costs, lead=lead, tolerance=0.0).latency
@@ -96,7 +97,7 @@ def test_a_tolerance_is_kept(costs: StepCosts, lead: float | None, tolerance: fl
     assert found.bound <= exact * (1 + 1e-8) + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(random_costs(most=6), leads)
 def test_few_intervals_still_give_an_honest_bound(costs: StepCosts, lead: float | None) -> None:
     exact = plan(costs, lead=lead, tolerance=0.0).latency
@@ -115,7 +116,7 @@ def paper_plan(costs: StepCosts, kind: str) -> list[str]:
     return [kind if cached else "dense" for cached in use]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(random_costs(most=12), leads)
 def test_never_worse_than_algorithm_1(costs: StepCosts, lead: float | None) -> None:
     ours = plan(costs, lead=lead, tolerance=0.0).latency
@@ -252,7 +253,7 @@ def test_bytes_of_two_tiers_add_up_and_unknown_tiers_are_refused() -> None:
         step_costs(work, work.totals([row]), model, {"remote": moved})
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(random_costs(most=5), leads, st.integers(0, 20), st.data())
 def test_no_plain_plan_and_no_plan_of_the_device_alone_is_faster_where_the_host_is_slow(
     costs: StepCosts, lead: float | None, fixed: int, data: st.DataObject

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.planning.two_stream import StepCosts, actions, evaluate, items_of, period, run
+from tests.support.examples import examples
 from tests.support.planning import INF, costs_of, random_costs, simulate
 
 small = st.integers(0, 6)
@@ -15,7 +16,7 @@ programs = st.lists(st.tuples(small, small, small), min_size=1, max_size=5)
 budgets = st.one_of(st.just(1000), st.integers(0, 12))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(programs, small, budgets)
 def test_steps_from_nothing_are_what_the_simulation_takes(
     steps: list[tuple[int, int, int]], after: int, ahead: int
@@ -28,7 +29,7 @@ def test_steps_from_nothing_are_what_the_simulation_takes(
         assert clock == pytest.approx(end)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(programs, small, budgets)
 def test_the_period_is_where_the_simulation_settles(
     steps: list[tuple[int, int, int]], after: int, ahead: int
@@ -42,7 +43,7 @@ def test_the_period_is_where_the_simulation_settles(
     assert f <= rate - lead + 1e-9 or lead == ahead
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(random_costs(), st.data())
 def test_a_plan_is_the_sum_of_its_parts(costs: StepCosts, data: st.DataObject) -> None:
     n = len(costs.compute)

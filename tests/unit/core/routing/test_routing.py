@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
@@ -29,6 +29,7 @@ from maskserve_core.routing import (
 )
 from maskserve_core.worker.status import RowStatus, WorkerStatus
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from tests.support.examples import examples
 
 FULL = 1024
 PRICING = Pricing(
@@ -112,7 +113,7 @@ def test_what_more_devices_do_not_gain_is_not_priced() -> None:
 row_loads = st.builds(row, st.integers(1, 50), st.integers(1, FULL))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     running=st.lists(row_loads, max_size=4),
     waiting=st.lists(row_loads, max_size=8),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from maskserve_core.errors import InvalidRequest, Overloaded
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from tests.support.cost import lines_run
+from tests.support.examples import examples
 
 FULL = 64  # tokens of an image here
 
@@ -291,7 +292,7 @@ def test_a_share_of_zero_primes_only_when_nothing_is_live():
     assert [names(loop.run()) for _ in range(4)] == [["live"]] * 3 + [["prime"]]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     st.lists(
         st.tuples(
@@ -468,7 +469,7 @@ class Machine(RuleBasedStateMachine):
         assert all(times == 1 for times in self.ended.values())
 
 
-Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = examples(150, stateful_step_count=40)
 TestScheduler = Machine.TestCase
 
 

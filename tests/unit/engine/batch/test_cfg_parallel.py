@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_engine.base.job import EditJob
@@ -23,6 +23,7 @@ from maskserve_engine.layers.low_rank import Factors
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import EACH_SORT, samplers
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
+from tests.support.examples import examples
 from tests.support.ranks import Rank, by_ranks
 
 Kinds = tuple[str, ...]
@@ -30,7 +31,7 @@ Kinds = tuple[str, ...]
 
 @given(st.lists(st.lists(st.floats(0.5, 50.0), min_size=1, max_size=2), min_size=1, max_size=8),
        st.integers(2, 4))  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_passes_are_dealt_evenly_and_those_of_a_row_apart(
     rows: list[list[float]], count: int
 ) -> None:

@@ -136,10 +136,12 @@ def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(msgspec.json.encode(told)) | {"of a later version": 1}
     commands._show_worker("w", {"max_rows": 8, "memory": values, "state": "ready"})
     assert told.text() in capsys.readouterr().out
-    assert "cache       0.00  5 templates of 0.0 MiB" in told.text()
+    assert "cache       0.00  reserved: 5 templates of 0.0 MiB" in told.text()
     assert "adapters" not in told.text()
+    assert "\n  weights     0.00  taken: the denoiser's\n" in told.text()
+    assert "\n  step        0.00  reserved: 8 rows\n" in told.text()
     with_loras = structs.replace(told, adapters=2**31)
-    assert "\n  adapters    2.00  LoRAs of edits\n" in with_loras.text()
+    assert "\n  adapters    2.00  reserved: LoRAs of edits\n" in with_loras.text()
 
 
 CASES = (

@@ -1,0 +1,25 @@
+"""How many examples Hypothesis draws: all of them in CI and `make test-full`, some in `make test`.
+
+Each run draws others, so what a short run leaves out the next ones see.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import settings
+
+WHOLE = "CI" in os.environ or os.environ.get("MASKSERVE_FULL") == "1"
+_SHORT = 5
+_LEAST = 10
+
+
+def number(whole: int) -> int:
+    """Of `whole` examples, those that this run draws."""
+    return whole if WHOLE else min(whole, max(_LEAST, whole // _SHORT))
+
+
+def examples(whole: int = 100, **more: Any) -> settings:
+    """Settings of a test that draws `whole` examples where all are drawn."""
+    return settings(max_examples=number(whole), **more)
