@@ -215,6 +215,14 @@ class CacheConfig(Table, frozen=True):
     """First steps of a cached edit that compute all tokens: nearer to a dense edit, for that many
     dense steps. -1: what the model needs, one for FLUX base models where the edit has ten
     steps or more and a prompt, or covers a whole side of the picture, none for others."""
+    own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
+    """Of an edit whose template is not at hand: the share of its steps from one that computes all
+    tokens to the next. The steps between read what those have left of it. -1: what the model needs;
+    0: such an edit runs dense."""
+    own_format: EntryFormat = "int8"
+    """Storage of what an edit's own dense steps leave."""
+    own_text: Literal["frozen", "computed"] = "frozen"
+    """Of the text in the steps between: `frozen`: it is read, too; `computed`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25

@@ -212,7 +212,7 @@ MUTATIONS = (
     Mutation(
         "tokens outside come back as they were left",
         f"{_ENGINE}/families/flow/rows.py",
-        "tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)",
+        "tokens[self.inactive.index] = self.inactive.outside.clean.to(computed.dtype)",
         "tokens[self.inactive.index] = 0.0",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
     ),

@@ -15,7 +15,7 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import Misread, Table, given, read
 
 MaskMode = Literal["auto", "white", "alpha"]
-CacheMode = Literal["auto", "off", "require"]
+CacheMode = Literal["auto", "own", "off", "require"]
 AdapterMode = Literal["exact", "fast"]
 OutputFormat = Literal["png", "jpeg", "webp"]
 OutputEncoding = Literal["auto", "raw", "base64"]
@@ -156,8 +156,8 @@ class EditSettings(Table, frozen=True):
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """`auto`: cached activations are used if there are any; `off`: never; `require`: the edit waits
-    until the template is primed."""
+    """What steps may leave out: `auto`: what the template's cached activations or the edit's own
+    dense steps give; `own`: the latter alone; `off`: nothing; `require`: waits for the template."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind:
     the template is primed first, then the edit runs cached, or dense where META's `dense_for` says

@@ -112,6 +112,9 @@ class ModelFacts:
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlFacts
     """ControlNets that it takes."""
+    own_stride: float = 0.0
+    """Share of an edit's steps from one anchor of its own to the next (docs/adr/0042); 0: it has
+    none."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
     dense_sides: bool = False
@@ -194,6 +197,16 @@ def one_scale(folder: Path) -> LatentSpace:
     if not space.one_scale:
         raise ConfigError(f"[model] path: {folder}/vae: latents_mean and latents_std: not served")
     return space
+
+
+def own_stride(configured: float, facts: ModelFacts) -> float:
+    """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
+
+    Args:
+        configured: `[cache] own_anchors`; below 0: what the model needs.
+        facts: of the model.
+    """
+    return min(configured, 1.0) if configured >= 0 and facts.own_stride else facts.own_stride
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

@@ -49,6 +49,8 @@ _FEW_STEPS = 4
 """Of FLUX.1-schnell, which is distilled to as many: no pipeline's signature says so. Each has an
 anchor of its own."""
 _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: DenseSteps(prompt=1, side=1)}
+_OWN_STRIDES = {FILL: 0.35, INPAINT: 0.0}
+"""What base models' own anchors hold is not measured."""
 _STRIDES = {FILL: ALL_STEPS, INPAINT: 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
 noised like the rest and its activations change with the noise."""
@@ -276,6 +278,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=defaults,
         stride=1 if distilled else _STRIDES[semantics],
         dense_steps=_DENSE_STEPS[semantics],
+        own_stride=_OWN_STRIDES[semantics],
         true_cfg=semantics.blends,
         denoiser=transformer,
         control=CONTROL,

@@ -408,7 +408,7 @@ class State:
         def keys_values(keys: Tensor, values: Tensor) -> None:
             for capture, text, (begin, end) in own:
                 if capture is not None:
-                    at = slice(begin + text, end)
+                    at = slice(begin if capture.text else begin + text, end)
                     capture.keys_values(index, keys[at], values[at])
 
         return keys_values

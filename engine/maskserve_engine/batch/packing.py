@@ -335,6 +335,11 @@ class InactiveTokens(Protocol):
 class Capture(Protocol):
     """Sees what the model has between its blocks of a row's image tokens."""
 
+    @property
+    def text(self) -> bool:
+        """Whether it sees the text's keys and values, too, ahead of the image's."""
+        ...
+
     def hidden(self, block: int, hidden: Tensor, /) -> None:
         """[tokens, width] at the block's input; only valid during the call."""
         ...

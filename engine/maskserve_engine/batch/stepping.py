@@ -11,8 +11,8 @@ from typing import Generic, Protocol, Self, TypeVar, cast
 import torch
 
 from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.batch.own_anchors import Entry
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.low_rank import Adapters
 
 
@@ -30,7 +30,7 @@ class Row(Protocol):
 class ReadingRow(Row, Protocol):
     """A row that is told what its next step reads."""
 
-    entry: Handle | None
+    entry: Entry | None
     """None: the step computes all its tokens."""
     adapters: Adapters
     """That change what its steps compute; it may get others between two steps."""
@@ -102,7 +102,7 @@ class Stepping(Generic[R, M]):
         self,
         rows: Sequence[Row],
         plan: Plan | None,
-        reads: Sequence[Handle | None] | None = None,
+        reads: Sequence[Entry | None] | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         own = cast(Sequence[R], rows)

@@ -238,6 +238,9 @@ class Recorder:
         maps: feature maps that are kept.
     """
 
+    text = False
+    """Entries are of image tokens alone."""
+
     def __init__(self, kinds: Sequence[frozenset[str]], format: str, maps: int = 0) -> None:
         self.kinds, self.format, self.maps = kinds, format, maps
         self._hidden: dict[int, Coded] = {}

@@ -13,12 +13,12 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.batch.own_anchors import AnchoredRow, Entry, OwnPlan
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.cache.store import Handle
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.control_batches import NetBatch
@@ -45,6 +45,10 @@ class EditRow(Row, Protocol):
     def estimate(self) -> HostCopy:
         """[C, h, w] latents as they would end, judged by the last step."""
         ...
+
+
+class AnchoredEditRow(EditRow, AnchoredRow, Protocol):
+    """An edit that has anchors of its own."""
 
 
 class PrimingRow(Row, Protocol):
@@ -80,8 +84,13 @@ class Adapter(Protocol):
         """Counted work, and the shape of entries, at a size of latents."""
         ...
 
-    def counted(self, job: EditJob) -> Totals:
-        """What a step of this edit costs, beside other rows of equal `batch_key`."""
+    def counted(self, job: EditJob, *, text: bool = True) -> Totals:
+        """What a step of this edit costs, beside other rows of equal `batch_key`.
+
+        Args:
+            job: the edit.
+            text: whether the step computes the text, too.
+        """
         ...
 
     def batch_key(self, job: EditJob) -> Hashable:
@@ -131,6 +140,15 @@ class Adapter(Protocol):
         Args:
             job: best prepared, its template with the same `noise_seed`.
             noise_seed: of the template's noise.
+        """
+        ...
+
+    def anchored_row(self, job: EditJob, plan: OwnPlan) -> AnchoredEditRow:
+        """A row whose own dense steps are the anchors of the others (`ModelFacts.own_stride`).
+
+        Args:
+            job: best prepared.
+            plan: which steps are anchors.
         """
         ...
 
@@ -222,7 +240,7 @@ class Adapter(Protocol):
         self,
         rows: Sequence[Row],
         plan: Plan | None,
-        reads: Sequence[Handle | None] | None = None,
+        reads: Sequence[Entry | None] | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         """One model call for rows of this adapter.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ class KvSource:
     """Keys and values, or hidden states alone; all of one format."""
     ids: Tensor | None = None
     """[m] tokens of them that the row reads; None: they are just these."""
+    slopes: tuple[Coded, ...] = ()
+    """How each part changes; none: they hold. Of the same tokens as `parts`."""
+    weight: float = 0.0
+    """How many times the slopes are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +77,38 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
     """
     device = outs[0].device
     if device.type == "cuda":
-        formats = {source.parts[0].format for source in sources if source is not None}
-        if len(formats) == 1 and missing_kernel(device, *formats) is None:
+        given = [(*source.parts, *source.slopes) for source in sources if source is not None]
+        formats = {part.format for parts in given for part in parts}
+        if not any(missing_kernel(device, format) for format in formats):
             fused(sources, outs, slots)
             return
     for source, (begin, end) in zip(sources, slots.spans, strict=True):
-        if source is not None:
-            for coded, out in zip(source.parts, outs, strict=True):
-                own = coded if source.ids is None else coded.take(source.ids)
-                if slots.apart:
-                    decoded = out.new_empty(end - begin, *out.shape[1:])
-                    own.into(decoded.flatten(1))
-                    out.index_copy_(0, slots.to[begin:end], decoded)
-                else:
-                    own.into(out[begin:end].flatten(1))
+        if source is None:
+            continue
+        for number, (coded, out) in enumerate(zip(source.parts, outs, strict=True)):
+            slope = source.slopes[number] if source.slopes else None
+            if slots.apart:
+                decoded = out.new_empty(end - begin, *out.shape[1:])
+                _decode(coded, slope, source, decoded.flatten(1))
+                out.index_copy_(0, slots.to[begin:end], decoded)
+            else:
+                _decode(coded, slope, source, out[begin:end].flatten(1))
+
+
+def _decode(coded: Coded, slope: Coded | None, source: KvSource, out: Tensor) -> None:
+    """A part of a row, as far along its slope as its source says."""
+    own = coded if source.ids is None else coded.take(source.ids)
+    if slope is None:
+        own.into(out)
+        return
+    slope = slope if source.ids is None else slope.take(source.ids)
+    if coded.format == slope.format == "model":
+        torch.add(own.data, slope.data, alpha=source.weight, out=out)
+        return
+    own.into(out)
+    change = torch.empty_like(out)
+    slope.into(change)
+    out.add_(change, alpha=source.weight)
 
 
 @cache
@@ -99,16 +122,42 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
 
 
 def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
-    """`scatter_kv` as one kernel; one or two parts, all sources of one format."""
-    given = [source for source in sources if source is not None]
+    """`scatter_kv` as one kernel for each format, and one more where any has slopes."""
+    own = [() if source is None else source.parts for source in sources]
+    slopes = [() if source is None else source.slopes for source in sources]
+    for parts, adds in ((own, False), (slopes, True)):
+        for format in dict.fromkeys(each[0].format for each in parts if each):
+            chosen = [each if each and each[0].format == format else () for each in parts]
+            _launch(sources, chosen, outs, slots, format, adds=adds)
+
+
+def _launch(
+    sources: Sequence[KvSource | None],
+    chosen: Sequence[tuple[Coded, ...]],
+    outs: Sequence[Tensor],
+    slots: KvSlots,
+    format: str,
+    *,
+    adds: bool,
+) -> None:
+    """Write, or add, what was chosen of each row; rows of which there is nothing stay as they are.
+
+    Args:
+        sources: per row.
+        chosen: per row; one or two parts, all of `format`, or none.
+        outs: as of `scatter_kv`.
+        slots: likewise.
+        format: of what was chosen.
+        adds: each row's are added, times the source's weight.
+    """
     nothing = slots.to[:0]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
         """Of every row's first part, then of every row's second."""
         of_parts = [
-            None if source is None else take(source.parts[part])
-            for part in range(len(outs))
-            for source in sources
+            take(parts[number]) if parts else None
+            for number in range(len(outs))
+            for parts in chosen
         ]
         return [nothing if tensor is None else tensor for tensor in of_parts]
 
@@ -121,7 +170,9 @@ def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvS
         each(lambda coded: coded.data),
         each(lambda coded: coded.scale),
         each(lambda coded: coded.groups),
-        given[0].parts[0].format,
+        [0.0 if source is None else source.weight for source in sources],
+        format,
+        adds,
     )
 
 
@@ -135,7 +186,9 @@ def _scatter_kv(
     data: Sequence[Tensor],
     scales: Sequence[Tensor],
     groups: Sequence[Tensor],
+    weights: Sequence[float],
     format: str,
+    adds: bool,
 ) -> None:
     import triton
 
@@ -145,14 +198,20 @@ def _scatter_kv(
     # The kernel is made anew for each number of addresses: those up to a power of two are enough.
     rows = triton.next_power_of_2(given)
 
+    def padded(numbers: list[Any]) -> tuple[Any, ...]:
+        return tuple(numbers + numbers[-1:] * (rows - len(numbers)))
+
     def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        own = [tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors]
-        return tuple(own + own[-1:] * (rows - len(own)))
+        return padded([tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors])
 
     parts = [
-        addresses(part)
-        for tensors in (data, scales, groups)
-        for part in (tensors[:given], tensors[-given:])
+        padded([each.data_ptr() for each in data[:given]]),
+        padded([each.data_ptr() for each in data[-given:]]),
+        *(
+            addresses(part)
+            for tensors in (scales, groups)
+            for part in (tensors[:given], tensors[-given:])
+        ),
     ]
     step = outs[0].stride(0)
     steps = (step * outs[0].element_size(),)
@@ -165,6 +224,7 @@ def _scatter_kv(
         to,
         addresses(ids),
         *parts,
+        padded(list(weights)),
         step=step,
         width=width,
         block=triton.next_power_of_2(width),
@@ -172,6 +232,7 @@ def _scatter_kv(
         kind=format,
         group=GROUP,
         aligned=aligned,
+        adds=adds,
     )
 
 

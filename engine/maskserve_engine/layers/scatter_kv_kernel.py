@@ -36,6 +36,7 @@ def scatter_kv_kernel(
     scale_b,
     groups_a,
     groups_b,
+    weights,
     step: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -43,11 +44,13 @@ def scatter_kv_kernel(
     kind: tl.constexpr,
     group: tl.constexpr,
     aligned: tl.constexpr,
+    adds: tl.constexpr,
 ):
     """Grid: (inactive tokens of all rows, buffers: 1 or 2). `ids` to `groups_b` are addresses, one
-    per row and some more, of which no token speaks. `step`: from token to token in the buffers.
-    `aligned`: all addresses and steps are multiples of 16 bytes, so that threads may read and write
-    as many at once.
+    per row and some more, of which no token speaks; a row whose data has address 0 is left as it
+    is. `step`: from token to token in the buffers. `aligned`: all addresses and steps are multiples
+    of 16 bytes, so that threads may read and write as many at once. `adds`: what is read is added,
+    times its row's of `weights`, to what lies there.
     """
     token = tl.program_id(0)
     second = tl.program_id(1) == 1
@@ -56,19 +59,22 @@ def scatter_kv_kernel(
     data = tl.where(second, data_b[0], data_a[0])
     scales = tl.where(second, scale_b[0], scale_a[0])
     groups = tl.where(second, groups_b[0], groups_a[0])
+    weight = tl.cast(weights[0], tl.float32)
     for i in tl.static_range(1, rows):
         mine = row == i
         at_ids = tl.where(mine, ids[i], at_ids)
         data = tl.where(mine, tl.where(second, data_b[i], data_a[i]), data)
         scales = tl.where(mine, tl.where(second, scale_b[i], scale_a[i]), scales)
         groups = tl.where(mine, tl.where(second, groups_b[i], groups_a[i]), groups)
+        weight = tl.where(mine, tl.cast(weights[i], tl.float32), weight)
     out = tl.where(second, tl.cast(other, tl.int64), tl.cast(first, tl.int64))
     source = tl.load(tl.cast(at_ids, tl.pointer_type(tl.int64)) + tl.load(local + token))
     out = _pointer(out, first.dtype, aligned) + tl.load(to + token) * step
     dtype = first.dtype.element_ty
 
     at = tl.arange(0, block)
-    inside = at < width
+    here = tl.where(data == 0, 0, width)  # of the token's numbers, those that are read
+    inside = at < here
     if kind == "model":
         x = tl.load(_pointer(data, first.dtype, aligned) + source * width + at, mask=inside)
     else:
@@ -78,7 +84,7 @@ def scatter_kv_kernel(
             # A byte has two numbers, the lower half first.
             half = tl.arange(0, block // 2)
             pairs = _pointer(data, tl.pointer_type(tl.uint8), aligned) + source * (width // 2)
-            pair = tl.load(pairs + half, mask=half < width // 2, other=0)
+            pair = tl.load(pairs + half, mask=half < here // 2, other=0)
             steps = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32) - 8.0
             own = _pointer(groups, tl.pointer_type(tl.float16), aligned) + source * (width // group)
             each = tl.load(own + at // group, mask=inside, other=0.0).to(dtype).to(tl.float32)
@@ -90,4 +96,7 @@ def scatter_kv_kernel(
             stored = _pointer(data, tl.pointer_type(tl.float8e4nv), aligned) + source * width
             wide = tl.load(stored + at, mask=inside, other=0.0).to(tl.float32)
         x = (wide * scale).to(dtype)
+    if adds:
+        before = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+        x = (before + weight * x.to(tl.float32)).to(dtype)
     tl.store(out + at, x, mask=inside)

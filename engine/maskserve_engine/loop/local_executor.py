@@ -13,18 +13,21 @@ from maskserve_core.worker.step_scheduler import ALL_FREE, Devices
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import Entry, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.cache.reader import EntryReader, Heads
-from maskserve_engine.cache.store import Handle, Store
+from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.control_link.served import ControlService, ServedRow
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.layers.low_rank import Factors, LowRankSet
 from maskserve_engine.loop.step_planner import wants_of
 from maskserve_engine.requests.executor import (
+    AnchoredRowSpec,
     CachedRowSpec,
+    DenseRowSpec,
     LoadState,
     PrimingRowSpec,
     Read,
@@ -64,7 +67,7 @@ class LocalExecutor:
     ) -> None:
         self._adapter, self._store, self._service = adapter, store, service
         self._rows: dict[str, Any] = {}
-        self._readers: dict[str, EntryReader] = {}
+        self._readers: dict[str, EntryReader | OwnReader] = {}
         """Of the cached rows."""
         self._jobs: dict[str, EditJob] = {}
         """Of all rows."""
@@ -103,7 +106,9 @@ class LocalExecutor:
             self._service.drop(net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        self._readers[row].turn_over(key, anchors)
+        reader = self._readers[row]
+        assert isinstance(reader, EntryReader), "a row with anchors of its own reads no others"
+        reader.turn_over(key, anchors)
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
         adapter = self._adapter
@@ -113,6 +118,8 @@ class LocalExecutor:
                 spec.job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
             )
             return RowMade()
+        if isinstance(spec, AnchoredRowSpec):
+            return self._make_anchored(row, spec)
         if not isinstance(spec, CachedRowSpec):
             dense = adapter.dense_row(spec.job)
             self._control(row, dense, spec.job)
@@ -126,6 +133,21 @@ class LocalExecutor:
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = made, reader
         return RowMade(reader.complete, selection.digest)
+
+    def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowMade:
+        assert self._store is not None, _NO_STORE
+        memory = self._store.memory
+        if not memory.book(spec.nbytes):
+            made = self.make(row, DenseRowSpec(spec.job))
+            return made._replace(complete=False)
+        try:
+            anchored = self._adapter.anchored_row(spec.job, spec.plan)
+        except Exception:
+            memory.unbook(spec.nbytes)
+            raise
+        reader = OwnReader(anchored, self._adapter.blocks, lambda: memory.unbook(spec.nbytes))
+        self._rows[row], self._readers[row] = anchored, reader
+        return RowMade(selection=row.encode())
 
     def _control(self, row: str, made: Any, job: EditJob) -> None:
         """Have a row add what its ControlNets say, wherever they run."""
@@ -168,7 +190,7 @@ class LocalExecutor:
                 is then raised: these ranks must not part.
         """
         running = list(step.rows)
-        entries: dict[str, Handle] = {}
+        entries: dict[str, Entry] = {}
         for read in step.reads:
             handle = self._readers[read.row].now
             assert handle is not None, "what a step reads was found by `load`"
@@ -248,7 +270,7 @@ class LocalExecutor:
         """Have a row where another executor has brought it."""
         self._adapter.follow(self._rows[row], carried, steps)
 
-    def _ask(self, step: StepInput, entries: dict[str, Handle]) -> None:
+    def _ask(self, step: StepInput, entries: dict[str, Entry]) -> None:
         """Have brought in what the plan reads, and behind it what later steps will read."""
         if step.plan is None or step.ahead is None or step.work is None:
             return
@@ -267,7 +289,7 @@ class LocalExecutor:
         self,
         running: list[str],
         step: StepInput,
-        entries: dict[str, Handle],
+        entries: dict[str, Entry],
         lost: list[str],
         failed: dict[str, EngineFailed],
         exchange: Exchange | None,
@@ -300,7 +322,7 @@ class LocalExecutor:
         self,
         running: list[str],
         step: StepInput,
-        entries: dict[str, Handle],
+        entries: dict[str, Entry],
         failed: dict[str, EngineFailed],
     ) -> None:
         own = False
@@ -325,5 +347,5 @@ class LocalExecutor:
         return RowStep(row, made.step, getattr(made, "skipped", 0), read, stale)
 
 
-def _is_lost(handle: Handle | None) -> bool:
+def _is_lost(handle: Entry | None) -> bool:
     return handle is not None and handle.load.lost is not None

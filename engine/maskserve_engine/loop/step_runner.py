@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
@@ -110,6 +111,8 @@ class StepRunner:
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
         if not readers:
             return [], {}
+        _spread_anchors([(reads, edit) for edit, reads in readers if reads.own])
+        readers = [(e, reads) for e, reads in readers if not reads.anchor_due(e.tally.done)]
         shared = _shared([(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers])
         asked = [
             Read(
@@ -128,18 +131,20 @@ class StepRunner:
         """Decide how the rows that read entries run on so many devices."""
         if not loads:
             return None
-        reading, fixed = [], self._fixed
+        reading, fixed, own = [], self._fixed, False
         ranks = devices if devices > 1 and self._share_tokens(running) else 1
         for edit in running:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
                 stays = edit.reads.stays(edit.tally.done)
-                reading.append(Reading(edit.work.counted, load, stays))
+                reading.append(Reading(edit.reads_counted(), load, stays))
                 fixed = fixed or edit.job.request.settings.reproducible
-        dense = [edit.counted for edit in running if edit.request_id not in loads]
-        planned = self.planner.plan(
-            work, reading, Totals.sum_of(dense) if dense else None, fixed=fixed, ranks=ranks
-        )
+                own = own or edit.route.own is not None
+        others = [edit.counted for edit in running if edit.request_id not in loads]
+        dense = Totals.sum_of(others) if others else None
+        planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
+        if own and set(planned.plan.kinds) != {"kv"}:  # anchors leave keys and values alone
+            planned = self.planner.plan(work, reading, dense, fixed=True, ranks=ranks)
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
 
@@ -224,7 +229,7 @@ class StepRunner:
             return None
         return self._batch_flops.of(
             work,
-            [edit.counted for edit in going],
+            [_counted(edit, step) for edit, step in zip(going, result.rows, strict=True)],
             [step.read for step in result.rows],
             () if planned is None else planned.plan.kinds,
         ) + sum(map(_control_flops, going, result.rows))
@@ -315,9 +320,40 @@ def _control_flops(edit: RequestState | PrimingState, step: RowStep) -> float:
     return edit.work.controls.at(step.done - 1, cached=step.read)
 
 
+def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
+    """What the step just taken costs of a row beside others."""
+    if step.read and isinstance(edit, RequestState):
+        return edit.reads_counted()
+    return edit.counted
+
+
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:
     """Whether the step just taken left blocks of this row out."""
     return isinstance(edit, RequestState) and step.skipped > edit.tally.skipped
+
+
+_LATEST = 3
+"""Steps by which an anchor of a row's own may be late."""
+
+
+def _spread_anchors(rows: list[tuple[EntryReads, RequestState]]) -> None:
+    """Have some of the anchors that are due now computed later, so that no step has all of them: as
+    many stay as the rows have per step on average, those first that are late already.
+
+    Args:
+        rows: that have anchors of their own.
+    """
+    share = sum(edit.route.dense_steps / edit.work.steps for _, edit in rows)
+    room = max(1, math.ceil(share))
+    due = [(reads, edit) for reads, edit in rows if reads.anchor_due(edit.tally.done)]
+    room -= sum(edit.tally.done == 0 for _, edit in due)
+    due = [each for each in due if each[1].tally.done]
+    due.sort(key=lambda each: -each[0].postponed)
+    for number, (reads, edit) in enumerate(due):
+        if number < room or reads.postponed >= _LATEST:
+            reads.postponed = 0
+        else:
+            reads.postpone(edit.tally.done)
 
 
 def _shared(rows: list[tuple[EntryReads, int, float]]) -> set[tuple[str, Anchor | None]]:

@@ -18,6 +18,7 @@ from maskserve_core.worker.step_scheduler import Devices
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.base.job import Conditioning, EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.layers.low_rank import Factors
@@ -59,14 +60,25 @@ class PrimingRowSpec:
     """Of the template."""
 
 
-RowSpec = DenseRowSpec | CachedRowSpec | PrimingRowSpec
+@dataclass(frozen=True, slots=True)
+class AnchoredRowSpec:
+    """A row whose own dense steps are the anchors of the others."""
+
+    job: EditJob
+    plan: OwnPlan
+    nbytes: int
+    """That its anchors leave."""
+
+
+RowSpec = DenseRowSpec | AnchoredRowSpec | CachedRowSpec | PrimingRowSpec
 
 
 class RowMade(NamedTuple):
     """A row that was made."""
 
     complete: bool = True
-    """False: some of the entries that it is to read are not there now."""
+    """False: some of the entries that it is to read are not there now; or there was no room for
+    what its own anchors leave, and it is a dense row."""
     selection: bytes = b""
     """Of a cached row: equal for rows that read the same tokens."""
 

@@ -83,6 +83,8 @@ class WayChosen:
         edit.route = DENSE if self._ways is None else self._ways.choose(edit)
         settings = edit.job.request.settings
         edit.levels = levels_of(settings, self._facts, cached=edit.mode == "cached")
+        if edit.route.own is not None:
+            edit.levels = ()  # how far they take it off is measured of others
         edit.starts += 1
         return ()
 
@@ -103,8 +105,8 @@ class DoneInTime:
 class TemplateHere:
     """Its template can be read, if it is to wait for that; priming begins here."""
 
-    def __init__(self, primings: Primings) -> None:
-        self._cache, self._primings = primings.cache, primings
+    def __init__(self, primings: Primings, ways: Ways) -> None:
+        self._cache, self._primings, self._ways = primings.cache, primings, ways
 
     def lacks(self, edit: RequestState) -> Sequence[Resource]:
         route, waits = edit.route, edit.mode == "wait"
@@ -123,5 +125,7 @@ class TemplateHere:
                 "cache's budget, or the worker is short of memory); with cache: off the edit needs "
                 "no template"
             )
-        edit.route = replace(DENSE, outcome="miss", key=route.key)
+        edit.route = self._ways.without_template(
+            edit.job, replace(DENSE, outcome="miss", key=route.key)
+        )
         return ()

@@ -47,8 +47,8 @@ class LateRows:
         edit.loras.from_step, edit.loras.late = edit.tally.done, False
         self.leave(edit.request_id)
         self._adapters.attach(edit.request_id, edit.loras.wanted)
-        if edit.mode != "cached" or not edit.job.adapters or self._ways is None:
-            return
+        if edit.route.outcome != "hit" or not edit.job.adapters or self._ways is None:
+            return  # anchors of its own have them from the next one on
         own = self._ways.when_adapters_came(edit.job)
         if own is not None:  # else it goes on with those of the base model
             edit.route = own

@@ -27,12 +27,19 @@ from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
-from maskserve_engine.requests.executor import CachedRowSpec, DenseRowSpec, Executor, RowMade
+from maskserve_engine.requests.executor import (
+    AnchoredRowSpec,
+    CachedRowSpec,
+    DenseRowSpec,
+    Executor,
+    RowMade,
+)
 from maskserve_engine.requests.gates import (
     TEMPLATE,
     AdaptersHere,
@@ -42,11 +49,13 @@ from maskserve_engine.requests.gates import (
     WayChosen,
 )
 from maskserve_engine.requests.late_rows import LateRows
+from maskserve_engine.requests.own_anchors import own_bytes
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.residency import Resource
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.requests.ways import Ways
+from maskserve_engine.stages.loader import dtype_of
 
 _ONLY_CACHED = "nothing of the kind comes about without a cache"
 
@@ -82,16 +91,19 @@ class RequestManager:
         self.adapters, self.audits, self.in_time = adapters, audits, in_time
         self.primings = primings
         self._worker, self._model = config.worker, model_name(config)
+        self._dtype = str(dtype_of(config)).removeprefix("torch.")
         self._books = books
         self.edits, self.scheduler, self.residency = books.edits, books.scheduler, books.residency
         self._priming = {} if primings is None else primings.held
-        ways = None if primings is None else Ways(primings, audits, in_time, books)
+        ways = None
+        if primings is not None:
+            ways = Ways(primings, audits, in_time, books, config, adapter)
         self.late = LateRows(adapters, ways, executor)
         self._gates: tuple[StartGate, ...] = (
             AdaptersHere(adapters, books, config.engine.max_rows),
             WayChosen(ways, adapter.facts),
             DoneInTime(in_time, books),
-            *(() if primings is None else (TemplateHere(primings),)),
+            *(() if primings is None or ways is None else (TemplateHere(primings, ways),)),
         )
         self.draining = False
         self.again = math.inf
@@ -181,7 +193,7 @@ class RequestManager:
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
         self.output.send_made(edit.sink, final, lost)
         # Neither skipping nor steps without LoRAs are the template's fault.
-        if edit.mode == "cached" and not edit.tally.skipped and edit.loras.always:
+        if edit.route.outcome == "hit" and not edit.tally.skipped and edit.loras.always:
             assert self.primings is not None, _ONLY_CACHED
             self.audits.offer(self.primings.cache.key_of(edit.job), edit.job, latents)
 
@@ -286,6 +298,11 @@ class RequestManager:
             if lacking:
                 self._books.wait(edit, lacking)
                 return
+        plan = edit.route.own
+        if plan is not None:
+            between = self.adapter.counted(edit.job, text=not plan.text)
+            work = self.adapter.work(*edit.job.moments.shape[1:])
+            edit.work = edit.work.with_own(plan, between, work)
         self._books.queue(edit)
 
     def _end_wait(self, edit: RequestState) -> None:
@@ -387,10 +404,24 @@ class RequestManager:
         job, route = edit.job, edit.route
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job))
+        if route.own is not None:
+            return self._make_anchored_row(edit, route.own)
         seed, sure = job.request.template_noise_seed, job.request.settings.insists
         spec = CachedRowSpec(job, seed, route.key, route.anchors, sure)
         made = self.executor.make(edit.request_id, spec)
         edit.reads = EntryReads(route.key, route.anchors, made.selection)
+        return made
+
+    def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:
+        """With anchors of its own; where there is no room for these, dense."""
+        work, idle = self.adapter.work(*edit.job.moments.shape[1:]), edit.work.idle_tokens
+        nbytes = own_bytes(plan, work, edit.job, idle, self._dtype)
+        made = self.executor.make(edit.request_id, AnchoredRowSpec(edit.job, plan, nbytes))
+        if made.complete:
+            edit.reads = EntryReads.of_own(edit.request_id, plan, self.adapter.sigmas(edit.job))
+            edit.own_bytes = nbytes
+        else:
+            edit.route = replace(DENSE, outcome="miss", key=edit.route.key, dense_for="memory")
         return made
 
     def _beside(self, edit: RequestState) -> list[RequestState]:

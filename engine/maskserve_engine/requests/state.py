@@ -21,6 +21,7 @@ from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.base.timeline import RequestTimeline
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
@@ -48,6 +49,8 @@ class EditWork:
     """The same of one that loads every block's keys and values."""
     controls: ControlWork | None = None
     """None: none acts, or nobody counts them."""
+    between: Totals | None = None
+    """As `counted`, of a step between anchors of its own; None: it has none."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
@@ -76,11 +79,30 @@ class EditWork:
             cached_flops=work.batch_flops(counted, ("kv",) * len(work.blocks), None),
         )
 
+    def with_own(self, plan: OwnPlan, between: Totals, work: ModelWork) -> EditWork:
+        """The same edit with anchors of its own: a cached step is one of all its steps, on average.
+
+        Args:
+            plan: its anchors.
+            between: what a step between them costs beside others, LoRAs apart.
+            work: of the model at the edit's size.
+        """
+        between = replace(between, added=self.counted.added)
+        each = work.batch_flops(between, ("kv",) * len(work.blocks), None)
+        dense = len(plan.dense) / self.steps
+        mean = dense * self.dense_flops + (1.0 - dense) * each
+        return replace(self, between=between, cached_flops=mean)
+
     def step_flops(self, mode: ExecutionMode) -> float:
         """Of one step by itself, ControlNets among it, on average."""
         cached = mode == "cached"
         added = 0.0 if self.controls is None else self.controls.mean(cached=cached)
         return added + (self.cached_flops if cached else self.dense_flops)
+
+    @property
+    def idle_tokens(self) -> int:
+        """Of one pass, those that a cached step does not compute."""
+        return self.total_tokens - self.active_tokens
 
     @property
     def mask_ratio(self) -> float:
@@ -115,6 +137,8 @@ class StepTally:
     """By one pass of each of them, summed."""
     skipped: int = 0
     """Of them those that left all blocks but the first out."""
+    dense: list[int] = field(default_factory=list)
+    """Those that computed all tokens."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Steps, by the kinds of their blocks."""
 
@@ -129,6 +153,8 @@ class StepTally:
         if step.skipped > self.skipped:
             self.skipped, kinds = step.skipped, kinds[:1]
         self.done = step.done
+        if not step.read:
+            self.dense.append(step.done - 1)
         self.rows_seen += rows
         self.plans[kinds] += 1
         return kinds
@@ -153,6 +179,32 @@ class EntryReads:
     def __init__(self, key: str, anchors: Sequence[Anchor | None], selection: bytes) -> None:
         self.key, self.anchors, self.selection = key, tuple(anchors), selection
         self._steps = Counter(self.anchors)
+        self.own = False
+        """Whether these are anchors of the row's own: it leaves them at its dense steps."""
+        self.postponed = 0
+        """Steps by which its next anchor of its own is late."""
+
+    @classmethod
+    def of_own(
+        cls, request_id: str, plan: OwnPlan, sigmas: Sequence[tuple[float, float]]
+    ) -> EntryReads:
+        """Of a row that reads, at all but its anchors, what these have left."""
+        anchors = [None if step in plan.dense else Anchor(*at) for step, at in enumerate(sigmas)]
+        reads = cls(f"own:{request_id}", anchors, request_id.encode())
+        reads.own = True
+        return reads
+
+    def anchor_due(self, step: int) -> bool:
+        """Whether an anchor of the row's own is to be computed now."""
+        return self.own and self.anchors[step] is None
+
+    def postpone(self, step: int) -> None:
+        """Compute the anchor of this step, which is not the row's first one, a step later."""
+        anchors = list(self.anchors)
+        anchors[step] = anchors[step - 1]
+        if step + 1 < len(anchors):  # there is nothing to be gained by one behind the last step
+            anchors[step + 1] = None
+        self.anchors, self.postponed = tuple(anchors), self.postponed + 1
 
     def stays(self, step: int) -> int:
         """Steps of the row that read the same entry."""
@@ -295,6 +347,8 @@ class RequestState:
     """Of a cached row, from admission on."""
     loads: RowLoads | None = None
     """Of a cached row that has ended."""
+    own_bytes: int = 0
+    """That anchors of its own leave, at most."""
     tally: StepTally = field(default_factory=StepTally)
     audit: Audit | None = None
     """A cached edit that this one makes again; it has no client."""
@@ -360,6 +414,10 @@ class RequestState:
     def counted(self) -> Totals:
         """What one step of it costs beside others."""
         return self.work.counted
+
+    def reads_counted(self) -> Totals:
+        """The same of a step that reads something."""
+        return self.work.between or self.work.counted
 
     @property
     def load_stall(self) -> float:
@@ -444,7 +502,7 @@ class RequestState:
             **self.loras.meta(request.settings.adapters),
             **self.controls.meta(),
             **({"dense_for": self.route.dense_for} if self.route.dense_for else {}),
-            **({"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}),
+            **self._dense_steps(),
             **self._work(self.work.steps),
             "timings_ms": {
                 **request.timings_ms,
@@ -452,6 +510,17 @@ class RequestState:
                 "denoise": _ms(now - self.times.admitted),
                 "load_stall": _ms(self.load_stall),
             },
+        }
+
+    def _dense_steps(self) -> dict[str, Any]:
+        """What META says of a cached edit's steps that computed all tokens."""
+        if self.route.own is None:
+            return {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
+        return {
+            "dense_steps": len(self.tally.dense),
+            "anchors": self.tally.dense,
+            "text_steps": len(self.tally.dense) if self.route.own.text else self.work.steps,
+            "own_bytes": self.own_bytes,
         }
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:

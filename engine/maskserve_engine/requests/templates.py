@@ -15,6 +15,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor, TemplateKey, nearest_anchor
 from maskserve_core.models.facts import anchor_stride, dense_steps
 from maskserve_engine.base.job import Conditioning, EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
@@ -34,7 +35,7 @@ class Route:
 
     mode: ExecutionMode
     outcome: str
-    """What META says: `hit`, `miss` or `off`."""
+    """What META says: `hit`, `own`, `miss` or `off`."""
     key: str = ""
     """Of the template's entries, where the cache has a say."""
     anchors: tuple[Anchor | None, ...] = ()
@@ -44,9 +45,12 @@ class Route:
     prime: bool = False
     """Whether the template should now be primed."""
     dense_for: str = ""
-    """What of its mask has it run dense: `mask_ratio` or `mask_side`; empty where nothing has."""
+    """What has it run dense: `mask_ratio` or `mask_side` of its mask, or `memory`, that its own
+    anchors lacked; empty where nothing has."""
     dense_steps: int = 0
-    """First steps that compute all tokens, when cached."""
+    """Steps that compute all tokens, when cached: the first ones, or its own anchors."""
+    own: OwnPlan | None = None
+    """Its own anchors; None: it has none."""
 
 
 DENSE = Route("dense", "off")
@@ -201,6 +205,9 @@ class TemplateCache:
         self.default_steps = adapter.facts.steps_default(config.model.num_inference_steps)
         self.dense_steps = dense_steps(self.config.dense_steps, adapter.facts.dense_steps)
         self.kinds = kinds
+        self.keeps_kv = all("kv" in kept for kept in kinds)
+        """Whether rows of templates can share their plan with those that have anchors of their own,
+        which leave keys and values alone."""
         self._kept = ",".join("+".join(sorted(kept)) for kept in kinds)
         """The kinds as the key says them."""
         if self.config.conv_halo:
@@ -208,7 +215,7 @@ class TemplateCache:
         self.prompt = prompt
         self.hits: Counter[str] = Counter()
         """By the tier in which the template lay."""
-        self.misses = 0
+        self.misses = self.own = 0
         self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
         self._reuse = ReuseCounter()
@@ -285,6 +292,8 @@ class TemplateCache:
             self.hits[route.tier] += 1
         elif route.outcome == "miss":
             self.misses += 1
+        elif route.outcome == "own":
+            self.own += 1
 
     def begin(self, job: EditJob) -> Priming | None:
         """Start priming the job's template; None while the priming prompt is unknown."""
@@ -371,6 +380,7 @@ class TemplateCache:
         counters: dict[str, float] = {
             "cache_hits_total": self.hits.total(),
             "cache_misses_total": self.misses,
+            "cache_own_total": self.own,
             **self.store.counters(),
             "primings_total.done": self.primed,
             "primings_total.given_up": self.unprimed,

@@ -1,5 +1,5 @@
-"""How an edit runs: from its template's entries, computing all tokens, or not before its template
-is there. This is the one place that chooses.
+"""How an edit runs: from its template's entries, with anchors of its own, computing all tokens, or
+not before its template is there. This is the one place that chooses.
 
 Used by the engine thread only.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.own_anchors import own_plan
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
@@ -30,9 +33,20 @@ class Ways:
         audits: know templates that have drifted.
         in_time: predicts when edits are done.
         books: of the edits.
+        config: of the worker.
+        adapter: the model.
     """
 
-    def __init__(self, primings: Primings, audits: Audits, in_time: InTime, books: Books) -> None:
+    def __init__(
+        self,
+        primings: Primings,
+        audits: Audits,
+        in_time: InTime,
+        books: Books,
+        config: Config,
+        adapter: Adapter,
+    ) -> None:
+        self._config, self._adapter = config, adapter
         self._cache, self._primings, self._audits = primings.cache, primings, audits
         self._in_time, self._books = in_time, books
 
@@ -43,7 +57,10 @@ class Ways:
         - cached: its template is primed;
         - wait: it insists on its template;
         - wait: it would be late if it ran dense, and is in time behind its template's priming;
+        - cached, with anchors of its own;
         - dense.
+
+        With `cache: own` the last two are all there are.
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -52,16 +69,32 @@ class Ways:
         drift = self._audits.over_limit(key)
         if drift is not None and not settings.insists:
             edit.drift = drift
-            return DENSE
+            return self.without_template(job, DENSE)
         dense_for = self._cache.dense_for(job)
         if dense_for and settings.cache != "require":
             return replace(DENSE, dense_for=dense_for)
+        if settings.cache == "own":
+            return self.without_template(job, replace(DENSE, outcome="miss"))
         sight = self._cache.sight(job, key, again=edit.starts > 0)
         return (
             self._of_template(sight, insists=settings.insists)
             or self._behind_priming(edit, sight)
-            or Route("dense", "miss", sight.key, prime=sight.worth_priming)
+            or self.without_template(
+                job, Route("dense", "miss", sight.key, prime=sight.worth_priming)
+            )
         )
+
+    def without_template(self, job: EditJob, dense: Route) -> Route:
+        """With anchors of its own, or dense.
+
+        Args:
+            job: the edit.
+            dense: how it runs where it cannot have any.
+        """
+        plan = own_plan(self._config, self._adapter.facts, job, self._adapter.steps(job))
+        if plan is None or not self._cache.keeps_kv:
+            return dense
+        return replace(dense, mode="cached", outcome="own", own=plan, dense_steps=len(plan.dense))
 
     def when_adapters_came(self, job: EditJob) -> Route | None:
         """How a cached edit goes on from the base model's entries, now that its LoRAs are here:

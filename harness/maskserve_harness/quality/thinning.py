@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from maskserve_engine.cache.loader import Selection
+from maskserve_engine.families.flow.preparation import FlowTemplate
 from maskserve_engine.families.flow.rows import FlowRow
 
 NEAR = 2
@@ -35,10 +36,11 @@ def thinned(row: FlowRow, stands_for: int) -> FlowRow:
     near = np.flatnonzero(apart <= NEAR)
     far = np.flatnonzero((apart > NEAR) & (ys % 2 == 0) & (xs % 2 == 0))
     chosen = torch.from_numpy(np.concatenate((near, np.repeat(far, stands_for))))
+    assert isinstance(held.outside, FlowTemplate)
     fewer = replace(
         held,
         index=held.index[chosen],
-        template=held.template.take(chosen),
+        outside=held.outside.take(chosen),
         cis=held.cis[chosen],
         selection=Selection([held.index[chosen].numpy()]),
     )

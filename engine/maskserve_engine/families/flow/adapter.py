@@ -21,6 +21,7 @@ from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -38,6 +39,7 @@ from maskserve_engine.families.flow.rows import (
     FlowPrimingRow,
     FlowRow,
     Negative,
+    OwnOutside,
     Row,
 )
 from maskserve_engine.families.flow.schedule import (
@@ -191,12 +193,12 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         recorded = self.weights.graphs is not None
         return counted_work(self.facts, height, width, recorded=recorded)
 
-    def counted(self, job: EditJob) -> Totals:
+    def counted(self, job: EditJob, *, text: bool = True) -> Totals:
         _, height, width = job.moments.shape
-        texts = [each for each in (job.conditioning, job.negative) if each is not None]
+        prompts = [each for each in (job.conditioning, job.negative) if each is not None]
         active = (float(self.tokens(job).active),)
         return self.work(height, width).totals(
-            [RowTokens(active, float(len(text["prompt_embeds"]))) for text in texts]
+            [RowTokens(active, float(text * len(each["prompt_embeds"]))) for each in prompts]
         )
 
     def batch_key(self, job: EditJob) -> Hashable:
@@ -248,6 +250,26 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             template = self._filled(template)
             row.inactive = FlowInactive(active, index, template, image[index], ready.selection)
             row.cis = torch.cat((text, image[active]))
+            return row
+
+    def anchored_row(self, job: EditJob, plan: OwnPlan) -> FlowRow:
+        with torch.inference_mode():
+            ready = self._preparation.prepared(job)
+            active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
+            with one_cpu_thread():
+                own, rest = (ready.inputs.start.take(each) for each in (active, index))
+                clean = self._preparation.clean(job).index_select(0, index)
+            there = (replace(ready.inputs, start=own), rest, clean, active, index)
+            inputs, rest, clean, active, index = moved(there, self.device)
+            row = self._row(job, inputs)
+            gh, gw = row.grid
+            text, image = row.cis.split((len(row.text), gh * gw))
+            outside = OwnOutside(rest.latents, rest.condition, rest.blend, clean)
+            row.inactive = FlowInactive(active, index, outside, image[index], ready.selection)
+            row.cis = torch.cat((text, image[active]))
+            row.own, row.recorded = OwnAnchors(plan, self.blocks), False
+            if row.negative is not None:
+                row.negative = replace(row.negative, own=OwnAnchors(plan, self.blocks))
             return row
 
     def priming_row(

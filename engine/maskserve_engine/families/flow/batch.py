@@ -103,7 +103,7 @@ class FlowBatch(KeptBatch[Row, W]):
             if row.first_block is not None
         )
         inputs = [row.model_input() for row in rows]
-        inputs += [negative.input(inputs[i]) for i, negative in self._guided]
+        inputs += [rows[i].second_input() for i, _ in self._guided]
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
         self._blends = any(row.blends for row in rows)

@@ -56,9 +56,13 @@ class FlowBlend:
 
     def apply(self, latents: Tensor, sigma: Tensor, *, last: bool) -> Tensor:
         """Latents after a step that ended at `sigma`."""
-        sigma = sigma.to(self.clean.dtype)
-        source = self.clean if last else sigma * self.noise + (1.0 - sigma) * self.clean
+        source = self.clean if last else self.source(sigma)
         return (1 - self.mask) * source + self.mask * latents
+
+    def source(self, sigma: Tensor) -> Tensor:
+        """[n, 4C] noised to `sigma`."""
+        sigma = sigma.to(self.clean.dtype)
+        return sigma * self.noise + (1.0 - sigma) * self.clean
 
     def take(self, index: Tensor) -> FlowBlend:
         return FlowBlend(
@@ -273,6 +277,10 @@ class FlowPreparation:
         """The job's own, if it has been prepared; else draws the template's noise."""
         own = job.prepared.template if isinstance(job.prepared, FlowPrepared) else None
         return own or template_inputs(self._posterior(job.moments), noise_seed)
+
+    def clean(self, job: EditJob) -> Tensor:
+        """[N, 4C] the source: what a cached row has outside of its active tokens at the end."""
+        return pack_latents(self._posterior(job.moments).mode())
 
     def active(self, job: EditJob) -> TokenIds:
         """Which tokens a cached row computes."""

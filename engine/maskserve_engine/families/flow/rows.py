@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.batch.own_anchors import Entry, OwnAnchors
 from maskserve_engine.batch.packing import Residuals, RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
@@ -32,10 +33,8 @@ class Negative:
     pooled: Tensor | None
     scale: float
     """true_cfg_scale, above 1."""
-
-    def input(self, own: RowInput) -> RowInput:
-        """The second pass of the row whose first is `own`."""
-        return replace(own, text=self.text, pooled=self.pooled)
+    own: OwnAnchors | None = None
+    """Of the second pass, where the row has anchors of its own."""
 
 
 @dataclass(slots=True)
@@ -46,8 +45,8 @@ class FlowInactive:
     """[n] ids of the computed tokens."""
     index: Tensor
     """[m] ids of the others."""
-    template: FlowTemplate
-    """Of the tokens at `index`."""
+    outside: FlowTemplate | OwnOutside
+    """What a step that computes them takes them for, and what they are in the answer."""
     cis: Tensor
     """[m, head_dim / 2]"""
     selection: Selection
@@ -66,15 +65,77 @@ class CachedTokens:
         return self.inactive.cis
 
     def tokens(self) -> Tensor:
-        return self.inactive.template.at(self.row.sigma)
+        return self.inactive.outside.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> KvSource:
         return KvSource(*self.entry.wait_whole(block, part))
 
     @property
     def entry(self) -> Handle:
-        assert self.row.entry is not None, "packed for a step that reads no entry"
+        assert isinstance(self.row.entry, Handle), "packed for a step that reads no entry"
         return self.row.entry
+
+
+@dataclass(frozen=True, slots=True)
+class AnchoredTokens:
+    """`packing.InactiveTokens` of a pass of a row between its own anchors: with its text, if that
+    is left out.
+    """
+
+    row: FlowRow
+    own: OwnAnchors
+    cis: Tensor
+
+    def tokens(self) -> Tensor:
+        raise AssertionError("between its anchors a row runs no block that needs hidden states")
+
+    @property
+    def entry(self) -> object:
+        """Another one at each step: keys and values go on along their line."""
+        return self.row.sigma
+
+    def source(self, block: int, part: str) -> KvSource:
+        assert part == "kv", "anchors leave keys and values alone"
+        return self.own.source(block, self.row.schedule.walk[self.row.step].sigma)
+
+
+@dataclass(slots=True)
+class OwnOutside:
+    """The inactive tokens of a row with anchors of its own. Between anchors they go on by the
+    velocity that the dense steps foretell; where the pipeline blends, they are the noised source.
+    """
+
+    latents: Tensor
+    """[m, 4C] behind the last anchor; before the first one those that the edit begins with."""
+    condition: Tensor | None
+    """[m, extra channels]"""
+    blend: FlowBlend | None
+    clean: Tensor
+    """[m, 4C] the source."""
+    velocity: tuple[Tensor, ...] = ()
+    """[m, 4C] at the last anchor, and at the one before."""
+    times: tuple[float, float] = (0.0, 0.0)
+    """By how much sigma each of them has moved the latents since."""
+
+    def at(self, sigma: Tensor) -> Tensor:
+        """[m, in_channels] model inputs."""
+        if self.blend is not None:
+            latents = self.blend.source(sigma)
+        else:
+            latents = self.latents
+            for velocity, times in zip(self.velocity, self.times, strict=False):
+                latents = latents + times * velocity
+        return latents if self.condition is None else torch.cat((latents, self.condition), dim=1)
+
+    def anchored(self, move: Tensor, change: float) -> None:
+        """An anchor has moved the latents where they lay."""
+        if self.blend is None:
+            self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
+
+    def passed(self, change: float, weight: float) -> None:
+        """A step between anchors has moved the others by so much sigma."""
+        last, before = self.times
+        self.times = (last + change * (1.0 + weight), before - change * weight)
 
 
 @dataclass(slots=True)
@@ -104,13 +165,17 @@ class FlowRow:
     adapters: Adapters = ()
     inactive: FlowInactive | None = None
     """None for a dense row."""
-    entry: Handle | None = None
+    own: OwnAnchors | None = None
+    """Of its first pass, where it reads what its own dense steps leave."""
+    entry: Entry | None = None
     """What the next step reads; None: it computes all tokens."""
     step: int = 0
     place: slice = field(default_factory=lambda: slice(0))
     """Of the computed tokens in the batch."""
     moved: Tensor | None = None
     """[n, 4C] by what the last step moved the computed tokens."""
+    others: Tensor | None = None
+    """[m or none, 4C] the inactive tokens, where they were packed beside the computed ones."""
 
     @property
     def steps(self) -> int:
@@ -145,17 +210,36 @@ class FlowRow:
         return self.steps - self.step
 
     def model_input(self) -> RowInput:
-        tokens, cis, rest = self.latents, self.cis, None
+        return self._input(self.text, self.pooled, self.own)
+
+    def second_input(self) -> RowInput:
+        assert self.negative is not None
+        return self._input(self.negative.text, self.negative.pooled, self.negative.own)
+
+    def _input(self, text: Tensor, pooled: Tensor, own: OwnAnchors | None) -> RowInput:
+        """Of one pass."""
+        tokens, cis, inactive = self.latents, self.cis, self.inactive
+        rest: CachedTokens | AnchoredTokens | None = None
+        capture = None
         if self.condition is not None:
             tokens = torch.cat((tokens, self.condition), dim=1)
-        if self.inactive is not None:
-            rest = CachedTokens(self, self.inactive)
-            if self.entry is None:  # compute the pinned tokens too, as further image tokens
-                tokens = torch.cat((tokens, rest.tokens()))
-                cis = torch.cat((cis, rest.cis))
-                rest = None
+        if inactive is not None and self.entry is None:
+            # Compute the others too, as further image tokens.
+            tokens = torch.cat((tokens, inactive.outside.at(self.sigma)))
+            cis = torch.cat((cis, inactive.cis))
+            if own is not None:
+                capture = own.anchor(self.step, len(self.latents), len(tokens))
+        elif inactive is not None and own is None:
+            rest = CachedTokens(self, inactive)
+        elif inactive is not None and own is not None:
+            of_text, computed = cis.split((len(text), len(cis) - len(text)))
+            if own.text:
+                text, cis = text[:0], computed
+                rest = AnchoredTokens(self, own, torch.cat((of_text, inactive.cis)))
+            else:
+                rest = AnchoredTokens(self, own, inactive.cis)
         return RowInput(
-            tokens, self.text, self.pooled, self.guidance, cis, rest, residuals=self.residuals
+            tokens, text, pooled, self.guidance, cis, rest, capture, residuals=self.residuals
         )
 
     def settle(self, latents: Tensor, begin: int) -> None:
@@ -167,6 +251,7 @@ class FlowRow:
         """
         computed = len(self.latents)
         self.latents, self.place = latents[:computed], slice(begin, begin + computed)
+        self.others = latents[computed:]
 
     @property
     def blends(self) -> bool:
@@ -191,7 +276,24 @@ class FlowRow:
             moves: [N, 4C] of the whole batch: model's velocity times change of sigma; kept.
         """
         self.moved = moves[self.place]
+        if self.own is not None and self.inactive is not None:
+            self._go_on(self.own, self.inactive, moves)
         self.step += 1
+
+    def _go_on(self, own: OwnAnchors, inactive: FlowInactive, moves: Tensor) -> None:
+        """Book what a step means for the tokens that steps between anchors do not compute."""
+        outside, walk = inactive.outside, self.schedule.walk[self.step]
+        assert isinstance(outside, OwnOutside)
+        if self.entry is None:
+            begin = self.place.stop
+            assert self.others is not None, "a step is taken of rows that were packed"
+            outside.latents = self.others
+            outside.anchored(moves[begin : begin + len(self.others)], walk.change)
+            own.passed(walk.sigma)
+            if self.negative is not None and self.negative.own is not None:
+                self.negative.own.passed(walk.sigma)
+        else:
+            outside.passed(walk.change, own.weight(walk.sigma))
 
     def latents_ahead(self) -> Tensor | None:
         """[gh·gw, 4C] of all tokens, the computed ones first, after the next step, if the model
@@ -206,7 +308,7 @@ class FlowRow:
             latents = self.blend.apply(latents, sigma, last=False)
         if self.inactive is None:
             return latents
-        return torch.cat((latents, self.inactive.template.at(sigma)[:, : self.channels]))
+        return torch.cat((latents, self.inactive.outside.at(sigma)[:, : self.channels]))
 
     def estimate(self) -> HostCopy:
         """[C, h, w] latents as the last step's velocity would finish them."""
@@ -223,7 +325,7 @@ class FlowRow:
         if self.inactive is not None:
             tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
             tokens[self.inactive.active] = computed
-            tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)
+            tokens[self.inactive.index] = self.inactive.outside.clean.to(computed.dtype)
         return HostCopy(unpack_latents(tokens, self.grid).float())
 
 
@@ -251,7 +353,7 @@ class FlowPrimingRow:
     negative: None = None
     first_block: None = None
     recorded: bool = False
-    entry: Handle | None = None
+    entry: Entry | None = None
     """Always None: it computes every token."""
     adapters: Adapters = ()
 
@@ -275,6 +377,9 @@ class FlowPrimingRow:
     def steady(self) -> int:
         """Each anchor has tokens of its own."""
         return 1
+
+    def second_input(self) -> RowInput:
+        raise AssertionError("priming takes one pass")
 
     def model_input(self) -> RowInput:
         tokens = self.template.at(self.sigmas[self.step])

@@ -176,6 +176,9 @@ class KeptKV:
         cis: [m, head_dim / 2] of the others.
     """
 
+    text = False
+    """A net computes its text at every step."""
+
     def __init__(self, step: int, active: int, cis: Tensor) -> None:
         self.step, self.active, self.cis = step, active, cis
         self._blocks: dict[int, KvSource] = {}

@@ -21,6 +21,7 @@ from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
@@ -147,7 +148,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         side = self.facts.dense_sides and active.cover_a_side
         return TokenCounts(len(active.levels[0]), height * width, side)
 
-    def counted(self, job: EditJob) -> Totals:
+    def counted(self, job: EditJob, *, text: bool = True) -> Totals:
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
         passes = [each for each in (job.conditioning, job.negative) if each is not None]
@@ -200,6 +201,9 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             return self._row(job, ready.inputs, self._inactive(job, noise_seed))
+
+    def anchored_row(self, job: EditJob, plan: OwnPlan) -> Any:
+        raise AssertionError("no edit of a UNet has anchors of its own (ModelFacts.own_stride)")
 
     def priming_row(
         self,

@@ -149,6 +149,9 @@ class KeptTokens:
         levels: of the net's blocks.
     """
 
+    text = False
+    """A UNet's text is in attention of its own."""
+
     def __init__(self, others: Sequence[Tensor], levels: Sequence[int]) -> None:
         self._others, self._levels = others, levels
         self._sources: dict[tuple[int, str], KvSource] = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.planning.flops import FeatureMap
+from maskserve_engine.batch.own_anchors import Entry
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -81,7 +82,7 @@ class CachedRest:
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         entry, inactive = self.row.entry, self.row.inactive
-        assert entry is not None, "packed for a step that reads no entry"
+        assert isinstance(entry, Handle), "packed for a step that reads no entry"
         assert inactive is not None
         parts, ids = entry.wait_whole(block, part)
         count = len(parts[0].data if ids is None else ids) // inactive.halves
@@ -118,7 +119,7 @@ class UnetRow:
     adapters: Adapters = ()
     inactive: UnetInactive | None = None
     """None for a dense row."""
-    entry: Handle | None = None
+    entry: Entry | None = None
     """What its next step reads; None: the step computes every token."""
     surroundings: Surroundings | None = field(init=False, default=None)
     """Of the tile of a cached row that has one."""
@@ -244,7 +245,7 @@ class UnetPrimingRow:
     format: str
     maps: int = 0
     """Feature maps that are kept: all of the model's, or none."""
-    entry: Handle | None = None
+    entry: Entry | None = None
     """Always None: it computes every token."""
     adapters: Adapters = ()
     step: int = 0

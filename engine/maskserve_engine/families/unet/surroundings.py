@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.planning.flops import FeatureMap
+from maskserve_engine.batch.own_anchors import Entry
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.cache.store import Handle
@@ -105,7 +106,7 @@ class Surroundings:
         maps: range,
         kept: Sequence[FeatureMap],
         dtype: torch.dtype,
-        entry: Callable[[], Handle | None],
+        entry: Callable[[], Entry | None],
     ) -> None:
         self.tile = tile
         self._maps, self._kept, self._dtype, self._entry = maps, kept, dtype, entry
@@ -126,7 +127,7 @@ class Surroundings:
     def entry(self) -> Handle:
         """What the row's next step reads."""
         entry = self._entry()
-        assert entry is not None, "packed for a step that reads no entry"
+        assert isinstance(entry, Handle), "packed for a step that reads no entry"
         return entry
 
     def around(self, number: int, level: int, *, strided: bool) -> Around | None:

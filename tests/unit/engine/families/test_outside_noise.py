@@ -102,7 +102,7 @@ def test_rows_dense_and_cached_have_one_noise_outside_the_mask(
     first, second = (adapter.dense_row(each) for each in (job, other))
     cached = adapter.cached_row(job, job.request.template_noise_seed)
     index, blend = cached.inactive.index, first.blend
-    assert torch.equal(blend.noise[index], cached.inactive.template.noise)
+    assert torch.equal(blend.noise[index], cached.inactive.outside.noise)
     under = blend.mask > 0
     assert torch.equal(blend.noise[~under], second.blend.noise[~under])
     assert not torch.equal(blend.noise[under], second.blend.noise[under])

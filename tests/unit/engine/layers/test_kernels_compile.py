@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,12 @@ def test_placing(format: str, target: int) -> None:
     rows = 4
     types: dict[str, Any] = {"first": "*bf16", "other": "*bf16"}
     types |= dict.fromkeys(("row_of", "local", "to"), "*i64")
-    types |= dict.fromkeys(ADDRESSES, ("i64",) * rows)
+    types |= dict.fromkeys(ADDRESSES, ("i64",) * rows) | {"weights": ("fp32",) * rows}
     sizes = {"width": 3072, "block": 4096, "rows": rows, "kind": format, "group": GROUP}
     sizes["step"] = 3 * 3072  # among queries, keys and values
-    for aligned in (False, True):
-        made = compiled(scatter_kv_kernel, types, {**sizes, "aligned": aligned}, target)
+    for aligned, adds in product((False, True), repeat=2):
+        chosen = {**sizes, "aligned": aligned, "adds": adds}
+        made = compiled(scatter_kv_kernel, types, chosen, target)
         assert made["cubin"].startswith(b"\x7fELF")
         stores, loads = (widths(made["ptx"], what) for what in ("st", "ld"))
         assert stores == {16 if aligned else 2}

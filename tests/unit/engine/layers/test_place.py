@@ -43,9 +43,12 @@ for seed, format in product(range(8), sys.argv[1:]):
                         for _ in range(2))
         if row % 3 == 2:  # gathered before
             keys, values, ids = keys.take(ids), values.take(ids), None
+        slopes = tuple(encode(torch.randn(len(keys.data), heads * head_dim).to(dtype), other)
+                       for other in [format] * parts) if row % 2 and seed % 2 else ()
         dense = rows > 1 and row == draw(0, rows)
         inactive = 0 if dense else inactive
-        sources.append(None if dense else KvSource((keys, values)[:parts], ids))
+        source = KvSource((keys, values)[:parts], ids, slopes, 0.25 * row - 0.5)
+        sources.append(None if dense else source)
         spans.append((end + computed, end + computed + inactive))
         end += computed + inactive
     if not any(sources) or not sum(e - b for b, e in spans):
@@ -70,7 +73,9 @@ for seed, format in product(range(8), sys.argv[1:]):
     for one, other in zip(expected, result):
         # The interpreter cuts bfloat16 off where hardware and torch round.
         ulps = 2 ** -6 if dtype == torch.bfloat16 and format != "model" else 0.0
-        assert torch.allclose(one, other, rtol=ulps, atol=0.0), (format, seed, dtype)
+        # With a slope the kernel rounds once where operations round their product, too.
+        atol = 2 ** -6 * one.abs().max() if seed % 2 and dtype != torch.float32 else 1e-6
+        assert torch.allclose(one, other, rtol=ulps, atol=float(atol)), (format, seed, dtype)
 # It is compiled for each count, and has been for few.
 assert counts <= {1, 2, 4, 8} and 8 in counts, counts
 """

@@ -1,0 +1,229 @@
+"""A row's own anchors: what its own dense steps leave for the steps between them.
+
+At an anchor the row computes all tokens, as a dense row does, and keeps what each block's attention
+had of the tokens that the steps between do not compute: the inactive ones and, if it is to leave
+that out, too, the text. Until the next anchor their keys and values lie on a line through those of
+the last two anchors, over sigma. So the edit needs no template, no store, and no entries that know
+its adapters. (FlashPS §3.1 primes templates; TaylorSeer foretells a whole model's features so.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskserve_core.planning.flops import Floats
+from maskserve_engine.cache.entries import PARTS, Coded, encode
+from maskserve_engine.cache.store import Handle
+from maskserve_engine.layers.scatter_kv import KvSource
+
+_KV = PARTS.index("kv")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPlan:
+    """Which steps of an edit are anchors of its own, and what these keep."""
+
+    dense: frozenset[int]
+    """Steps that compute all tokens; the first one is among them."""
+    format: str
+    """Storage format of what they leave."""
+    text: bool
+    """Whether the other steps leave the text out, too."""
+    extrapolates: bool = True
+    """Whether keys and values follow the line; else the last anchor's hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Of one block."""
+
+    step: int
+    """Of the row, that has left it."""
+    parts: tuple[Coded, ...]
+    """Keys and values, [T + m, width] each."""
+    slopes: tuple[Coded, ...] = ()
+    """Their change since the anchor before; none after the first."""
+
+
+class OwnAnchors:
+    """Of one pass of a row: what its anchors leave (`packing.Capture`).
+
+    Args:
+        plan: of the edit.
+        blocks: of the model.
+    """
+
+    def __init__(self, plan: OwnPlan, blocks: int) -> None:
+        self.plan, self.blocks = plan, blocks
+        self.text = plan.text
+        """Whether it sees the text's keys and values, ahead of the image's."""
+        self._step = self._computed = self._total = 0
+        self._kept: dict[int, _Kept] = {}
+        self._sigmas: tuple[float, ...] = ()
+        """Of the last two anchors, the later one last."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every block has something to go on with."""
+        return bool(self._sigmas)
+
+    @property
+    def nbytes(self) -> int:
+        kept = self._kept.values()
+        return sum(coded.nbytes for each in kept for coded in (*each.parts, *each.slopes))
+
+    def anchor(self, step: int, computed: int, total: int) -> OwnAnchors:
+        """Itself, about to see an anchor.
+
+        Args:
+            step: of the row.
+            computed: image tokens that other steps compute, the first ones.
+            total: image tokens.
+        """
+        self._step, self._computed, self._total = step, computed, total
+        return self
+
+    def hidden(self, block: int, hidden: Tensor) -> None:
+        """Nobody reads it."""
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """Keep a block's.
+
+        A step that is tried again, as one of a batch that failed is, finds what it has found: what
+        it has left stays.
+
+        Args:
+            block: its number.
+            keys: [T + N, heads, head_dim], or of the image tokens alone where the text is computed.
+            values: likewise.
+        """
+        kept = self._kept.get(block)
+        if kept is not None and kept.step == self._step:
+            return
+        new = [self._others(each) for each in (keys, values)]
+        slopes = []
+        if kept is not None and self.plan.extrapolates:
+            for coded, now in zip(kept.parts, new, strict=True):
+                before = torch.empty_like(now)
+                coded.into(before)
+                slopes.append(encode(now - before, self.plan.format))
+        parts = tuple([encode(each, self.plan.format) for each in new])
+        self._kept[block] = _Kept(self._step, parts, tuple(slopes))
+
+    def _others(self, x: Tensor) -> Tensor:
+        """[T + m, width] of the tokens that other steps do not compute."""
+        flat, text = x.flatten(1), len(x) - self._total
+        return torch.cat((flat[:text], flat[text + self._computed :]))
+
+    def passed(self, sigma: float) -> None:
+        """The row has taken an anchor's step."""
+        self._sigmas = (*self._sigmas[-1:], sigma)
+
+    def forget(self) -> None:
+        """The next step has to be an anchor."""
+        self._kept.clear()
+        self._sigmas = ()
+
+    def weight(self, sigma: float) -> float:
+        """How many times the change between the last two anchors has come since, at `sigma`."""
+        if len(self._sigmas) < 2 or not self.plan.extrapolates:
+            return 0.0
+        before, last = self._sigmas
+        return (last - sigma) / (before - last)
+
+    def source(self, block: int, sigma: float) -> KvSource:
+        """Keys and values of the tokens that a step at `sigma` does not compute."""
+        kept, weight = self._kept[block], self.weight(sigma)
+        return KvSource(kept.parts, None, kept.slopes if weight else (), weight)
+
+
+class AnchoredRow(Protocol):
+    """A row with anchors of its own, as far as a reader knows it."""
+
+    own: OwnAnchors | None
+
+
+@dataclass(slots=True)
+class OwnLoad:
+    """`executor.LoadState` of what is there already: keys and values of every block."""
+
+    sizes: Floats
+    missing: Floats
+    tier: str = "device"
+    lost: None = None
+
+
+@dataclass(slots=True)
+class OwnEntry:
+    """What a row reads between its anchors; in the place of a `cache.store.Handle`."""
+
+    load: OwnLoad
+    stalls: list[Any] = field(default_factory=list)
+    """Nobody waits for it."""
+
+    def want(self, wants: Iterable[tuple[int, str]], turn: int) -> None:
+        """It is there."""
+
+
+Entry = Handle | OwnEntry
+"""What a row's step may read."""
+
+
+class OwnReader:
+    """In the place of a `cache.reader.EntryReader`: a row's way to what its anchors have left.
+
+    Args:
+        row: with anchors of its own.
+        blocks: of the model.
+        release: told once, when the row has ended.
+    """
+
+    loaded: Mapping[str, int] = MappingProxyType({})
+    """Bytes that travelled: none."""
+    stalled = 0.0
+
+    def __init__(
+        self,
+        row: AnchoredRow,
+        blocks: int,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._row, self._release = row, release
+        sizes = np.full((blocks, len(PARTS)), np.inf)
+        sizes[:, _KV] = 0.0
+        self._entry = OwnEntry(OwnLoad(sizes, sizes))
+        self.now: OwnEntry | None = None
+
+    def turn_to(self, step: int, *, whole: bool = False, heads: Any = None) -> OwnEntry | None:
+        """What `step` reads, which was not to be an anchor; None: it has to be one."""
+        assert self._row.own is not None
+        self.now = self._entry if self._row.own.whole else None
+        return self.now
+
+    def look_ahead(self, step: int) -> None:
+        """Nothing has to be brought in."""
+
+    def lose(self) -> None:
+        """Nothing of it can be lost on the way."""
+
+    def release(self) -> None:
+        """The row has ended."""
+        self.now = None
+        self._release()
+
+
+def own_steps(steps: int, stride: float) -> frozenset[int]:
+    """Steps that are anchors: the first one, and one of every `stride` of the schedule.
+
+    Args:
+        steps: of the edit.
+        stride: as a share of the schedule, above 0.
+    """
+    return frozenset(range(0, steps, max(1, round(stride * steps))))

@@ -1,0 +1,104 @@
+"""Edits whose rows have anchors of their own, against dense ones: which anchors, which format, and
+whether the text is computed between them; and rivals that must be worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import structs
+
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
+from maskserve_harness.benchmarks.replay import plan_of_kinds
+from maskserve_harness.demo_model.scenes import Edit
+from maskserve_harness.quality.metrics import by_class, compare
+from maskserve_harness.quality.systems import BATCH, Picture, Rig
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChoice:
+    """A way of having anchors of one's own."""
+
+    dense: tuple[int, ...]
+    format: str = "int8"
+    text: bool = True
+    """Left out between anchors."""
+    ring: int = 1
+    reach: float = 1.0
+    """How far along the line: 0 holds the last anchor, 2 goes twice as far."""
+
+    @property
+    def name(self) -> str:
+        words = [f"{{{','.join(map(str, self.dense))}}}", self.format]
+        words += ["text frozen"] if self.text else ["text computed"]
+        words += [] if self.ring == 1 else [f"ring {self.ring}"]
+        words += [] if self.reach == 1.0 else [f"{self.reach:g} times as far"]
+        return ", ".join(words)
+
+
+def choices(steps: int) -> list[OwnChoice]:
+    """Those that are compared at so many steps; the last three are the rivals."""
+    if steps <= 4:
+        sets: list[tuple[int, ...]] = [(0,), (0, 2)]
+    elif steps <= 8:
+        sets = [(0,), (0, 4), (0, 3, 6), (0, 2, 4, 6)]
+    else:
+        sets = [tuple(range(0, steps, max(1, round(share * steps)))) for share in
+                (0.5, 0.35, 0.25, 0.2)]  # fmt: skip
+        sets.insert(0, (0,))
+    middle = sets[len(sets) // 2]
+    return [
+        *[OwnChoice(each) for each in sets],
+        *[OwnChoice(middle, text=False), OwnChoice(middle, format="model")],
+        *[OwnChoice(middle, format="int4"), OwnChoice(middle, ring=2)],
+        *[OwnChoice(middle, reach=reach) for reach in (0.0, 2.0)],
+        OwnChoice(middle, ring=0),
+    ]
+
+
+def edited(
+    rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
+) -> list[Picture]:
+    """Edits by rows with anchors of their own."""
+    plan = OwnPlan(frozenset(choice.dense), choice.format, choice.text, choice.reach > 0)
+    rows: list[Any] = []
+    for job in jobs:
+        settings = structs.replace(job.request.settings, mask_ring=choice.ring)
+        ringed = replace(job, request=replace(job.request, settings=settings))
+        rows.append(rig.adapter.anchored_row(ringed, plan))
+        rig.attach(rows[-1], job)
+    kinds = plan_of_kinds(("kv",) * rig.adapter.blocks)
+    with _reaching(choice.reach):
+        for first in range(0, len(rows), BATCH):
+            some = rows[first : first + BATCH]
+            readers = [OwnReader(row, rig.adapter.blocks) for row in some]
+            while some[0].step < some[0].steps:
+                anchor = some[0].step in plan.dense
+                reads: Any = [None if anchor else r.turn_to(some[0].step) for r in readers]
+                rig.adapter.step(some, kinds if any(reads) else None, reads)
+    return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
+
+
+def table(rig: Rig, classes: dict[str, list[Edit]]) -> Iterator[dict[str, Any]]:
+    """Of each choice its fidelity, beside dense rows."""
+    jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
+    dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
+    for choice in choices(rig.steps):
+        made = {name: edited(rig, edits, jobs[name], choice) for name, edits in classes.items()}
+        found = {name: compare(classes[name], made[name], dense[name]) for name in classes}
+        yield {"choice": choice.name, "dense_steps": len(choice.dense), **by_class(found)}
+
+
+@contextmanager
+def _reaching(times: float) -> Iterator[None]:
+    """All rows go so many times as far along their line."""
+    honest = OwnAnchors.weight
+    OwnAnchors.weight = lambda self, sigma: times * honest(self, sigma)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OwnAnchors.weight = honest  # type: ignore[method-assign]

@@ -1,0 +1,233 @@
+"""Rows with anchors of their own against dense ones, and against diffusers' model whose attention
+is given what two anchors foretell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from maskserve_core.config import Config
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_harness.benchmarks.replay import plan_of_kinds
+from tests.fakes.jobs import config_of, encode_case, guided, random_case
+from tests.fakes.pipelines import diffusers_latents
+from tests.support.cached_rows import assert_equal
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint"])
+def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Config:
+    folder = tiny_fill if request.param == "fill" else tiny_inpaint
+    return config_of(folder, model={"outside_noise": "edit"})
+
+
+@pytest.fixture(scope="module")
+def encoder(config: Config) -> Encoder:
+    return load_encoder(config)
+
+
+@pytest.fixture(scope="module")
+def adapter(config: Config) -> FluxAdapter:
+    adapter = load_adapter(config)
+    assert isinstance(adapter, FluxAdapter)
+    return adapter
+
+
+def plan(*dense: int, text: bool = True, format: str = "model") -> OwnPlan:
+    return OwnPlan(frozenset(dense), format, text)
+
+
+def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
+    rng = np.random.default_rng(seed)
+    if encoder.facts.true_cfg and seed % 2:
+        settings = {**guided(rng), **settings}
+    case = random_case(rng, **{"num_inference_steps": 7, "strength": 1.0, **settings})
+    return encode_case(encoder, case, f"edit-{seed}")
+
+
+def run(adapter: FluxAdapter, rows: Sequence[Any], plans: Sequence[OwnPlan | None]) -> None:
+    """All steps of rows, together; those without a plan are dense."""
+    readers = [OwnReader(row, adapter.blocks) for row in rows]
+    kinds = plan_of_kinds(("kv",) * adapter.blocks)
+    while any(row.step < row.steps for row in rows):
+        live = [(row, own, reader) for row, own, reader in zip(rows, plans, readers, strict=True)
+                if row.step < row.steps]  # fmt: skip
+        reads: Any = [None if own is None or row.step in own.dense else reader.turn_to(row.step)
+                      for row, own, reader in live]  # fmt: skip
+        adapter.step([row for row, _, _ in live], kinds if any(reads) else None, reads)
+
+
+def result(adapter: FluxAdapter, job: EditJob, own: OwnPlan | None) -> Any:
+    row = adapter.dense_row(job) if own is None else adapter.anchored_row(job, own)
+    run(adapter, [row], [own])
+    return row.result().array()
+
+
+def computed(adapter: FluxAdapter, job: EditJob, latents: Any) -> Any:
+    """Of [C, h, w] latents those of the tokens that a step between anchors computes."""
+    _, height, width = latents.shape
+    active = np.zeros((height // 2) * (width // 2), bool)
+    active[adapter.prepare(job).prepared.active] = True
+    at = active.reshape(height // 2, width // 2).repeat(2, 0).repeat(2, 1)
+    return latents[:, at]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_an_anchor_at_each_step_it_is_dense(
+    adapter: FluxAdapter, encoder: Encoder, seed: int
+) -> None:
+    job = make_job(encoder, seed, mask_ring=seed % 2)
+    own = result(adapter, job, plan(*range(7)))
+    dense = result(adapter, job, None)
+    assert_equal(computed(adapter, job, own), computed(adapter, job, dense))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_with_all_tokens_active_and_the_text_computed_it_is_dense(
+    adapter: FluxAdapter, encoder: Encoder, seed: int
+) -> None:
+    job = make_job(encoder, seed)
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    own = result(adapter, job, plan(0, 3, text=False))
+    assert_equal(own, result(adapter, job, None))
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_rows_do_not_depend_on_their_batch(
+    adapter: FluxAdapter, encoder: Encoder, text: bool
+) -> None:
+    jobs = [make_job(encoder, seed, num_inference_steps=3 + seed) for seed in range(5)]
+    plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text), plan(0, text=text),
+             plan(0, 3, 5, text=text)]  # fmt: skip
+
+    def rows() -> list[Any]:
+        return [adapter.dense_row(job) if own is None else adapter.anchored_row(job, own)
+                for job, own in zip(jobs, plans, strict=True)]  # fmt: skip
+
+    together = rows()
+    run(adapter, together, plans)
+    for row, own, beside in zip(rows(), plans, together, strict=True):
+        run(adapter, [row], [own])
+        assert_equal(beside.result().array(), row.result().array())
+
+
+class Foretold:
+    """An attention processor of a FluxTransformer2DModel: at anchors it remembers keys and values
+    of all tokens; at other steps it puts in the place of those that are not computed what lies on
+    the line through the last two anchors.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.seen: list[tuple[float, Tensor, Tensor]] = []
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Any = None, image_rotary_emb: Any = None,
+    ) -> Any:  # fmt: skip
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        def heads(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (-1, attn.head_dim))
+
+        image = [heads(layer(hidden_states)) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+        q, k, v = attn.norm_q(image[0]), attn.norm_k(image[1]), image[2]
+        if encoder_hidden_states is not None:
+            added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+            text = [heads(layer(encoder_hidden_states)) for layer in added]
+            q = torch.cat((attn.norm_added_q(text[0]), q), dim=1)
+            k = torch.cat((attn.norm_added_k(text[1]), k), dim=1)
+            v = torch.cat((text[2], v), dim=1)
+        q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
+        sigma, others = self.state.sigma, self.state.others
+        if self.state.anchor:
+            self.seen.append((sigma, k, v))
+        else:
+            times = 0.0
+            if len(self.seen) > 1:
+                times = (self.seen[-1][0] - sigma) / (self.seen[-2][0] - self.seen[-1][0])
+            before, last = self.seen[-2:] if len(self.seen) > 1 else self.seen * 2
+            k, v = k.clone(), v.clone()
+            for own, at in ((k, 1), (v, 2)):
+                line = last[at] + times * (last[at] - before[at])
+                own[:, others] = line[:, others]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v))
+        )
+        out = out.transpose(1, 2).flatten(2)
+        if encoder_hidden_states is None:
+            return out
+        words = encoder_hidden_states.shape[1]
+        return attn.to_out[0](out[:, words:]), attn.to_add_out(out[:, :words])
+
+
+class State:
+    """What the processors are told of the step."""
+
+    sigma = 0.0
+    anchor = True
+    others: Tensor
+
+
+@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
+    config: Config, adapter: FluxAdapter, encoder: Encoder, seed: int, text: bool
+) -> None:
+    """All tokens are computed at each step of the oracle; what those that are not to be computed
+    would have been is put aside: in attention and, as velocity, behind the model.
+    """
+    from diffusers import FluxFillPipeline, FluxInpaintPipeline
+
+    fill = adapter.facts.semantics == "fill"
+    cls = FluxFillPipeline if fill else FluxInpaintPipeline
+    pipeline: Any = cls.from_pretrained(config.model.path)
+    pipeline.set_progress_bar_config(disable=True)
+    case = random_case(np.random.default_rng(70 + seed), num_inference_steps=8, strength=1.0,
+                       mask_ring=1)  # fmt: skip
+    job = encode_case(encoder, case, "oracle")
+    dense = {0, 3, 6} if seed else {0, 2}
+    state, net = State(), pipeline.transformer
+    net.set_attn_processor({name: Foretold(state) for name in net.attn_processors})
+    whole, steps = net.forward, iter(range(8))
+    velocities: list[tuple[float, Tensor]] = []
+    active = torch.from_numpy(adapter.prepare(job).prepared.active)
+
+    def forward(**given: Any) -> Any:
+        words, count = given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1]
+        idle = torch.ones(count, dtype=torch.bool)
+        idle[active] = False
+        state.others = torch.cat((torch.full((words,), text), idle))
+        state.sigma, state.anchor = float(given["timestep"][0]), next(steps) in dense
+        [velocity] = whole(**given)
+        if state.anchor:
+            velocities.append((state.sigma, velocity.clone()))
+        else:
+            (s1, before), (s0, last) = (velocities * 2)[-2:]
+            times = 0.0 if s1 == s0 else (s0 - state.sigma) / (s1 - s0)
+            velocity[:, idle] = (last + times * (last - before))[:, idle]
+        return (velocity,)
+
+    net.forward = forward
+    expected = diffusers_latents(pipeline, case)
+    found = result(adapter, job, plan(*dense, text=text))
+    assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_format_is_near(adapter: FluxAdapter, encoder: Encoder, format: str) -> None:
+    job = make_job(encoder, 5)
+    exact = result(adapter, job, plan(0, 3))
+    found = result(adapter, job, plan(0, 3, format=format))
+    assert 0 < np.abs(found - exact).max() < (0.05 if format == "int8" else 0.8)

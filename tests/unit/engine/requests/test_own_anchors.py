@@ -1,0 +1,159 @@
+"""Edits of templates that nobody has primed: by an engine, with anchors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.loop.engine import Engine
+from tests.fakes.jobs import config_of
+from tests.support.engines import accept, edit, job, make_engine
+from tests.support.eventually import eventually
+from tests.support.sink import Sink
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint"])
+def folder(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Path:
+    return tiny_fill if request.param == "fill" else tiny_inpaint
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Encoder:
+    return load_encoder(config_of(folder))
+
+
+@pytest.fixture
+def engine(folder: Path, encoder: Encoder) -> Iterator[Engine]:
+    engine = make_engine(folder, encoder, own_anchors=0.35)
+    yield engine
+    engine.close(5.0)
+
+
+def idle(engine: Engine) -> None:
+    """Nothing is held for anybody."""
+    eventually("the edit has left", lambda: not engine.manager.edits)
+    engine.cache.check_integrity()
+
+
+def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
+    engine: Engine, encoder: Encoder
+) -> None:
+    final = edit(engine, job(encoder, 1, "first", num_inference_steps=20))
+    meta = final.meta
+    assert meta["cache"] == "own"
+    assert meta["anchors"] == [0, 7, 14]
+    assert meta["dense_steps"] == meta["text_steps"] == 3
+    active, total = meta["active_tokens"], meta["total_tokens"]
+    assert meta["computed_tokens"] == 3 * total + 17 * active
+    assert meta["own_bytes"] > 0
+    idle(engine)
+
+
+def test_off_is_dense_and_own_asks_for_it(engine: Engine, encoder: Encoder) -> None:
+    first = job(encoder, 2, "a", num_inference_steps=10, cache="off")
+    dense = edit(engine, first)
+    assert (dense.meta["cache"], dense.meta.get("anchors")) == ("off", None)
+    for number in range(3):  # its template would be primed by now
+        own = edit(engine, job(encoder, 2, f"own-{number}", num_inference_steps=10, cache="own"))
+        assert own.meta["cache"] == "own"
+    assert np.abs(own.latents - dense.latents).max() > 0
+
+
+def test_without_room_it_runs_dense_and_says_so(engine: Engine, encoder: Encoder) -> None:
+    engine.cache.store.memory.budget_bytes = 1
+    meta = edit(engine, job(encoder, 3, "dense", num_inference_steps=10)).meta
+    assert (meta["cache"], meta["dense_for"]) == ("miss", "memory")
+    idle(engine)
+
+
+def test_few_steps_and_what_insists_have_none(engine: Engine, encoder: Encoder) -> None:
+    assert edit(engine, job(encoder, 4, "few", num_inference_steps=1)).meta["cache"] == "miss"
+    same = job(encoder, 4, "same", num_inference_steps=10, reproducible=True)
+    assert edit(engine, same).meta["cache"] == "hit"
+    skips = job(encoder, 5, "skips", num_inference_steps=10, first_block_threshold=0.1)
+    assert edit(engine, skips).meta["cache"] == "miss"
+
+
+def test_what_is_booked_is_enough(engine: Engine, encoder: Encoder) -> None:
+    held: list[int] = []
+    executor: Any = engine.executor
+    release = executor.release
+
+    def watched(row: str) -> Any:
+        made = executor._rows.get(row)
+        if made is not None:
+            passes = [made.own, getattr(made.negative, "own", None)]
+            held.append(sum(each.nbytes for each in passes if each is not None))
+        return release(row)
+
+    executor.release = watched
+    for seed in range(4):
+        meta = edit(engine, job(encoder, seed, f"row-{seed}", num_inference_steps=10)).meta
+        assert 0 < held[-1] <= meta["own_bytes"]
+
+
+def test_a_cancelled_one_leaves_nothing(engine: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    engine.submit(job(encoder, 6, "gone", num_inference_steps=900, progress=True), sink)
+    eventually("it runs", lambda: len(sink.events) > 2)
+    engine.cancel("gone")
+    assert "cancelled" in str(sink.error())
+    idle(engine)
+
+
+def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
+    engine: Engine, encoder: Encoder
+) -> None:
+    jobs = [
+        job(encoder, 7, "own", num_inference_steps=12, cache="own"),
+        job(encoder, 8, "hit", num_inference_steps=11, cache="require"),
+        job(encoder, 9, "dense", num_inference_steps=13, cache="off"),
+        job(encoder, 10, "own-too", num_inference_steps=10, cache="own"),
+    ]
+    alone = [
+        edit(
+            engine,
+            replace(
+                each, request=replace(each.request, request_id=f"{each.request.request_id}-alone")
+            ),
+        ).latents
+        for each in jobs
+    ]
+    sinks = [Sink() for _ in jobs]
+    for each, sink in zip(jobs, sinks, strict=True):
+        engine.submit(each, sink)
+    for expected, sink in zip(alone, sinks, strict=True):
+        found = sink.final().latents
+        assert np.abs(found - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
+    idle(engine)
+
+
+def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
+    engine: Engine, encoder: Encoder
+) -> None:
+    """Eight that come at once would all compute all tokens at steps 0, 7 and 14."""
+    jobs = [job(encoder, 20 + n, f"row-{n}", num_inference_steps=20) for n in range(8)]
+    steps: list[int] = []
+    executor: Any = engine.executor
+    run = executor.run
+
+    def watched(step: Any, *rest: Any) -> Any:
+        taken = run(step, *rest)
+        steps.append(sum(not row.read for row in taken.rows if row.done > 1))
+        return taken
+
+    executor.run = watched
+    sinks = [Sink() for _ in jobs]
+    asked = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
+    asked.result(30)
+    finals = [sink.final() for sink in sinks]
+    assert max(steps) <= 2
+    assert all(len(final.meta["anchors"]) == 3 for final in finals)
+    assert {tuple(final.meta["anchors"]) for final in finals} != {(0, 7, 14)}
