@@ -13,6 +13,7 @@ from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.images import Size, decode_mask, model_size, read_size
 from maskserve_core.imaging.masks import active_tokens, cover_a_side, edit_region
+from maskserve_core.planning.own_anchors import own_steps
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
 from maskserve_router.keys import KeyHolder
@@ -123,6 +124,7 @@ class Measure:
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
+            own_steps=_own_steps(settings, served, steps, active / total),
             adapters=tuple(lora.name for lora in settings.loras if lora.scale),
             controls=shares(settings.controls, steps),
         )
@@ -136,6 +138,14 @@ class Measure:
     def knows(self, digest: bytes) -> bool:
         """Whether the image's template is known, or there is no image."""
         return not digest or self._templates.get(digest) is not None
+
+
+def _own_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:
+    """Steps that compute all tokens where the edit's template is not at hand; 0: all do."""
+    acts = bool(shares(settings.controls, steps))
+    if not settings.may_anchor or acts or mask_ratio >= served.dense_above_ratio:
+        return 0
+    return len(own_steps(steps, served.own_stride))
 
 
 def image_digest(image: memoryview) -> bytes:

@@ -24,6 +24,7 @@ def make_engine(
     values = {
         "entry_format": "model",
         "stride": 1,
+        "own_anchors": 0.0,  # so that a miss is dense
         "dense_above_ratio": 1.0,
         "plan": "fixed",
         "budget_bytes": 2**28,

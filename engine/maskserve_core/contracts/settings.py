@@ -205,6 +205,14 @@ class EditSettings(Table, frozen=True):
         return self.deadline_ms if self.on_late == "drop" else None
 
     @property
+    def may_anchor(self) -> bool:
+        """Whether the edit may have anchors of its own: it follows no fixed plan, and leaves out
+        nothing else.
+        """
+        asked = self.cache in ("auto", "own") and not self.reproducible
+        return asked and not self.first_block_threshold
+
+    @property
     def insists(self) -> bool:
         """Whether the edit waits for its template rather than go without the cache."""
         return self.cache == "require" or self.reproducible

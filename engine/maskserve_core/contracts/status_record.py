@@ -69,6 +69,9 @@ class Served:
     """Whether a row that computes a whole side of the picture runs dense even on a hit."""
     dense_steps: DenseSteps = NONE
     """First steps of a cached row that compute all tokens."""
+    own_stride: float = 0.0
+    """Of an edit whose template is not at hand, the share of its steps from one that computes all
+    tokens to the next; 0: all do."""
     due_ms: tuple[int, ...] = ()
     """When edits are due that do not say so (`due_times.due_by_size`)."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_core.models.semantics import Semantics
 
@@ -112,9 +112,9 @@ class ModelFacts:
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlFacts
     """ControlNets that it takes."""
-    own_stride: float = 0.0
-    """Share of an edit's steps from one anchor of its own to the next (docs/adr/0042); 0: it has
-    none."""
+    own_stride: float | None = None
+    """Share of an edit's steps from one anchor of its own to the next (docs/adr/0042), where
+    `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
     dense_sides: bool = False
@@ -199,14 +199,15 @@ def one_scale(folder: Path) -> LatentSpace:
     return space
 
 
-def own_stride(configured: float, facts: ModelFacts) -> float:
+def own_stride(config: Config, facts: ModelFacts) -> float:
     """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
 
-    Args:
-        configured: `[cache] own_anchors`; below 0: what the model needs.
-        facts: of the model.
+    Ranks of a worker of several devices do not keep any.
     """
-    return min(configured, 1.0) if configured >= 0 and facts.own_stride else facts.own_stride
+    asked = config.cache.own_anchors
+    if facts.own_stride is None or config.engine.devices > 1:
+        return 0.0
+    return asked if asked >= 0 else facts.own_stride
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

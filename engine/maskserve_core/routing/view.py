@@ -28,6 +28,8 @@ class Edit:
     """Whether it may use cached activations."""
     dense_steps: int = 0
     """First steps that compute all tokens in any case."""
+    own_steps: int = 0
+    """Steps that compute all tokens where its template is not at hand; 0: all do."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRAs that it is made with."""
     controls: tuple[tuple[str, float], ...] = ()
@@ -109,7 +111,7 @@ class WorkerView:
         dense = pricing.dense(edit.total_tokens)
         tier = self.tier_of(edit.template_id) if edit.cache else None
         if tier is None:
-            return dense, 0.0, 0.0, False
+            return self._own_price(edit, dense)
         compute, load = pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
         if tier == DEVICE.name:
             load = 0.0
@@ -119,6 +121,14 @@ class WorkerView:
         if fetch and fetch + edit.steps * compute >= edit.steps * dense:
             return dense, 0.0, 0.0, False
         return compute, load, fetch, compute != dense
+
+    def _own_price(self, edit: Edit, dense: float) -> tuple[float, float, float, bool]:
+        """The same of an edit whose template is not at hand: with anchors of its own, or dense."""
+        if not edit.own_steps:
+            return dense, 0.0, 0.0, False
+        compute, _ = self.pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
+        share = edit.own_steps / edit.steps
+        return share * dense + (1.0 - share) * compute, 0.0, 0.0, compute != dense
 
     def _added_seconds(self, edit: Edit, *, cached: bool) -> float:
         """What its ControlNets and LoRAs add to a step."""

@@ -217,13 +217,3 @@ class OwnReader:
         """The row has ended."""
         self.now = None
         self._release()
-
-
-def own_steps(steps: int, stride: float) -> frozenset[int]:
-    """Steps that are anchors: the first one, and one of every `stride` of the schedule.
-
-    Args:
-        steps: of the edit.
-        stride: as a share of the schedule, above 0.
-    """
-    return frozenset(range(0, steps, max(1, round(stride * steps))))

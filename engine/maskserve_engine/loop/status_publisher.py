@@ -15,7 +15,7 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import DegreePrice, Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served, State
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import ModelFacts, dense_steps
+from maskserve_core.models.facts import ModelFacts, dense_steps, own_stride
 from maskserve_core.models.registry import control_work, typical_lora
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.routing.estimate import pricing_of
@@ -156,6 +156,7 @@ class StatusPublisher:
                 mask_ring=config.model.mask_ring,
                 dense_sides=facts.dense_sides,
                 dense_steps=dense_steps(config.cache.dense_steps, facts.dense_steps),
+                own_stride=own_stride(config, facts),
                 due_ms=config.slo.times_ms,
             ),
         )

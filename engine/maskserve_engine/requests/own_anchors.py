@@ -7,33 +7,31 @@ Such an edit makes what it needs in a few dense steps of its own (`batch.own_anc
 
 from __future__ import annotations
 
-from maskserve_core.config import CacheConfig
+from maskserve_core.config import Config
 from maskserve_core.contracts.settings import acting
 from maskserve_core.models.facts import ModelFacts, own_stride
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.own_anchors import own_steps
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, own_steps
+from maskserve_engine.batch.own_anchors import OwnPlan
 
 
-def own_plan(config: CacheConfig, facts: ModelFacts, job: EditJob, steps: int) -> OwnPlan | None:
+def own_plan(config: Config, facts: ModelFacts, job: EditJob, steps: int) -> OwnPlan | None:
     """How an edit has anchors of its own; None: it cannot, or would gain nothing.
 
     Args:
-        config: `[cache]`.
+        config: of the worker.
         facts: of the model.
         job: the edit.
         steps: that it takes.
     """
-    stride, settings = own_stride(config.own_anchors, facts), job.request.settings
-    if not stride or settings.reproducible or settings.first_block_threshold:
+    if not job.request.settings.may_anchor or acting(job.controls, steps):
         return None
-    if acting(job.controls, steps):
+    dense = own_steps(steps, own_stride(config, facts))
+    if not dense:
         return None
-    dense = own_steps(steps, stride)
-    if 2 * len(dense) > steps:
-        return None
-    return OwnPlan(dense, config.own_format, config.own_text == "frozen")
+    return OwnPlan(dense, config.cache.own_format, config.cache.own_text == "frozen")
 
 
 def own_bytes(plan: OwnPlan, work: ModelWork, job: EditJob, idle: int, dtype: str) -> int:

@@ -147,7 +147,7 @@ class EditDecoder:
     def _pieces(self, event: _Event, edit: EditRequest, size: tuple[int, int]) -> _InPieces | None:
         """What to decode, beside what is known of its template; None: everything."""
         settings = edit.settings
-        cached, shown = event.cache == "hit", event.event == "preview"
+        cached, shown = event.cache in ("hit", "own"), event.event == "preview"
         if not (cached or shown) or settings.reproducible or settings.cache == "off":
             return None
         if not edit.edit_boxes:
@@ -163,7 +163,8 @@ class EditDecoder:
         )
         if pieces.share >= _WHOLE_FROM:
             return None
-        template = self._template(edit.pixels_id, make=cached)
+        # To decode all of a picture that may never come again gains nothing.
+        template = self._template(edit.pixels_id, make=event.cache == "hit")
         return None if template is None else _InPieces(pieces, template)
 
     def _template(self, pixels_id: str, *, make: bool) -> CellSums | None:
