@@ -113,7 +113,7 @@ class ModelFacts:
     control: ControlFacts
     """ControlNets that it takes."""
     own_stride: float | None = None
-    """Share of an edit's steps from one anchor of its own to the next (docs/adr/0042), where
+    """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""

@@ -93,6 +93,7 @@ ENGINE_METRICS = {
     ),
     "primings_total": _counter("Templates primed, or given up for want of room.", "outcome"),
     "cache_hits_total": _counter("Edits that found their template's activations.", "tier"),
+    "cache_own_total": _counter("Edits that ran with anchors of their own."),
     "cache_misses_total": _counter("Edits that wanted activations which were not there."),
     "cache_evictions_total": _counter("Templates whose activations were dropped.", "tier"),
     "cache_corrupt_total": _counter("Entries dropped: cut off, or with a wrong checksum.", "tier"),

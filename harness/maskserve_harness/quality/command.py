@@ -14,6 +14,10 @@ FluxInpaintPipeline.
 
     python scripts/bench eval_quality --frontier --n 6 --steps 12 --json frontier.json --plots .
 
+With --own edits whose rows have anchors of their own are compared, with rivals that must be worse.
+
+    python scripts/bench eval_quality --own --n 2 --json own.json
+
 With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
 missed, as by edits that ignore them.
 
@@ -41,6 +45,7 @@ from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.adapters import AdapterRig, asked_of, judged
 from maskserve_harness.quality.choices import CacheChoice, default, first_looks, frontier
 from maskserve_harness.quality.metrics import Picture, by_class, compare, rim_errors
+from maskserve_harness.quality.own_anchors import table as own_table
 from maskserve_harness.quality.published import missing, published
 from maskserve_harness.quality.report import draw_worst, plot_frontier, plot_rim, table
 from maskserve_harness.quality.rivals import first_block_cache
@@ -61,6 +66,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=20)
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
+    add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
     add("--refresh", type=int, help="`[controls] refresh` of cached rows with a ControlNet")
     add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
@@ -201,6 +207,23 @@ def judge_adapters(args: argparse.Namespace) -> int:
     return 0 if all(all(each["held"].values()) for each in found.values()) else 1
 
 
+def compare_own(rig: Rig, classes: dict[str, list[Edit]], args: argparse.Namespace) -> int:
+    """Anchors of an edit's own, one choice after the other."""
+    rows = []
+    for row in own_table(rig, classes):
+        rows.append(row)
+        mean, worst = row["psnr_in_mask"], row["worst_class_psnr_in_mask"]
+        low, under = row["worst_psnr_in_mask"], row["share_below_30"]
+        said(
+            f"{row['choice']}: mean {mean:.1f} dB, worst class {worst:.1f} ({row['worst_class']}), "
+            f"worst edit {low:.1f}, under 30 dB {under:.1%}"
+        )
+    edits = sum(map(len, classes.values()))
+    report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "edits": edits}
+    write_json({**report, "choices": rows}, args.json)
+    return 0
+
+
 def main() -> int:
     args = parse()
     torch.set_num_threads(args.threads)
@@ -208,6 +231,8 @@ def main() -> int:
         return judge_adapters(args)
     classes = {name: edits_of(name, args.n) for name in args.classes}
     rig = Rig(args.model, args.steps)
+    if args.own:
+        return compare_own(rig, classes, args)
     run = Run(rig, classes)
     few = first_looks(run.default, rig.adapter.facts, args.steps)
     run.make(frontier(run.default, args.steps) if args.frontier else few)
