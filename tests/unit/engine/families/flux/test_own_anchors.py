@@ -190,7 +190,7 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     """
     from diffusers import FluxFillPipeline, FluxInpaintPipeline
 
-    fill = adapter.facts.semantics == "fill"
+    fill = adapter.facts.semantics.masked_picture
     cls = FluxFillPipeline if fill else FluxInpaintPipeline
     pipeline: Any = cls.from_pretrained(config.model.path)
     pipeline.set_progress_bar_config(disable=True)
