@@ -201,7 +201,6 @@ class TemplateCache:
         prompt: Callable[[], Conditioning | None],
     ) -> None:
         self.config, self.adapter, self.store = config.cache, adapter, store
-        self._worker = config
         self.model_revision, self.dtype = model_revision, dtype
         self.default_steps = adapter.facts.steps_default(config.model.num_inference_steps)
         self.dense_steps = dense_steps(self.config.dense_steps, adapter.facts.dense_steps)

@@ -216,7 +216,7 @@ class FlowRow:
         assert self.negative is not None
         return self._input(self.negative.text, self.negative.pooled, self.negative.own)
 
-    def _input(self, text: Tensor, pooled: Tensor, own: OwnAnchors | None) -> RowInput:
+    def _input(self, text: Tensor, pooled: Tensor | None, own: OwnAnchors | None) -> RowInput:
         """Of one pass."""
         tokens, cis, inactive = self.latents, self.cis, self.inactive
         rest: CachedTokens | AnchoredTokens | None = None
