@@ -18,11 +18,12 @@ from pathlib import Path
 import msgspec
 
 from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import BadAdapter, read_header
-from maskserve_core.adapters.lora_plan import plan_of
+from maskserve_core.adapters.header_process import Bounds, HeaderProcess
+from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.storage import Storage, StorageFailed, Stored
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
+from maskserve_core.files.safetensors_header import head_of
 from maskserve_core.files.store import FileStore
 
 log = logging.getLogger("maskserve")
@@ -98,6 +99,8 @@ class Catalogue:
         self._read: tuple[int, int] | None = None
         self._base: BaseLayers | None = None
         self._base_read = False
+        bounds = Bounds(config.model.path, asked.max_bytes, asked.max_rank)
+        self._headers = HeaderProcess(bounds)
 
     def all(self) -> Mapping[str, KnownAdapter]:
         """By name, as of the last scan of any process."""
@@ -152,7 +155,10 @@ class Catalogue:
                     log.warning("the adapters' storage cannot be listed: %s", error)
                 self._write(_Page(dict(known), self._current().whole, str(error)))
                 return
-            self._write_up(files, known)
+            try:
+                self._write_up(files, known)
+            finally:
+                self._headers.close()
 
     def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, KnownAdapter]) -> None:
         """Read the headers that are new, and keep what is known meanwhile."""
@@ -193,19 +199,16 @@ class Catalogue:
                 raise BadAdapter(
                     f"is {stored.nbytes} bytes long; [adapters] host_bytes is {asked.host_bytes}"
                 )
-            header = read_header(
-                lambda begin, end: self._storage.read(stored.path, begin, end),
-                stored.nbytes,
-                max_bytes=asked.max_bytes,
-                max_rank=asked.max_rank,
-                config=self._storage.read(stored.config, 0, stored.config_bytes)
-                if stored.config
-                else b"",
-            )
-            plan = plan_of(header, self.base_layers())
         except BadAdapter as error:
             return msgspec.structs.replace(plain, problem=str(error))
-        return msgspec.structs.replace(plain, rank=header.rank, parts=plan.parts, notes=plan.notes)
+        config = b""
+        if stored.config:
+            config = self._storage.read(stored.config, 0, stored.config_bytes)
+        head = head_of(
+            lambda begin, end: self._storage.read(stored.path, begin, end), stored.nbytes
+        )
+        found = self._headers.describe(head, stored.nbytes, config)
+        return msgspec.structs.replace(plain, **msgspec.structs.asdict(found))
 
     def base_layers(self) -> BaseLayers | None:
         """Of the served model; None: its weights are no safetensors files.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,9 +175,7 @@ def _why_not(part: str, module: str, *, flux: bool, known: bool) -> str:
         return "T5's; diffusers applies no LoRA to T5"
     if not known:
         return f"the served model has no {part}"
-    if part != "denoiser" and re.search(
-        r"text_projection|text[._]model[._]embeddings|_embedding$", module
-    ):
+    if part != "denoiser" and ("text_projection" in module or "_embedding" in module):
         return "diffusers applies none to this part of the text encoder"
     if part == "denoiser" and flux and "guidance" in module:
         return "the served model has no guidance embedding"
@@ -245,6 +242,7 @@ class _Alphas:
         _check_config(self._config, "")
         self._plain = _number(said, "lora_alpha", "ss_network_alpha")
         self.notes: list[str] = []
+        self._known: dict[str, _Patterns] = {}
         nothing = self._plain is None and not self._config and not self._by_part
         if nothing and any(
             names.down.startswith("base_model.model.") and not names.alpha
@@ -274,12 +272,11 @@ class _Alphas:
                 continue
             if own:
                 raise BadAdapter(f"says the alpha of {short(module)} twice")
-            patterns = values.get(f"{prefix}alpha_pattern") or {}
             try:
-                alpha = float(_by_pattern(patterns, module, alpha))
+                alpha = float(self._patterns(values, prefix).value(module, alpha))
             except BadAdapter:
                 raise
-            except (TypeError, ValueError, AttributeError) as error:
+            except (TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise BadAdapter(
                     f"has metadata about {prefix}lora_alpha of another form"
                 ) from error
@@ -288,6 +285,11 @@ class _Alphas:
             rooted = values.get(f"{prefix}use_rslora")
             return alpha / (math.sqrt(rank) if rooted else rank)
         return None if own or self._plain is None else self._plain / rank
+
+    def _patterns(self, values: Mapping[str, Any], prefix: str) -> _Patterns:
+        if (known := self._known.get(prefix)) is None:
+            known = self._known[prefix] = _Patterns(values.get(f"{prefix}alpha_pattern") or {})
+        return known
 
 
 def _decoded(text: str) -> dict[str, Any]:
@@ -321,8 +323,8 @@ def _number(said: Mapping[str, str], *keys: str) -> float | None:
         if text in ("", "None", "null"):
             continue
         try:
-            value = float(json.loads(text))
-        except (ValueError, TypeError, RecursionError):
+            value = float(json.loads(text[:100]))
+        except (ValueError, TypeError, RecursionError, OverflowError):
             value = math.nan
         if not math.isfinite(value):
             raise BadAdapter(f"has {key} in its metadata that is no finite number: {short(text)}")
@@ -330,16 +332,23 @@ def _number(said: Mapping[str, str], *keys: str) -> float | None:
     return None
 
 
-def _by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+class _Patterns:
     """PEFT's rule: the value of the first pattern that the name ends with. PEFT takes regular
     expressions; files hold names, and others are refused, as matching may take for ever.
     """
-    for pattern, value in patterns.items():
-        name = pattern.removeprefix("^")
-        if re.fullmatch(r"[\w.]+", name) is None:
-            raise BadAdapter(
-                f"has a pattern in its metadata that is no layer's name: {short(name)}"
-            )
-        if module == name or (name is pattern and module.endswith(f".{name}")):
-            return value
-    return otherwise
+
+    def __init__(self, patterns: Mapping[str, Any]) -> None:
+        self._known: dict[str, tuple[int, Any]] = {}
+        for order, (pattern, value) in enumerate(patterns.items()):
+            name = pattern.removeprefix("^")
+            if not name.replace(".", "").replace("_", "").isalnum():
+                raise BadAdapter(
+                    f"has a pattern in its metadata that is no layer's name: {short(name)}"
+                )
+            self._known.setdefault(pattern, (order, value))
+
+    def value(self, module: str, otherwise: Any) -> Any:
+        parts = module.split(".")
+        ends = [f"^{module}", *(".".join(parts[n:]) for n in range(len(parts)))]
+        found = [self._known[end] for end in ends if end in self._known]
+        return min(found, key=lambda each: each[0])[1] if found else otherwise

@@ -102,7 +102,7 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     Raises:
         BadHeader: it is no safetensors file, or not whole.
     """
-    head = read(0, min(FIRST_READ, nbytes))
+    head = head_of(read, nbytes)
     if len(head) < _LENGTH_BYTES + 2:
         raise BadHeader(f"is {nbytes} bytes long, too short for a safetensors file")
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
@@ -111,8 +111,6 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     begin = _LENGTH_BYTES + length
     if begin > nbytes:
         raise BadHeader("is cut short: its header is not whole")
-    if begin > len(head):
-        head += read(len(head), begin)
     try:
         named = _read_names(head[_LENGTH_BYTES:begin])
         metadata = _read_metadata(named.pop(_METADATA, msgspec.Raw(b"{}")))
@@ -122,6 +120,17 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     tensors = {name: _placed(name, each, begin) for name, each in declared.items()}
     _check_places(tensors, begin, nbytes)
     return Header(tensors, metadata, begin)
+
+
+def head_of(read: Callable[[int, int], bytes], nbytes: int) -> bytes:
+    """A file's first bytes, with all of its header unless that is too long or not there. Arguments
+    as those of `read_header`.
+    """
+    head = read(0, min(FIRST_READ, nbytes))
+    begin = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if len(head) < begin <= min(nbytes, _LENGTH_BYTES + MAX_HEADER_BYTES):
+        head += read(len(head), begin)
+    return head
 
 
 def header_of(file: Path) -> Header:
@@ -164,7 +173,8 @@ def encode_header(
 
 def short(name: str) -> str:
     """A tensor's name as a sentence can hold it."""
-    return name if len(name) <= 80 else f"{name[:77]}..."
+    shown = name if len(name) <= 80 else f"{name[:77]}..."
+    return "".join(each if each.isprintable() else "?" for each in shown)
 
 
 def _placed(name: str, declared: _Declared, data: int) -> TensorPlace:

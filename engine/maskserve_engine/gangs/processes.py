@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
+from maskserve_core.child import start_child
 from maskserve_core.config import Config, ConfigError, cores
 from maskserve_core.worker.liveness import process_unwell
 from maskserve_engine.gangs.messages import (
@@ -49,14 +45,7 @@ class RankProcess:
 
     def __init__(self, config: Config, device: int, on_lost: Callable[[], None]) -> None:
         self.device, self._on_lost = device, on_lost
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [_python(), "-m", "maskserve_engine.gangs.rank", str(theirs.fileno())],
-                env={**os.environ, **_visible(device)},
-                pass_fds=[theirs.fileno()],
-            )
-        self._pipe = Connection(ours.detach())
+        self._process, self._pipe = start_child("maskserve_engine.gangs.rank", _visible(device))
         self._door = threading.Lock()
         self._number = 0
         """Of the last call."""
@@ -213,9 +202,3 @@ def _visible(device: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": str(device)} if torch.cuda.device_count() else {}
     listed = [name for name in seen.split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": listed[device] if device < len(listed) else seen}
-
-
-def _python() -> str:
-    """The interpreter; inside of Triton's stub `sys.executable` may name none."""
-    given = Path(sys.executable or "")
-    return str(given) if given.name.startswith("python") else shutil.which("python3") or "python3"

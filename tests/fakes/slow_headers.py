@@ -1,0 +1,26 @@
+"""A process that reads headers, as `HeaderProcess` starts it, and has bad luck with some."""
+
+from __future__ import annotations
+
+import sys
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from maskserve_core.adapters.header_process import Described
+
+if __name__ == "__main__":
+    pipe = Connection(int(sys.argv[1]))
+    pipe.recv_bytes()
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            asked = msgspec.msgpack.decode(pipe.recv_bytes())
+        except EOFError:
+            break
+        if asked["head"] == b"slow":
+            time.sleep(600)
+        if asked["head"] == b"dead":
+            sys.exit(1)
+        pipe.send_bytes(msgspec.msgpack.encode(Described(rank=7)))

@@ -1,0 +1,34 @@
+"""Headers of LoRA files read in the test's own process: another one takes a second to start."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import pytest
+
+from maskserve_core.adapters import catalogue
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.header_process import Bounds, Described, described
+
+
+class HeadersHere:
+    """`HeaderProcess` without a process."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+
+    @cached_property
+    def _base(self) -> BaseLayers | None:
+        return BaseLayers.of_folder(self._bounds.model)
+
+    def describe(self, head: bytes, nbytes: int, config: bytes) -> Described:
+        return described(head, nbytes, config, self._bounds, self._base)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+@pytest.fixture(autouse=True)
+def headers_here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(catalogue, "HeaderProcess", HeadersHere)

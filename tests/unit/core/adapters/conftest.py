@@ -1,0 +1,1 @@
+from tests.support.headers import headers_here as headers_here
