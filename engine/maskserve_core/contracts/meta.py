@@ -15,6 +15,10 @@ STAGES = ("preprocess", "encode", "prepare", "queue", "denoise", "decode", "post
 TIMINGS = (*STAGES, "load_stall")
 """Of `timings_ms`; `load_stall` is a part of `denoise`."""
 
+NEW = "new"
+"""A field that stays inside the worker: what cannot be the doing of the edit's key
+(`worker.doings`)."""
+
 
 def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
     """META of a `progress` or `preview` event."""
@@ -110,6 +114,37 @@ def with_result(meta: bytes, template_id: str | None) -> bytes:
     """
     named = b"null" if template_id is None else b'"%b"' % template_id.encode()
     return b'%b,"result_template_id":%b}' % (meta[:-1], named)
+
+
+def as_told(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:
+    """META of a final event as its client gets it: what is kept because of another key's edits is
+    told as if it had been made for this one. How long it took stays as it was.
+
+    Args:
+        meta: what is to be sent.
+        values: of the event, as the pipeline gave it.
+        insists: the edit waits for its template, so that it says `hit` in any case.
+    """
+    new = values.get(NEW)
+    if not new:
+        return meta
+    told = json.loads(meta)
+    del told[NEW]
+    encoded = told.get("encoded", {})
+    for name in new:
+        if name in encoded:
+            encoded[name] = "made"
+    if "template" in new and "masked" in encoded:
+        encoded["masked"] = "whole"
+    if "cache" in new:
+        told["decoded"] = 1.0
+        if told.get("cache") == "hit" and not insists:
+            for name in ("drift", "dense_steps"):
+                told.pop(name, None)
+            told["cache"], told["cache_tier"], told["cache_bytes"] = "miss", "", {}
+            told["kinds"] = {"dense": sum(told.get("kinds", {}).values())}
+            told["computed_tokens"] = told["steps"] * told["total_tokens"]
+    return _dump(told)
 
 
 def _dump(values: Mapping[str, Any]) -> bytes:

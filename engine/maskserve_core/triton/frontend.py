@@ -24,7 +24,7 @@ from typing import Any
 
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
-from maskserve_core.contracts.meta import with_result, with_slack
+from maskserve_core.contracts.meta import as_told, with_result, with_slack
 from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.tensors import PICTURES
@@ -180,6 +180,7 @@ class EditFront:
         meta = self._judged(call, request_log, event)
         if settings.keep_result:
             meta = with_result(meta, kept)
+        meta = as_told(meta, event.values, insists=settings.insists)
         answered = call.answer.finish({"IMAGE": event.image, "META": meta})
         if kept is not None and answered and settings.cache != "off":
             self._results.prime(kept, call.request_id)

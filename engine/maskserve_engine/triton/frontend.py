@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.meta import event_meta, failed_meta, final_meta
+from maskserve_core.contracts.meta import NEW, event_meta, failed_meta, final_meta
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest, ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
@@ -24,6 +24,7 @@ from maskserve_core.triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.tensor_io import parameters, read_array, read_array_or_none, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
+from maskserve_core.worker.doings import Doings
 from maskserve_engine.base.job import (
     ControlInput,
     EditJob,
@@ -63,6 +64,7 @@ class DenoiserFrontend:
         self._config = config
         self._model = model_name(config)
         self._acks = AckReceiver(config.runtime_dir)
+        self._doings = Doings()
 
     def close(self) -> None:
         """Once the engine has ended: what still waits for an ack is not sent."""
@@ -133,6 +135,7 @@ class DenoiserFrontend:
 
         What postprocess needs of its beginning goes with every image.
         """
+        new = self._doings.new_of(edit)
 
         def sink(event: EngineEvent) -> None:
             match event:
@@ -149,6 +152,8 @@ class DenoiserFrontend:
                     if timeline is not None:
                         taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
                     said = {"encoded": encoded.meta, **engine_meta}
+                    if new:
+                        said[NEW] = new
                     meta = final_meta(edit, self._config.worker, self._model, said, taken_ms)
                     events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
                     self._record(parent, received, timeline, None)
