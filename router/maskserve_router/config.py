@@ -176,6 +176,9 @@ class Key(Table, frozen=True):
     """What it registers is for every client, as with `"shared": true` in a registration."""
     private_prompts: bool = False
     """Embeddings of its prompts are kept for itself alone, as with `private_prompt` in SETTINGS."""
+    adapters: tuple[str, ...] = ()
+    """LoRAs that are this key's: to keys that do not name them they are not there. `*` stands for
+    any characters. Those that no key names are everybody's."""
 
 
 class RouterConfig(Table, frozen=True):

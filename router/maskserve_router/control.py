@@ -73,7 +73,13 @@ class ClusterControl:
         # Its image is there as text, as JSON and as a message, which each worker is sent.
         copies = 3 + len(self._pool.workers)
         with self._admission.operation(client, copies * len(operation.get("image", ""))):
-            return await self._done(operation, client)
+            done = await self._done(operation, client)
+        if client.admin:
+            return done
+        # Where workers are is the operators' affair: a client knows them by number.
+        numbers = {w: f"worker {n}" for n, w in enumerate(sorted(self._pool.workers), 1)}
+        named: dict[str, Any] = _renamed(done, numbers)
+        return named
 
     async def _done(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         name = operation["op"]
@@ -96,18 +102,22 @@ class ClusterControl:
             case "cancel":
                 return await self._cancel(operation["request_id"], client)
             case "templates":
-                merged = merged_templates(await self._everywhere(operation, client))
-                for template in merged:
+                templates = merged_templates(await self._everywhere(operation, client))
+                for template in templates:
                     template["pending"] = self.missed.pending(template["template_id"])
                     if not client.admin:  # whose else a template is, is theirs
                         template["owners"] = []
-                return {"templates": merged}
+                return {"templates": templates}
             case "heartbeat":
                 return {"workers": await self._everywhere(operation, client)}
             case "register" | "evict":
                 return await self._on_all(operation, client)
             case "adapters":
-                return merged_adapters(await self._everywhere(operation, client))
+                merged = merged_adapters(await self._everywhere(operation, client))
+                seen = [each for each in merged["adapters"] if client.sees(each["name"])]
+                return {**merged, "adapters": seen}
+            case "adapter_check":
+                client.check_adapters([operation["name"]], "OP.name")
         if name in ADAPTER_WRITES and not client.admin:
             raise Unauthorized("OP.op", f"{name} is an operator's", "a key with admin = true")
         answers = await self._everywhere(operation, client)
@@ -189,7 +199,8 @@ async def _ask(
             log.warning("worker %s: %s: %s", worker.address, operation["op"], failure.details[:300])
         raise failure from None
     except (msgspec.MsgspecError, IndexError):
-        raise EngineFailed(f"worker {worker.address} answered with something else") from None
+        log.warning("worker %s answered %s with something else", worker.address, operation["op"])
+        raise EngineFailed("a worker answered with something else") from None
 
 
 def cluster_status(
@@ -233,7 +244,8 @@ def cluster_status(
 
 
 def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
-    """The cluster's status without what is other clients': their edits and all templates' ids.
+    """The cluster's status without what is other clients': their edits and LoRAs, and all
+    templates' ids.
 
     How much there is stays, as every client's waiting depends on it.
     """
@@ -247,10 +259,21 @@ def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
 
     def hidden(one: dict[str, Any]) -> dict[str, Any]:
         kept = {key: value for key, value in one.items() if key != "templates"}
+        if "adapters" in kept:
+            kept["adapters"] = [each for each in kept["adapters"] if client.sees(each["name"])]
         return {**kept, **{key: own(one[key]) for key in ("running", "waiting") if key in one}}
 
     workers = {address: hidden(one) for address, one in status["workers"].items()}
     return {**hidden(status), "templates": {}, "workers": workers}
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """A JSON value with other names in place of these, wherever they stand."""
+    if isinstance(value, dict):
+        return {names.get(key, key): _renamed(each, names) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_renamed(each, names) for each in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -71,14 +71,7 @@ class Front:
         client = self._keys.client(headers)
         if message.model_name == "control":
             return await self._control.infer(message, client)
-        call = make_edit_call(
-            message,
-            size,
-            known_headers(headers),
-            timeout,
-            client.scope,
-            private_prompt=client.private_prompts,
-        )
+        call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
             return await self._dispatcher.infer(call, client)
 
@@ -96,14 +89,7 @@ class Front:
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
-        call = make_edit_call(
-            message,
-            size,
-            known_headers(headers),
-            timeout,
-            client.scope,
-            private_prompt=client.private_prompts,
-        )
+        call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
             async with aclosing(self._dispatcher.stream(call, client)) as answers:
                 async for answer_bytes in answers:
@@ -147,3 +133,23 @@ class Front:
             log.info(
                 "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
             )
+
+
+def _edit_call(
+    message: pb.ModelInferRequest,
+    size: int,
+    headers: Mapping[str, str],
+    timeout: float | None,
+    client: KeyHolder,
+) -> EditCall:
+    """A client's edit.
+
+    Raises:
+        InvalidRequest: naming the setting.
+        AdapterNotFound: it names another key's LoRA.
+    """
+    private, known = client.private_prompts, known_headers(headers)
+    call = make_edit_call(message, size, known, timeout, client.scope, private_prompt=private)
+    if call.settings is not None:
+        client.check_adapters((lora.name for lora in call.settings.loras), "SETTINGS.loras")
+    return call

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from maskserve_core.contracts.keys import NO_SCOPE
+from maskserve_core.errors import AdapterNotFound
 from maskserve_router.config import Key
 from maskserve_router.failures import Unauthorized
 
@@ -46,6 +48,24 @@ class KeyHolder:
     changed."""
     served: dict[str, EditCounts] = field(default_factory=dict)
     """What this router has answered it, by model."""
+    adapters: tuple[str, ...] = ()
+    """LoRAs that are its own, as patterns."""
+    foreign: tuple[str, ...] = ()
+    """Those that are other keys'."""
+
+    def sees(self, adapter: str) -> bool:
+        """Whether a LoRA is there for it."""
+        if self.admin or any(fnmatchcase(adapter, own) for own in self.adapters):
+            return True
+        return not any(fnmatchcase(adapter, other) for other in self.foreign)
+
+    def check_adapters(self, names: Iterable[str], field: str) -> None:
+        """Raises AdapterNotFound: one of these is another key's, in the words of a worker that has
+        none of that name.
+        """
+        for name in names:
+            if not self.sees(name):
+                raise AdapterNotFound(f"{field}: there is no adapter {name}")
 
 
 def scope_of_key(name: str) -> str:
@@ -72,6 +92,7 @@ class KeyRing:
         they were answered; a key that is gone opens nothing more, not even on open connections.
         """
         before = {client.name: client.served for _, client in self._clients}
+        owned = frozenset(pattern for key in keys for pattern in key.adapters)
         self._anybody = None if keys else KeyHolder("anybody", self._max_edits, admin=True)
         self._clients = [
             (
@@ -84,6 +105,8 @@ class KeyRing:
                     key.private_prompts,
                     scope_of_key(key.name),
                     before.get(key.name, {}),
+                    key.adapters,
+                    tuple(owned.difference(key.adapters)),
                 ),
             )
             for key in keys

@@ -153,6 +153,6 @@ class Pool:
     def _lost(self, worker: Worker, why: str) -> None:
         """The worker is down: the calls that wait in it will not be answered."""
         log.warning("worker %s is down: %s", worker.address, why)
-        told = f"[{EngineFailed.code}] worker {worker.address} no longer answers"
+        told = f"[{EngineFailed.code}] the worker no longer answers"
         worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, told))
         self._changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from maskserve_router.failures import Failure
 from maskserve_router.unread import Message
 from maskserve_router.worker import Sent
 
+log = logging.getLogger("maskserve.router")
 Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[Message]]
 
 
@@ -64,7 +66,8 @@ def _is_whole(response: pb.ModelInferResponse, call: EditCall) -> bool:
 
 
 def _not_an_answer(sent: Sent) -> Failure:
-    told = f"[{EngineFailed.code}] worker {sent.worker.address} answered with something else"
+    log.warning("worker %s answered an edit with something else", sent.worker.address)
+    told = f"[{EngineFailed.code}] the worker answered with something else"
     return Failure(grpc.StatusCode.INTERNAL, told)
 
 

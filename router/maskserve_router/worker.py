@@ -200,7 +200,7 @@ class Worker:
             if name in listed:
                 sent.seen, sent.listed_at = True, now
             elif now - sent.listed_at > self.config.faults.unlisted_s:
-                told = f"[ENGINE_FAILED] worker {self.address} does nothing about the edit"
+                told = "[ENGINE_FAILED] the worker does nothing about the edit"
                 sent.end(Failure(grpc.StatusCode.UNAVAILABLE, told))
         self._view = None
 

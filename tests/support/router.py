@@ -39,6 +39,8 @@ class Faulty(EmulatedWorker):
         """Answers no status, as if it were down."""
         self.templates: dict[str, dict[str, Any]] = {}
         """Registrations by template."""
+        self.adapters: dict[str, Any] = {"adapters": []}
+        """What it says of its LoRAs."""
         self.holds_registrations = asyncio.Event()
         """They wait until it is set."""
         self.holds_registrations.set()
@@ -88,6 +90,8 @@ class Faulty(EmulatedWorker):
             case {"op": "evict", "template_id": name}:
                 self.templates.pop(name, None)
                 return json.dumps({"template_id": name}).encode()
+            case {"op": "adapters"}:
+                return json.dumps({"problem": "", **self.adapters}).encode()
             case {"op": "templates"}:
                 names = sorted(self.templates)
                 listed = [{"template_id": n, "registered": True, "entries": []} for n in names]

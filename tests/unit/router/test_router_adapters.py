@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from typing import Any
+
+import grpc
+import grpc.aio
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.control import merged_adapters
 from maskserve_router.keys import KeyHolder
-from tests.support.router import cluster
+from tests.support.router import calling, cluster, control_request, edit
 
 
 def about(name: str, *tiers: str, pinned: bool = False) -> dict[str, object]:
@@ -40,3 +47,60 @@ async def test_only_operators_change_what_lies_on_hosts(op: str):
     async with cluster() as (router, _):
         with pytest.raises(InvalidRequest, match="is an operator's"):
             await router._control.do({"op": op, "name": "x"}, KeyHolder("a", 1, admin=False))
+
+
+async def test_a_keys_adapters_are_not_there_for_others():
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **more}
+        for name, more in {
+            "studio": {"adapters": ["studio-*"]},
+            "shop": {"adapters": ["studio-shared"]},
+            "root": {"admin": True},
+        }.items()
+    ]
+    listed = {"adapters": [about(name) for name in ("plain", "studio-a", "studio-shared")]}
+    async with cluster(keys=keys) as (router, workers):
+        for worker in workers:
+            worker.adapters = listed
+
+        async def asked(key: str, request: bytes) -> Any:
+            async with calling(router) as call:
+                return await call(request, metadata=(("x-api-key", key),))
+
+        def named(answer: bytes) -> Any:
+            (raw,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
+            return json.loads(raw[4:])
+
+        for key, seen in {
+            "studio": ["plain", "studio-a", "studio-shared"],
+            "shop": ["plain", "studio-shared"],
+            "root": ["plain", "studio-a", "studio-shared"],
+        }.items():
+            answer = named(await asked(key, control_request("adapters")))
+            assert [adapter["name"] for adapter in answer["adapters"]] == seen
+            for name in ("plain", "studio-a", "studio-shared"):
+                for request in (
+                    edit(loras=[{"name": name}]),
+                    control_request("adapter_check", name=name),
+                ):
+                    if name in seen:
+                        await asked(key, request)
+                        continue
+                    with pytest.raises(grpc.aio.AioRpcError, match=f"there is no adapter {name}"):
+                        await asked(key, request)
+
+
+async def test_a_plain_key_is_not_told_where_workers_are():
+    keys = [{"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in ("a", "b")]
+    keys[1]["admin"] = True  # type: ignore[assignment]
+    async with cluster(keys=keys) as (router, workers), calling(router) as call:
+        image = control_request("register", image="x" * 40)
+        await call(image, metadata=(("x-api-key", "a"),))
+        for request in (
+            image,
+            *(control_request(op) for op in ("status", "templates", "adapters", "heartbeat")),
+        ):
+            told = await call(request, metadata=(("x-api-key", "a"),))
+            assert all(worker.address.encode() not in told for worker in workers)
+        told = await call(control_request("status"), metadata=(("x-api-key", "b"),))
+        assert all(worker.address.encode() in told for worker in workers)
