@@ -19,6 +19,7 @@ from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.reuse_levels import LEVELS, ReuseLevel
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
+from maskserve_core.models.semantics import FILL
 from maskserve_core.triton.after_steps import AfterSteps
 from maskserve_core.triton.call import bounded
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
@@ -282,7 +283,7 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
     assert final.meta["steps_skipped"] == same.meta["steps_skipped"]
 
 
-@pytest.mark.parametrize("level", LEVELS["fill", True], ids=lambda level: level.name)
+@pytest.mark.parametrize("level", LEVELS[FILL, True], ids=lambda level: level.name)
 def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     engine: Engine, encoder: Encoder, level: ReuseLevel
 ) -> None:
