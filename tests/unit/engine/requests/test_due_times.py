@@ -274,7 +274,7 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
         assert final.meta["steps_skipped"] == 0
         assert np.array_equal(final.latents, plain.latents)
         return
-    (taken,) = [each for each in LEVELS["fill", False] if each.name == level]
+    (taken,) = [each for each in LEVELS[FILL, False] if each.name == level]
     assert final.meta["reuse"]["psnr"] == taken.psnr
     assert final.meta["reuse"]["steps_skipped"] == final.meta["steps_skipped"]
     threshold = taken.first_block_threshold
