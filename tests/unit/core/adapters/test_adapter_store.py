@@ -416,7 +416,8 @@ def test_pieces_of_two_files_make_no_adapter(tmp_path: Path, folder: Path) -> No
     path.write_bytes(first)
     shelf = Shelf(str(folder))
     with opened(tmp_path, shelf) as store:
-        store.catalogue._base_read = True  # the layer is none of the demo model's
+        headers: Any = store.catalogue._headers
+        store.catalogue._base_read, headers._base = True, None  # no layer is the demo model's
         store.catalogue.scan()
         shelf.between = lambda: path.write_bytes(second)
         with pytest.raises(Overloaded, match="replaced"):

@@ -28,6 +28,7 @@ from tests.support.text_loras import served
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
 ]
 
@@ -101,8 +102,8 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
         while row.step < row.steps:
             adapter.step([row], None)
         found = row.result().array()
-        assert np.abs(found - expected).max() <= 3 * tolerance(expected), name
-        assert np.abs(found - plain).max() > 6 * tolerance(expected), name
+        assert np.abs(found - expected).max() <= tolerance(expected), name
+        assert np.abs(found - plain).max() > 2 * tolerance(expected), name
 
 
 def theirs(pipe: Any, case: Case, *, flux: bool) -> NDArray[np.float32]:
