@@ -64,7 +64,8 @@ class Serving:
         found = [*worker.root.parent.rglob("*"), *worker.templates.parent.rglob("*"), *regions]
         assert len(found) > 5
         assert regions
-        open_to_others = [str(path) for path in found if path.lstat().st_mode & 0o077]
+        own = [path for path in found if not path.is_symlink()]
+        open_to_others = [str(path) for path in own if path.stat().st_mode & 0o077]
         assert open_to_others == []
 
     def child(self, model: str) -> psutil.Process:

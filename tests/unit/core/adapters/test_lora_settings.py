@@ -112,6 +112,20 @@ def test_names_become_files_when_an_edit_is_accepted(store: AdapterStore) -> Non
         accept("other")
 
 
+def test_what_is_left_out_of_a_file_goes_on_with_the_edit(
+    tmp_path: Path, store: AdapterStore
+) -> None:
+    """And into META."""
+    tensors = {**lora(), **lora({"encoder.x": (8, 8)}, prefix="text_encoder_2.")}
+    write(tmp_path / "store" / "part.safetensors", tensors)
+    store.catalogue.scan(at_once=True)
+    asked = parsed(loras=[{"name": "part"}])
+    [part] = accept_edit(asked, b"", FILL_FACTS, store._config, store.catalogue).loras
+    [note] = part.notes
+    assert "T5" in note
+    assert not part.text, "no encoder waits for what is left out"
+
+
 def test_without_a_catalogue_loras_are_refused() -> None:
     config = Config(model=ModelConfig(path="models/demo"))
     with pytest.raises(InvalidRequest, match="not served here"):
