@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from maskserve_core.errors import EngineFailed
+from maskserve_core.shares import room
 from maskserve_router.failures import Blame, Failure
 from maskserve_router.pool import Pool
 from maskserve_router.worker import Worker
@@ -65,7 +66,8 @@ class MissedOperations:
             missed_by: addresses of the workers that missed it.
 
         Returns:
-            The addresses that it will be brought to; none if there is no room for its image.
+            The addresses that it will be brought to; none if there is no room for its image, or
+            its key has its share of it.
         """
         scope = operation.get("scope", "")
         everybody = operation["op"] == "evict" and not scope
@@ -82,7 +84,8 @@ class MissedOperations:
         size = len(operation.get("image", ""))
         if not addresses:
             return []
-        if size + sum(kept.size for kept in self._kept) > self._max_bytes:
+        own = sum(kept.size for kept in self._kept if kept.operation.get("scope", "") == scope)
+        if size > room(self._max_bytes, sum(kept.size for kept in self._kept), own, scope):
             told = (
                 "template %s is not kept for %s: [workers] missed_bytes has no room for its image"
             )

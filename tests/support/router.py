@@ -163,7 +163,11 @@ async def cluster(
         config = {
             "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
             **tables,
-            "workers": {"addresses": [worker.address for worker in workers], "poll_timeout_s": 2.0},
+            "workers": {
+                "poll_timeout_s": 2.0,
+                **tables.get("workers", {}),
+                "addresses": [worker.address for worker in workers],
+            },
         }
         listen = {"http_port": 0, "grpc_port": 0, "admin_port": 0, **tables.get("listen", {})}
         async with Router(router_config_of({**config, "listen": listen})) as router:

@@ -18,6 +18,7 @@ import msgspec
 
 from maskserve_core.adapters.folder import AdapterFile
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.keys import NO_SCOPE, scope_of
 from maskserve_core.contracts.request import Lora
 from maskserve_core.contracts.status_record import (
     ADAPTERS_LISTED,
@@ -26,6 +27,7 @@ from maskserve_core.contracts.status_record import (
     LoadCost,
 )
 from maskserve_core.errors import MaskserveError, Overloaded
+from maskserve_core.shares import Shares
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.requests.load_costs import LoadCosts
@@ -88,6 +90,10 @@ class Loras:
         """Version → name and what is on the device."""
         self._owners: dict[str, tuple[Resource, ...]] = {}
         """What each edit, or priming, holds."""
+        self._pinned = Shares(config.adapters.device_bytes)
+        """Bytes on the device of what the edits of each key hold, however many hold it."""
+        self._holders: dict[tuple[str, Resource], tuple[int, int]] = {}
+        """Key and LoRA -> edits that hold it, and its bytes."""
         self._coming: dict[str, tuple[str, int]] = {}
         """Version → name and file's bytes of what is on its way."""
         self.costs = LoadCosts(ESTIMATES)
@@ -107,6 +113,7 @@ class Loras:
         """
         wanted = tuple([Resource(KIND, lora.version) for lora in loras])
         if owner not in self._owners:
+            self._book(scope_of(owner), loras, wanted)
             self._owners[owner] = wanted
             for resource in wanted:
                 self._residency.pin(resource)
@@ -124,6 +131,12 @@ class Loras:
         held = self._owners.pop(owner, ())
         for resource in held:
             self._residency.unpin(resource)
+            place = scope_of(owner), resource
+            edits, nbytes = self._holders.pop(place)
+            if edits > 1:
+                self._holders[place] = edits - 1, nbytes
+            else:
+                self._pinned.give_back(place[0], nbytes)
         if held:
             self._bring_back()
 
@@ -213,6 +226,28 @@ class Loras:
         """
         until = self._profiles.get(lora.name, 2.0)
         return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= until), len(sigmas))
+
+    def _book(self, key: str, loras: Sequence[Lora], wanted: Sequence[Resource]) -> None:
+        """Raises Overloaded: these are more than the key's share of the device's bytes beside those
+        that its other edits hold.
+        """
+        sizes = {
+            resource: self._residency.nbytes_of(resource)
+            or self._device_bytes(self._loader.file_bytes(lora))
+            for lora, resource in zip(loras, wanted, strict=True)
+            if (key, resource) not in self._holders
+        }
+        held, more = self._pinned.held(key), sum(sizes.values())
+        if key != NO_SCOPE and held and more > self._pinned.room(key):
+            raise Overloaded(
+                f"SETTINGS.loras: edits of this key hold LoRAs of {held} bytes, its share of "
+                "[adapters] device_bytes; try again later"
+            )
+        for resource in wanted:
+            edits, nbytes = self._holders.get((key, resource), (0, sizes.get(resource, 0)))
+            if not edits:
+                self._pinned.book(key, nbytes)
+            self._holders[key, resource] = edits + 1, nbytes
 
     def _bring(self, lora: Lora, resource: Resource) -> None:
         if self._residency.state(resource) in ("here", "coming"):

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from maskserve_core.contracts.keys import scope_of
 from maskserve_core.errors import MaskserveError, Overloaded
+from maskserve_core.shares import room
 
 
 class Resource(NamedTuple):
@@ -119,7 +121,7 @@ class Residency:
 
         Raises:
             MaskserveError: one of them has failed.
-            Overloaded: no more may wait.
+            Overloaded: no more may wait, in all or of its key.
         """
         missing = {each for each in resources if self.state(each) != "here"}
         for each in missing:
@@ -128,9 +130,13 @@ class Residency:
                 raise error
         if not missing:
             return False
-        if len(self._missing) >= self._most:
+        key = scope_of(request_id)
+        own = sum(scope_of(name) == key for name in self._missing)
+        if room(self._most, len(self._missing), own, key) < 1:
             kinds = " or ".join(sorted({each.kind for each in missing}))
-            raise Overloaded(f"{len(self._missing)} edits wait for their {kinds}; try again later")
+            whose = " of this key" if len(self._missing) < self._most else ""
+            count = own if whose else len(self._missing)
+            raise Overloaded(f"{count} edits{whose} wait for their {kinds}; try again later")
         self._missing[request_id] = missing
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -96,3 +97,23 @@ async def test_a_worker_that_fails_is_tried_again_and_one_that_refuses_is_not(
         second.refuses = None
         if again:
             await until("it has the template", lambda: second.templates == first.templates)
+
+
+async def test_images_that_wait_for_a_worker_leave_room_to_other_keys():
+    keys = [
+        {"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in ("greedy", "modest")
+    ]
+    async with cluster(keys=keys, workers={"missed_bytes": 130}) as (router, (_, second)):
+        await _goes_down(router, second)
+        pending = {}
+        async with calling(router) as call:
+            for key, letter in (("greedy", "a"), ("greedy", "b"), ("modest", "c")):
+                request = control_request("register", image=40 * letter)
+                answer = await call(request, metadata=(("x-api-key", key),))
+                (raw,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
+                pending[letter] = json.loads(raw[4:])["pending"]
+    assert {letter: bool(to) for letter, to in pending.items()} == {
+        "a": True,
+        "b": False,
+        "c": True,
+    }

@@ -85,3 +85,12 @@ def test_no_order_of_events_passes_the_budget(
         elif not residency.coming(resource, nbytes, float(score)):
             assert residency.state(resource) in ("absent", "failed")
         residency.check_integrity()
+
+
+def test_of_those_who_may_wait_each_key_has_a_share() -> None:
+    residency = Residency(4)
+    for number in range(2):
+        residency.wait(f"greedy!{number}", [TEMPLATE])
+    with pytest.raises(Overloaded, match="2 edits of this key wait for their template"):
+        residency.wait("greedy!2", [TEMPLATE])
+    assert residency.wait("modest!one", [TEMPLATE])

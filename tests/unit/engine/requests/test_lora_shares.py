@@ -1,0 +1,65 @@
+"""LoRAs that the edits of one key hold on the device leave room to those of others."""
+
+from __future__ import annotations
+
+import pytest
+
+from maskserve_core.adapters.folder import AdapterFile
+from maskserve_core.config import AdaptersConfig, Config, ModelConfig
+from maskserve_core.contracts.request import Lora
+from maskserve_core.errors import MaskserveError, Overloaded
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.requests.loras import KIND, Loras
+from maskserve_engine.requests.residency import Residency
+
+
+class Files:
+    """LoRAs of ten bytes, which never come."""
+
+    def file_bytes(self, lora: Lora) -> int:
+        return 10
+
+    def typical_bytes(self) -> float:
+        return 10.0
+
+    def on_host(self) -> tuple[AdapterFile, ...]:
+        return ()
+
+    def load(self, lora: Lora, done: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def lora(name: str) -> Lora:
+    return Lora(name=name, version=name)
+
+
+def books(budget: int) -> Loras:
+    config = Config(
+        model=ModelConfig(dtype="bfloat16"), adapters=AdaptersConfig(device_bytes=budget)
+    )
+    residency = Residency(64, {KIND: budget})
+    return Loras(config, residency, Files(), lambda _, outcome: None, Observations())
+
+
+def test_edits_of_one_key_may_not_hold_all_of_the_device() -> None:
+    held = books(60)
+    for number in range(3):
+        held.hold(f"greedy!{number}", (lora(f"l{number}"),))
+    held.hold("greedy!again", (lora("l0"),))  # the same one takes no more room
+    with pytest.raises(Overloaded, match="edits of this key hold LoRAs of 30 bytes"):
+        held.hold("greedy!3", (lora("l3"),))
+    held.hold("modest!one", (lora("m"),))
+    for name in ("greedy!0", "greedy!again", "modest!one"):
+        held.let_go(name)
+    held.hold("greedy!3", (lora("l0"),))
+
+
+def test_where_keys_are_not_told_apart_edits_may_hold_all() -> None:
+    held = books(60)
+    for number in range(6):
+        held.hold(str(number), (lora(f"l{number}"),))
+    with pytest.raises(MaskserveError, match="no room for adapter"):
+        held.hold("6", (lora("l6"),))
