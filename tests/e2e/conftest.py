@@ -1,7 +1,8 @@
-"""One real Triton for all tests of this folder, on free ports.
+"""Real Tritons for the tests of this folder, on free ports: one for each model, which files share.
 
-It serves a tiny random model: what is tested here is the serving, and a step of it takes
-milliseconds. MASKSERVE_E2E_MODEL names another model folder.
+Tests that harm their worker, or need one of another configuration, have their own. Most ask that of
+a tiny random model: what is tested here is the serving, and a step of it takes milliseconds.
+MASKSERVE_E2E_MODEL names another model folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
+from tests.fakes.collector import Collector, collector
 from tests.support.calls import Grpc, Http
+from tests.support.clone import Clone, serving_clone
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,11 +50,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def supervisor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+def kept() -> Iterator[Collector]:
+    """Of the traces that clients ask for."""
+    with collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def supervisor(
+    model: Path, kept: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Supervisor]:
+    """Of a worker that traces nothing but what a client asks for."""
     logs = tmp_path_factory.mktemp("logs")
+    config = tmp_path_factory.mktemp("config") / "worker.toml"
+    config.write_text("[trace]\ninterval_s = 0.1\n")
     said: list[str] = []
     options = ServeOptions(
-        model=str(model), base_port=free_base_port(), log_dir=logs, say=said.append
+        model=str(model),
+        base_port=free_base_port(),
+        config=config,
+        log_dir=logs,
+        otlp_url=kept.url,
+        trace_rate=10**9,
+        say=said.append,
     )
     running = Supervisor(options)
     running.start()
@@ -68,6 +89,29 @@ def supervisor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def worker(supervisor: Supervisor) -> WorkerProcess:
     return supervisor.workers[0]
+
+
+@pytest.fixture(scope="session")
+def unet_worker(
+    tiny_unets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    """Of Stable Diffusion's inpainting model."""
+    options = ServeOptions(
+        model=str(tiny_unets["sd-fill"]),
+        name="unet",
+        base_port=free_base_port(),
+        log_dir=tmp_path_factory.mktemp("unet-logs"),
+    )
+    with Supervisor(options) as running:
+        yield running.workers[0]
+        assert running.workers[0].restarts == 0
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+    """The demo model as the README serves it, with LoRAs, ControlNets and a router."""
+    with serving_clone(tmp_path_factory.mktemp("clone")) as running:
+        yield running
 
 
 @pytest.fixture

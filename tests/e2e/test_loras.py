@@ -16,9 +16,6 @@ from openai import NotFoundError, OpenAI
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_harness.checkout import CHECKOUT
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
 from tests.fakes.loras import LAYERS, lora, write
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit
@@ -30,6 +27,7 @@ from tests.support.calls import (
     eventually,
     pixels,
 )
+from tests.support.clone import Clone
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 DEMO = CHECKOUT / "assets" / "models" / "demo"
@@ -64,6 +62,9 @@ class Site:
     def __init__(self, folder: Path, grpc: Grpc, http: str) -> None:
         self.folder, self.grpc, self.http = folder, grpc, http
 
+    def edited(self, name: str) -> Any:
+        return self.grpc.edit(edit_inputs(SOURCE, MASK, **asked(((name, 1.0),))))
+
     def refused(self, name: str, **more: Any) -> str:
         with pytest.raises(InferenceServerException) as caught:
             self.grpc.edit(edit_inputs(SOURCE, MASK, **asked(((name, 1.0),), **more)))
@@ -90,28 +91,16 @@ def drawn_for_text(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("loras")
+def site(demo: Clone) -> Iterator[Site]:
+    folder = demo.adapters
     for name in ("warm", "cold"):
         drawn(folder / f"{name}.safetensors")
     drawn_for_text(folder / "words.safetensors")
-    config = tmp_path_factory.mktemp("config") / "maskserve.toml"
-    config.write_text("[adapters]\nrescan_s = 0.2\n")
-    port = free_base_port(2)
-    options = ServeOptions(
-        model=str(DEMO),
-        base_port=port,
-        router=True,
-        router_port=port + 10,
-        adapters=str(folder),
-        config=config,
-        log_dir=tmp_path_factory.mktemp("lora-logs"),
-    )
-    with (
-        Supervisor(options),
-        closing(Grpc(f"127.0.0.1:{options.router_port + 1}")) as grpc,
-    ):
-        yield Site(folder, grpc, f"http://127.0.0.1:{options.router_port}")
+    with closing(Grpc(f"127.0.0.1:{demo.router + 1}")) as grpc:
+        served = Site(folder, grpc, f"http://127.0.0.1:{demo.router}")
+        for name in ("warm", "cold", "words"):
+            eventually(f"{name} is listed", lambda name=name: _answers(lambda: served.edited(name)))
+        yield served
 
 
 def expected(folder: Path, seed: int, loras: Loras) -> Pixels:

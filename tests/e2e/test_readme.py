@@ -6,28 +6,18 @@ Only the ports differ: others may use those of the documents.
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_serving.ports import free_base_port
+from tests.support.clone import Clone, blocks, serving_clone
 
 ROOT = Path(__file__).resolve().parents[2]
-README, API = (
-    re.findall(r"```(bash|python)\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL)
-    for name in ("README.md", "docs/api.md")
-)
-[SERVE] = [code for _, code in README if "maskserve serve" in code]
-"""What all examples ask."""
+README, API = blocks("README.md"), blocks("docs/api.md")
 EXAMPLES = [
     (language, code)
     for language, code in README + API
@@ -35,76 +25,16 @@ EXAMPLES = [
 ]
 
 
-@dataclass(frozen=True)
-class Clone:
-    """A folder with what a clone has after `make setup`, and a worker that serves it behind a
-    router.
-    """
-
-    folder: Path
-    router: int
-    """Its HTTP port; gRPC is behind it."""
-    try_command: str
-    """What `maskserve serve` says to try next."""
-
-    def shell(self, code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", code],
-            cwd=self.folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-
-
-def environment() -> dict[str, str]:
-    """Of a fresh shell: without the virtual environment and without what pytest added."""
-    own = str(Path(sys.executable).parent)
-    path = [part for part in os.environ["PATH"].split(os.pathsep) if part != own]
-    names = ("PYTHONPATH", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    return kept | {"PATH": os.pathsep.join(path)}
-
-
-@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def clone(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, demo: Clone, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Clone]:
     """Of a worker of one device, and of two."""
-    folder = tmp_path_factory.mktemp("clone")
-    (folder / "assets").symlink_to(ROOT / "assets")
-    (folder / ".venv").symlink_to(sys.prefix)
-    base = free_base_port(2)
-    command = SERVE.replace("\\\n", " ").strip()
-    process = subprocess.Popen(
-        [
-            "bash",
-            "-c",
-            f"exec {command} --devices-per-worker {request.param} --base-port {base} "
-            f"--router-port {base + 10}",
-        ],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("try: "):
-                break
-        assert process.poll() is None, "".join(said)
-        tried = said[-1].removeprefix("try: ")
-        yield Clone(folder, base + 10, tried)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=90)
-    assert process.returncode == 0
+    if request.param == 1:
+        yield demo
+        return
+    with serving_clone(tmp_path_factory.mktemp("clone"), request.param) as running:
+        yield running
 
 
 def check_edited(folder: Path) -> None:

@@ -6,19 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
 from maskserve_client import Client
-from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.router_site import RouterSite
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import (
@@ -30,30 +25,13 @@ from tests.support.calls import (
     plain_edit,
 )
 
-MODELS = {"demo": DEMO_MODEL, "demo-unet": DEMO_MODEL.with_name("demo-unet")}
+MODELS = ("tiny-fill", "sd-fill")
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
-    """By the model that each serves; they load side by side."""
-    base = free_base_port(2)
-    supervisors = {
-        name: Supervisor(
-            ServeOptions(
-                model=str(folder),
-                name=name,
-                base_port=base + 10 * i,
-                log_dir=tmp_path_factory.mktemp(name),
-                say=lambda _: None,
-            )
-        )
-        for i, (name, folder) in enumerate(MODELS.items())
-    }
-    with ExitStack() as running, ThreadPoolExecutor() as pool:
-        for supervisor in supervisors.values():
-            running.callback(supervisor.stop, 5)
-        list(pool.map(Supervisor.start, supervisors.values()))
-        yield {name: supervisor.workers[0] for name, supervisor in supervisors.items()}
+def workers(worker: WorkerProcess, unet_worker: WorkerProcess) -> dict[str, WorkerProcess]:
+    """By the model that each serves."""
+    return dict(zip(MODELS, (worker, unet_worker), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +64,16 @@ def test_an_edit_runs_on_the_model_that_it_names(
     picture, meta = grpc.edit(edit_inputs(source, mask, model=model, **asked))
     with closing(Grpc(workers[model].grpc_url)) as direct:
         expected, _ = direct.edit(edit_inputs(source, mask, **asked))
-    assert (meta["model"], meta["worker"]) == (model, f"{model}-0")
+    assert (meta["model"], meta["worker"]) == (model, workers[model].name)
     assert np.array_equal(pixels(picture), pixels(expected))
     assert np.array_equal(pixels(picture)[mask == 0], source[mask == 0])
 
 
 def test_each_model_has_its_own_settings(grpc: Grpc) -> None:
     guided = {"negative_prompt": "a blue circle", "guidance_scale": 5.0}
-    grpc.edit(plain_edit(model="demo-unet", **guided))
+    grpc.edit(plain_edit(model="sd-fill", **guided))
     with pytest.raises(InferenceServerException, match=r"\[INVALID_REQUEST\] SETTINGS"):
-        grpc.edit(plain_edit(model="demo", **guided))
+        grpc.edit(plain_edit(model="tiny-fill", **guided))
 
 
 @pytest.mark.parametrize("asked", [{"model": "demo-video"}, {}])
@@ -105,7 +83,7 @@ def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
     with pytest.raises(InferenceServerException) as refused:
         grpc.edit(plain_edit(**asked))
     assert "[INVALID_REQUEST] SETTINGS.model" in refused.value.message()
-    assert "accepted: demo, demo-unet" in refused.value.message()
+    assert "accepted: sd-fill, tiny-fill" in refused.value.message()
 
 
 def test_the_command_line_shows_both(router: RouterSite, workers: dict[str, WorkerProcess]) -> None:
@@ -113,7 +91,7 @@ def test_the_command_line_shows_both(router: RouterSite, workers: dict[str, Work
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "2 of 2 workers answer" in shown
     for name, worker in workers.items():
-        assert f"{worker.grpc_url} {name}-0: {name}, ready" in shown
+        assert f"{worker.grpc_url} {worker.name}: {name}, ready" in shown
 
 
 def test_a_registered_picture_serves_edits_of_both(router: RouterSite) -> None:

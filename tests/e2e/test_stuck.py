@@ -44,23 +44,24 @@ def said() -> list[str]:
 
 @pytest.fixture(scope="module")
 def workers(
-    model: Path, said: list[str], tmp_path_factory: pytest.TempPathFactory
+    model: Path, worker: WorkerProcess, said: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[WorkerProcess]]:
+    """One that is harmed, and one that all tests share and nobody harms."""
     folder = tmp_path_factory.mktemp("stuck")
     config = folder / "maskserve.toml"
     config.write_text("[engine]\nstuck_timeout_s = 2.0\nheartbeat_timeout_s = 3.0\n")
     options = ServeOptions(
         model=str(model),
-        workers=2,
-        base_port=free_base_port(2),
+        base_port=free_base_port(),
         config=config,
         log_dir=folder / "logs",
         say=said.append,
     )
     with Supervisor(options) as supervisor:
-        for worker in supervisor.workers:
-            edited(worker.grpc_url)
-        yield supervisor.workers
+        both = [*supervisor.workers, worker]
+        for each in both:
+            edited(each.grpc_url)
+        yield both
 
 
 def edited(url: str) -> bytes:
@@ -124,7 +125,8 @@ def test_edits_that_do_not_reach_the_engine(
 
 @pytest.mark.slow
 def test_a_front_that_takes_no_edits(workers: list[WorkerProcess], said: list[str]) -> None:
-    worker = workers[1]
+    worker = workers[0]
+    restarts = worker.restarts
     os.mkfifo(worker.spec.files.runtime / "admission")
     with stream(worker.grpc_url) as opened:
         opened.send(plain_edit(progress=True))
@@ -132,5 +134,5 @@ def test_a_front_that_takes_no_edits(workers: list[WorkerProcess], said: list[st
         assert told(worker.grpc_url) != "done"
         with pytest.raises(InferenceServerException):
             opened.next()
-    came_back(worker, restarts=1)
+    came_back(worker, restarts + 1)
     assert any("failed: its edit has not answered for " in line for line in said)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ import tritonclient.http as triton_http
 
 from maskserve_core.contracts.meta import STAGES
 from maskserve_harness.router_site import RouterSite
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
-from tests.fakes.collector import Collector, Span, collector, draw
+from tests.fakes.collector import Collector, Span, draw
 from tests.support.calls import (
     TIMEOUT_S,
     Grpc,
@@ -32,32 +28,6 @@ CLIENT_SPAN = "b7ad6b7169203331"
 SPANS_S = 60.0
 OVERLOOKED_S = 4.0
 """A trace without Triton's spans by then is one that Triton overlooked: another edit is tried."""
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[Collector]:
-    with collector() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def worker(model: Path, kept: Collector, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A worker that traces nothing but what a client asks for."""
-    folder = tmp_path_factory.mktemp("traced")
-    config = folder / "config.toml"
-    config.write_text("[trace]\ninterval_s = 0.1\n")
-    options = ServeOptions(
-        model=str(model),
-        base_port=free_base_port(),
-        config=config,
-        log_dir=folder,
-        otlp_url=kept.url,
-        trace_rate=10**9,
-        say=lambda line: None,
-    )
-    with Supervisor(options) as running:
-        yield running.workers[0]
-        assert running.workers[0].restarts == 0
 
 
 def over_grpc(

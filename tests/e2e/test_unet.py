@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +62,29 @@ class Served:
         return np.asarray(images[0])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("sd-fill", ""), ("sdxl-base", ""), ("sd-base", "cpu,cpu")],
-    ids=["sd-fill", "sdxl-base", "sd-base on two devices"],
-)
+@pytest.fixture(scope="module", params=["sd-fill", "sdxl-base on two devices"])
 def served(
     request: pytest.FixtureRequest,
     tiny_unets: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    name, pair = request.param
+    name = request.param.partition(" ")[0]
     folder = tiny_unets[name]
-    config = tmp_path_factory.mktemp("unet") / "worker.toml"
-    config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
-    options = ServeOptions(
-        config=config,
-        model=str(folder),
-        cfg_devices=pair,
-        base_port=free_base_port(),
-        log_dir=tmp_path_factory.mktemp("unet-logs"),
-    )
-    with Supervisor(options) as supervisor, closing(Grpc(supervisor.workers[0].grpc_url)) as grpc:
-        yield Served(folder, grpc)
+    with ExitStack() as running:
+        if name == "sd-fill":
+            url = request.getfixturevalue("unet_worker").grpc_url
+        else:
+            config = tmp_path_factory.mktemp("unet") / "worker.toml"
+            config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
+            options = ServeOptions(
+                config=config,
+                model=str(folder),
+                cfg_devices="cpu,cpu",
+                base_port=free_base_port(),
+                log_dir=tmp_path_factory.mktemp("unet-logs"),
+            )
+            url = running.enter_context(Supervisor(options)).workers[0].grpc_url
+        yield Served(folder, running.enter_context(closing(Grpc(url))))
 
 
 def test_edits_are_those_of_the_pipeline_and_spare_the_outside(served: Served) -> None:

@@ -1,0 +1,106 @@
+"""What a clone has after `make setup`, serving as the README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_serving.ports import free_base_port
+
+Block = tuple[str, str]
+
+
+def blocks(document: str) -> list[Block]:
+    """Language and code of a document's examples."""
+    text = (CHECKOUT / document).read_text("utf-8")
+    return re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
+
+
+[SERVE] = [code for _, code in blocks("README.md") if "maskserve serve" in code]
+"""What all examples ask."""
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A folder in which a worker of the demo model serves behind a router."""
+
+    folder: Path
+    router: int
+    """Its HTTP port; gRPC is behind it."""
+    try_command: str
+    """What `maskserve serve` says to try next."""
+
+    @property
+    def adapters(self) -> Path:
+        """The folder of LoRAs, which may be written to."""
+        return self.folder / "assets" / "adapters"
+
+    def shell(self, code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", code],
+            cwd=self.folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+
+def environment() -> dict[str, str]:
+    """Of a fresh shell: without the virtual environment and without what pytest added."""
+    own = str(Path(sys.executable).parent)
+    path = [part for part in os.environ["PATH"].split(os.pathsep) if part != own]
+    names = ("PYTHONPATH", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return kept | {"PATH": os.pathsep.join(path)}
+
+
+@contextmanager
+def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
+    """The README's server, on free ports; new LoRAs are found at once."""
+    (folder / "assets").mkdir()
+    for path in (CHECKOUT / "assets").iterdir():
+        if path.name == "adapters":
+            shutil.copytree(path, folder / "assets" / path.name)
+        else:
+            (folder / "assets" / path.name).symlink_to(path)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "worker.toml").write_text("[adapters]\nrescan_s = 0.2\n")
+    base = free_base_port(2)
+    command = SERVE.replace("\\\n", " ").strip()
+    process = subprocess.Popen(
+        [
+            "bash",
+            "-c",
+            f"exec {command} --config worker.toml --devices-per-worker {devices} "
+            f"--base-port {base} --router-port {base + 10}",
+        ],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("try: "):
+                break
+        assert process.poll() is None, "".join(said)
+        yield Clone(folder, base + 10, said[-1].removeprefix("try: "))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=90)
+    assert process.returncode == 0
