@@ -42,7 +42,7 @@ $(STAMP): $(SERVING)
 	@touch $@
 
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
-	$(PY) scripts/demo.py --model $(MODEL)
+	$(PY) scripts/bench demo --model $(MODEL)
 
 # Tests without a Triton run side by side; a Triton needs the cores for itself.
 test: $(STAMP) ## the tests, with a real Triton
@@ -60,12 +60,11 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --scripts-are-modules engine/maskserve_core engine/maskserve_engine router/maskserve_router \
-		client/maskserve_client client/maskserve_page serving/maskserve_serving harness/maskserve_harness harness/maskserve_training scripts/*.py scripts/bench scripts/mutants \
-		scripts/way_of_an_edit
+		client/maskserve_client client/maskserve_page serving/maskserve_serving harness/maskserve_harness harness/maskserve_training scripts/*.py scripts/bench
 	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
 	for model in model_repository/*/1/model.py services/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
-	$(PY) scripts/check_install.py
+	$(PY) scripts/bench check_install
 
 bench: $(STAMP) ## measured beside what people would use instead: 15 minutes
 	$(PY) scripts/bench end_to_end

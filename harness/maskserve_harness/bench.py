@@ -1,4 +1,6 @@
-"""One entry to everything that measures: `scripts/bench NAME` runs the command of that name."""
+"""One entry to all that measures, writes documents, checks or trains: `scripts/bench NAME` runs
+the command of that name.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,24 @@ COMMANDS = {
     "profile_lora": "quality.profile_lora",
     # The code itself.
     "module_index": "documents.module_index",
+    "way_of_an_edit": "benchmarks.way_of_an_edit",
+    "record_edits": "recording.command",
+    "mutants": "mutants",
+    # What is made of the code, and what is shown of it.
+    "config_reference": "documents.configuration",
+    "model_configs": "documents.model_configs",
+    "dashboard": "documents.dashboard",
+    "check_install": "documents.install_check",
+    "demo": "demo",
+    # The models of assets/.
+    "train_demo_model": "maskserve_training.command",
+    "train_demo_unet": "maskserve_training.unet_command",
+    "train_demo_lora": "maskserve_training.lora",
+    "train_demo_control": "maskserve_training.control",
+    "train_inpaint_model": "maskserve_training.inpaint",
 }
-"""The module of each command inside this package. It has a `main()` that reads `sys.argv`, and its
-docstring's first paragraph says what is measured."""
+"""The module of each command, in this package or by its whole name. It has a `main()` that reads
+`sys.argv`, and its docstring's first paragraph says what it does."""
 
 _USAGE = """\
 usage: bench NAME [FLAGS …]     run one
@@ -53,17 +70,22 @@ def main() -> int:
         return 2
     # What a command calls itself in its help and in its report.
     sys.argv = [f"scripts/bench {name}", *flags]
-    module = importlib.import_module(f"maskserve_harness.{COMMANDS[name]}")
-    return int(module.main() or 0)
+    return int(importlib.import_module(module_of(name)).main() or 0)
+
+
+def module_of(name: str) -> str:
+    """The module of a command, by its whole name."""
+    module = COMMANDS[name]
+    return module if module.startswith("maskserve_") else f"maskserve_harness.{module}"
 
 
 def _listed() -> list[str]:
     width = max(map(len, COMMANDS))
-    return [f"{name:{width}}  {_summary(module)}" for name, module in COMMANDS.items()]
+    return [f"{name:{width}}  {_summary(module_of(name))}" for name in COMMANDS]
 
 
 def _summary(module: str) -> str:
     """The first paragraph of a module's docstring; nothing is imported for it."""
-    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    path = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(said.split("\n\n")[0].split())

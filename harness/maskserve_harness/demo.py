@@ -1,6 +1,6 @@
 """One masked edit of a photograph through a real Triton, from start to stop.
 
-    python scripts/demo.py            (or: make demo)
+    python scripts/bench demo            (or: make demo)
 
 Writes demo-output/{source,mask,edited,side_by_side}.png, checks that the picture outside the mask
 is the source's, bit for bit, and says what the cached activations of the photograph saved.

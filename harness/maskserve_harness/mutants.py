@@ -4,8 +4,8 @@ Each mutation is made in a copy of the tree, where its test must pass before and
 A mutation that its test survives means that the test asserts too little; one whose line is not in
 its file any more, or whose test cannot run, is an error of this table.
 
-    scripts/mutants                 all of them
-    scripts/mutants ring paste      those whose names hold one of these words
+    scripts/bench mutants                 all of them
+    scripts/bench mutants ring paste      those whose names hold one of these words
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def test_every_contract_has_a_file() -> None:
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS))
 def test_the_files_are_those_that_the_command_writes(name: str) -> None:
-    """`python scripts/model_configs.py` writes them."""
+    """`python scripts/bench model_configs` writes them."""
     assert FILES[name] == path_of(name)
     assert FILES[name].read_text() == config_text(name)
 

@@ -72,8 +72,9 @@ def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
 
 
 def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:
-    """Written by `python scripts/config_reference.py`."""
-    subprocess.run([sys.executable, "scripts/config_reference.py", "--check"], cwd=ROOT, check=True)
+    """Written by `python scripts/bench config_reference`."""
+    command = [sys.executable, "scripts/bench", "config_reference", "--check"]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The tensors of every Triton model, declared once: the ports of a worker.
 
 From these tables come every config.pbtxt and the ensemble's wiring (`python
-scripts/model_configs.py`), what a front hands on, and what client, router and probe send. Edits
+scripts/bench model_configs`), what a front hands on, and what client, router and probe send. Edits
 are batched step by step inside the denoiser, not by Triton; but Triton hands encoder and decoder
 the requests that came while they were busy all at once (`Contract.together`).
 

@@ -1,7 +1,7 @@
 """Write Grafana's dashboard of the metrics that workers and routers publish.
 
-python scripts/dashboard.py            # after a change of a panel
-python scripts/dashboard.py --check    # exit code 1 if the file is another
+python scripts/bench dashboard            # after a change of a panel
+python scripts/bench dashboard --check    # exit code 1 if the file is another
 """
 
 from __future__ import annotations

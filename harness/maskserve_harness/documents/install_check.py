@@ -5,7 +5,7 @@ So nothing of them is used here. Only metadata is read and nothing is installed.
 all extras and images together fit each of them: only where there are none, each is asked for by
 itself. What was found good is remembered in .cache/ until one of the files that say it changes.
 
-    python scripts/check_install.py
+    python scripts/bench check_install
 """
 
 import hashlib

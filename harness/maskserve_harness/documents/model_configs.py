@@ -1,7 +1,7 @@
 """Write every config.pbtxt from the declared tensors (maskserve_core.contracts.tensors).
 
-python scripts/model_configs.py            # after a change
-python scripts/model_configs.py --check    # exit code 1 if a file is not what would be written
+python scripts/bench model_configs            # after a change
+python scripts/bench model_configs --check    # exit code 1 if a file is not what would be written
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from maskserve_core.contracts.tensors import (
 )
 from maskserve_harness.checkout import CHECKOUT
 
-_MADE = "Made by scripts/model_configs.py from maskserve_core/contracts/tensors.py."
+_MADE = "Made by scripts/bench model_configs from maskserve_core/contracts/tensors.py."
 _TYPES = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "FP32": "TYPE_FP32"}
 _WIDTH = 100
 ALL = {**CONTRACTS, **SERVICES}
@@ -84,7 +84,9 @@ def main() -> int:
     stale = [name for name in ALL if _read(path_of(name)) != config_text(name)]
     if "--check" in sys.argv[1:]:
         for name in stale:
-            print(f"{path_of(name)} is not what scripts/model_configs.py writes", file=sys.stderr)
+            print(
+                f"{path_of(name)} is not what scripts/bench model_configs writes", file=sys.stderr
+            )
         return int(bool(stale))
     for name in stale:
         path_of(name).write_text(config_text(name), encoding="utf-8")

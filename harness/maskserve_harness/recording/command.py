@@ -4,8 +4,8 @@ Two versions of the code that should answer alike are compared byte by byte. Den
 streams with previews, templates by name, refusals and operations are sent one after the other; the
 record holds digests of each IMAGE and of its pixels, the error's text, and META without times.
 
-    python scripts/record_edits.py --out before.json         # a worker of its own, the demo model
-    python scripts/record_edits.py --compare before.json     # exit code 1 if anything differs
+    scripts/bench record_edits --out before.json         # a worker of its own, the demo model
+    scripts/bench record_edits --compare before.json     # exit code 1 if anything differs
 
 `--url` names a worker that has just started, of any version: only Triton's own client speaks to it.
 A record holds on one machine only: another CPU rounds floats otherwise, and another version of

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from maskserve_harness.bench import COMMANDS
+from maskserve_harness.bench import COMMANDS, module_of
 from maskserve_harness.checkout import CHECKOUT
 
 
@@ -27,7 +27,7 @@ def test_the_list_has_a_line_for_each() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_has_a_main(name: str) -> None:
-    assert callable(importlib.import_module(f"maskserve_harness.{COMMANDS[name]}").main)
+    assert callable(importlib.import_module(module_of(name)).main)
 
 
 def test_a_command_has_its_own_flags() -> None:
