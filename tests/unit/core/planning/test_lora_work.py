@@ -81,7 +81,7 @@ def test_a_dense_step_of_flux_adds_what_torch_counts(layers: str) -> None:
 
 
 @UNETS
-@pytest.mark.parametrize("layers", ["all", "some"])
+@pytest.mark.parametrize("layers", ["all", pytest.param("some", marks=pytest.mark.slow)])
 def test_a_dense_step_of_a_unet_adds_what_torch_counts(config: dict[str, Any], layers: str) -> None:
     with torch.device("meta"):
         model: Any = UNet2DConditionModel(**config)

@@ -347,6 +347,8 @@ def rows_on(engine: Engine, process: RankProcess) -> bool:
     return any(process in row.there for row in rows)
 
 
+# Steps run as under any degree, above; tests/unit/core/worker holds how rounds choose.
+@pytest.mark.slow
 def test_rounds_give_the_edits_of_one_device(
     one: Engine, tiny_fill: Path, encoder: Encoder
 ) -> None:
