@@ -27,7 +27,7 @@ class TritonPythonModel(WorkerModel):
     name = "decoder"
 
     def open(self, config: Config) -> None:
-        hide_unused_libraries(config)
+        hide_unused_libraries(config, text=False)
         config = beside_denoiser(config, "decoder")
         facts = load_facts(config.model.path, config.model.native_resolution)
         self._decoder = EditDecoder(load_decoder(config), facts, config)

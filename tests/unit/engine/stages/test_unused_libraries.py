@@ -59,9 +59,9 @@ from maskserve_engine.families.registry import load_decoder
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 config = Config(model=ModelConfig(path={str(tiny_fill)!r}))
 assert "diffusers" not in sys.modules
-hide_unused_libraries(config)
+hide_unused_libraries(config, text=False)
 load_decoder(config)
-print(sorted(name for name in {sorted(ALL)} if sys.modules.get(name)))
+print(sorted(name for name in {sorted({*ALL, "transformers"})} if sys.modules.get(name)))
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
