@@ -62,13 +62,13 @@ class Served:
         return np.asarray(images[0])
 
 
-@pytest.fixture(scope="module", params=["sd-fill", "sdxl-base on two devices"])
+@pytest.fixture(scope="module", params=["sd-fill", "sdxl-base", "sd-base on two devices"])
 def served(
     request: pytest.FixtureRequest,
     tiny_unets: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    name = request.param.partition(" ")[0]
+    name, _, devices = request.param.partition(" ")
     folder = tiny_unets[name]
     with ExitStack() as running:
         if name == "sd-fill":
@@ -79,7 +79,7 @@ def served(
             options = ServeOptions(
                 config=config,
                 model=str(folder),
-                cfg_devices="cpu,cpu",
+                cfg_devices="cpu,cpu" if devices else "",
                 base_port=free_base_port(),
                 log_dir=tmp_path_factory.mktemp("unet-logs"),
             )
