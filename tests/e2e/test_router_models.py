@@ -54,17 +54,17 @@ def grpc(router: RouterSite) -> Iterator[Grpc]:
         yield client
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("named", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"cache": "require"}], ids=["dense", "cached"])
 def test_an_edit_runs_on_the_model_that_it_names(
-    grpc: Grpc, workers: dict[str, WorkerProcess], model: str, settings: dict[str, Any]
+    grpc: Grpc, workers: dict[str, WorkerProcess], named: str, settings: dict[str, Any]
 ) -> None:
     source, mask = scene(96, 128), blob_mask(96, 128)
     asked = {"reproducible": True, "num_inference_steps": 4, **settings}
-    picture, meta = grpc.edit(edit_inputs(source, mask, model=model, **asked))
-    with closing(Grpc(workers[model].grpc_url)) as direct:
+    picture, meta = grpc.edit(edit_inputs(source, mask, model=named, **asked))
+    with closing(Grpc(workers[named].grpc_url)) as direct:
         expected, _ = direct.edit(edit_inputs(source, mask, **asked))
-    assert (meta["model"], meta["worker"]) == (model, workers[model].name)
+    assert (meta["model"], meta["worker"]) == (named, workers[named].name)
     assert np.array_equal(pixels(picture), pixels(expected))
     assert np.array_equal(pixels(picture)[mask == 0], source[mask == 0])
 
