@@ -14,7 +14,7 @@ from maskserve_harness.checkout import CHECKOUT
 
 @pytest.mark.slow
 def test_the_second_demo_reads_its_first_edit_from_disk(tmp_path: Path) -> None:
-    demo = [sys.executable, str(CHECKOUT / "scripts" / "demo.py"), "--out", str(tmp_path)]
+    demo = [sys.executable, str(CHECKOUT / "scripts" / "bench"), "demo", "--out", str(tmp_path)]
     said = [
         subprocess.run(demo, capture_output=True, text=True, check=True, timeout=300).stdout
         for _ in range(2)
