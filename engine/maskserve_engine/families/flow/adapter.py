@@ -377,4 +377,6 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             return None
         scale = job.request.settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
-        return Negative(self.text(prompt.embeds), prompt.pooled, scale)
+        text, own = self.text(prompt.embeds), len(job.conditioning["prompt_embeds"])
+        cis = None if len(text) == own else self._positions(*grid_of(job), len(text))[: len(text)]
+        return Negative(text, prompt.pooled, scale, cis=cis)

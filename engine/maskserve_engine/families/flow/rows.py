@@ -35,6 +35,8 @@ class Negative:
     """true_cfg_scale, above 1."""
     own: OwnAnchors | None = None
     """Of the second pass, where the row has anchors of its own."""
+    cis: Tensor | None = None
+    """[T, head_dim / 2] of its text; None: it has as many tokens as the prompt."""
 
 
 @dataclass(slots=True)
@@ -210,15 +212,20 @@ class FlowRow:
         return self.steps - self.step
 
     def model_input(self) -> RowInput:
-        return self._input(self.text, self.pooled, self.own)
+        return self._input(self.text, self.pooled, self.own, self.cis)
 
     def second_input(self) -> RowInput:
-        assert self.negative is not None
-        return self._input(self.negative.text, self.negative.pooled, self.negative.own)
+        negative, cis = self.negative, self.cis
+        assert negative is not None
+        if negative.cis is not None:
+            cis = torch.cat((negative.cis, cis[len(self.text) :]))
+        return self._input(negative.text, negative.pooled, negative.own, cis)
 
-    def _input(self, text: Tensor, pooled: Tensor | None, own: OwnAnchors | None) -> RowInput:
-        """Of one pass."""
-        tokens, cis, inactive = self.latents, self.cis, self.inactive
+    def _input(
+        self, text: Tensor, pooled: Tensor | None, own: OwnAnchors | None, cis: Tensor
+    ) -> RowInput:
+        """Of one pass; `cis` of its text and the computed tokens."""
+        tokens, inactive = self.latents, self.inactive
         rest: CachedTokens | AnchoredTokens | None = None
         capture = None
         if self.condition is not None:
