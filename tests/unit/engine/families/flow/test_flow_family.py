@@ -281,4 +281,4 @@ def test_with_every_token_active_cached_rows_are_dense(
     for row in rows[2:]:
         outside = packed(torch.from_numpy(row.result().array()))[row.inactive.index]
         assert len(outside)
-        assert torch.equal(outside, row.inactive.template.clean)
+        assert torch.equal(outside, row.inactive.outside.clean)
