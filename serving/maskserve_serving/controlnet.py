@@ -12,7 +12,7 @@ from maskserve_serving.files import WorkerFiles, checked, with_values
 from maskserve_serving.options import SERVICES
 from maskserve_serving.ports import Ports, check_free
 from maskserve_serving.process import Process
-from maskserve_serving.shm_cleanup import region_prefix, remove_regions
+from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
 from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor_log import SupervisorLog
 
@@ -78,6 +78,10 @@ class ControlNetProcess(Process):
 
     def progress(self) -> str:
         return "its model is loading"
+
+    def settle(self) -> str | None:
+        close_regions(region_prefix(self.ports.http))
+        return super().settle()
 
     def sick(self) -> str | None:
         return self.unresponsive(_SILENT_S) or self._processes.unwell()

@@ -18,7 +18,7 @@ from maskserve_serving.ports import check_free, reachable
 from maskserve_serving.probe import Probe
 from maskserve_serving.process import Process
 from maskserve_serving.runtime import Runtime
-from maskserve_serving.shm_cleanup import region_prefix, remove_regions
+from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
 from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.tracing import trace_arguments, untrace
@@ -124,6 +124,7 @@ class WorkerProcess(Process):
 
     def settle(self) -> str | None:
         super().settle()
+        close_regions(region_prefix(self.spec.ports.http))
         self._probe = Probe(self.grpc_url, self.config.engine.stuck_timeout_s)
         self._no_answer = Silence()
         self._probe.start()

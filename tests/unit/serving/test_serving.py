@@ -174,6 +174,16 @@ def test_an_installed_server_must_be_a_program(tmp_path: Path) -> None:
     assert runtime.installed_runtime(server).backends == tmp_path / "backends"
 
 
+def test_regions_are_closed_to_others_by_prefix(tmp_path: Path) -> None:
+    mine = shm_cleanup.region_prefix(9000)
+    for name in (f"{mine}x", "another's"):
+        (tmp_path / name).touch(0o644)
+        (tmp_path / name).chmod(0o644)
+    shm_cleanup.close_regions(mine, tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {f"{mine}x": 0o600, "another's": 0o644}
+
+
 def test_leftover_regions_are_removed_by_prefix(tmp_path: Path) -> None:
     mine, other = shm_cleanup.region_prefix(9000), shm_cleanup.region_prefix(90001)
     for name in (mine + "a", mine + "b", other + "c", "unrelated"):
