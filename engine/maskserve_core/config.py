@@ -45,12 +45,11 @@ class ModelConfig(Table, frozen=True):
     weights: WeightForm = "bf16"
     """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; the others
     are made of these at start and need the extra `quantised`. `fp8`, `int8` and `int8-dynamic`
-    (which multiplies in int8, too) take a byte per weight, `nf4` half a byte and a bit. Not with
-    `compile`."""
+    (which multiplies in int8, too) take a byte per weight, `nf4` half a byte and a bit."""
     gguf: str = ""
     """GGUF file whose weights take the place of a FLUX folder's transformer, as diffusers reads it:
-    products keep the file's form. It needs the extra `quantised`; not with another `weights`,
-    `compile` or `fuse_loras`."""
+    products keep the file's form. It needs the extra `quantised`; not with another `weights` or
+    `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
     """Of FLUX's T5: `bf16` as the folder has them, in `dtype`; `int8` is made of these at start and
     takes a byte per weight. It needs the extra `quantised`."""
@@ -79,9 +78,6 @@ class ModelConfig(Table, frozen=True):
     (FirstBlockCache; FLUX only); 0 leaves out none."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """CPU threads of the denoiser; 0: all."""
-    compile: bool = False
-    """Whether what is before and after attention in FLUX blocks is compiled at start
-    (torch.compile; needs a C++ compiler)."""
 
 
 class LimitsConfig(Table, frozen=True):
@@ -332,9 +328,6 @@ class AdaptersConfig(Table, frozen=True):
     the model without any."""
 
 
-FastControl = Literal["ahead", "stale"]
-
-
 class ControlsConfig(Table, frozen=True):
     """`[controls]`: the ControlNets that edits may name."""
 
@@ -352,10 +345,6 @@ class ControlsConfig(Table, frozen=True):
     refresh: Annotated[int, Meta(ge=1, le=1000)] = 7
     """Beside a cached row a ControlNet computes all tokens at one step in so many, and the active
     ones at the others; 1: all tokens at each."""
-    fast: FastControl = "ahead"
-    """What edits with `adapters: fast` add of a service's ControlNets, so that no step waits for
-    its own: `ahead`: what they said of latents extrapolated from the step before; `stale`: what
-    they said of that step."""
 
 
 class LogConfig(Table, frozen=True):

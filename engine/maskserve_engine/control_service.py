@@ -389,7 +389,6 @@ def _shape_of(config: Config) -> Config:
         dtype=str(dtype_of(config)).removeprefix("torch."),
         weights="bf16",
         gguf="",
-        compile=False,
         fuse_loras=(),
     )
     return replace(config, model=model)

@@ -40,10 +40,6 @@ class Admission:
         """Of their requests, and of those still being read."""
         return self._bytes.total
 
-    def edits_of(self, client: KeyHolder) -> int:
-        """Of one client."""
-        return self._edits.held(client.scope)
-
     @contextmanager
     def edit(self, client: KeyHolder, size: int) -> Iterator[Callable[[int], None]]:
         """An edit is under way; gives what to call when its answer takes its request's place, with

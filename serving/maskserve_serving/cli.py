@@ -9,14 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maskserve_core.config import WEIGHT_FORMS
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import (
     DEFAULT_BASE_PORT,
     DEFAULT_ROUTER_PORT,
     MODELS,
     ServeOptions,
-    default_entries,
 )
 from maskserve_serving.runtime import check_packages
 from maskserve_serving.stop_signals import StopSignals
@@ -41,142 +39,13 @@ exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", required=True, help="folder in diffusers format, or a hub id")
-    add("--workers", type=int, default=1, metavar="N", help="Triton servers (default %(default)s)")
-    add(
-        "--devices-per-worker",
-        type=lambda text: text if text == "auto" else int(text),
-        default=0,
-        choices=(1, 2, 4, 8, "auto"),
-        metavar="N|auto",
-        help="devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1); auto: on "
-        "a CPU the number of processes sharing its cores that serves most edits at once, tried "
-        "with the model at start (a lone edit then has fewer cores); on GPUs 1",
-    )
-    add(
-        "--cfg-devices",
-        default="",
-        metavar="A,B",
-        help="one worker of two devices, GPUs by number (0,1) or cpu,cpu: under classifier-free "
-        "guidance each computes one of an edit's two passes, at the same time",
-    )
-    add("--share-gpus", action="store_true", help="allow more workers than there are GPUs")
-    add(
-        "--name",
-        default=os.environ.get("MASKSERVE_NAME", "worker"),
-        help="worker i is called NAME-i in answers, metrics and logs; hosts behind one router "
-        "want different names (default $MASKSERVE_NAME or worker)",
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    add(
-        "--base-port",
-        type=int,
-        default=DEFAULT_BASE_PORT,
-        metavar="PORT",
-        help="where the workers' ports begin (default %(default)s)",
-    )
-    add("--router", action="store_true", help="run a router in front of the workers")
-    add(
-        "--router-port",
-        type=int,
-        default=DEFAULT_ROUTER_PORT,
-        metavar="PORT",
-        help="its HTTP port; then gRPC and the operators' (default %(default)s)",
-    )
-    add("--router-config", type=Path, metavar="FILE", help="configuration file of the router")
-    add("--config", type=Path, metavar="FILE", help="configuration file (TOML)")
-    add(
-        "--log-dir",
-        type=Path,
-        default=Path("logs"),
-        metavar="DIR",
-        help="folder for the workers' logs (default %(default)s)",
-    )
-    add(
-        "--tritonserver",
-        type=Path,
-        metavar="FILE",
-        help="an installed tritonserver in place of the one from pip",
-    )
-    add(
-        "--entries",
-        type=lambda text: Path(text) if text else None,
-        default=default_entries(),
-        metavar="DIR",
-        help="keep cached activations there, across restarts (default %(default)s); '' for nowhere",
-    )
-    add(
-        "--adapters",
-        default="",
-        metavar="DIR|URL",
-        help="serve the LoRAs there: NAME.safetensors, or NAME/pytorch_lora_weights.safetensors",
-    )
-    add(
-        "--fuse-lora",
-        action="append",
-        default=[],
-        metavar="FILE[:SCALE]",
-        help="add a LoRA to the weights at start: every edit has it, and no step pays for it; "
-        "may be given again",
-    )
-    add(
-        "--controlnets",
-        default="",
-        metavar="DIR",
-        help="serve the ControlNets there: a folder for each, as diffusers saves them",
-    )
-    add(
-        "--controlnet-device",
-        default="",
-        metavar="D",
-        help="run ControlNets there, in a server of their own beside the workers: cpu, cuda or "
-        "cuda:N (default: on the base's device, before its step)",
-    )
-    add(
-        "--weights",
-        choices=WEIGHT_FORMS,
-        default="",
-        help="form of the denoiser's weights (default: the configuration's, or bf16)",
-    )
-    add(
-        "--gguf",
-        default="",
-        metavar="FILE",
-        help="take the transformer's weights of a FLUX model from this GGUF file",
-    )
-    add(
+    ServeOptions.add_flags(parser)
+    parser.add_argument(
         "--plan",
         action="store_true",
         help="print what cards of 16 to 80 GB hold of the model, for each form of its weights, "
         "and end; weights are neither fetched nor loaded",
     )
-    add(
-        "--compile",
-        action="store_true",
-        help="compile parts of a FLUX model at start: a minute at first, then seconds",
-    )
-    add(
-        "--load-timeout",
-        type=float,
-        default=900.0,
-        metavar="S",
-        help="time to load the model (default %(default)g)",
-    )
-    add(
-        "--drain-grace",
-        type=float,
-        metavar="S",
-        help="time to finish edits when stopping (default: the configuration's)",
-    )
-    add(
-        "--otlp-url",
-        default="",
-        metavar="URL",
-        help="send OpenTelemetry spans there, as http://localhost:4318/v1/traces",
-    )
-    add("--trace-rate", type=int, metavar="N", help="trace one request in N (default 1)")
-    add("triton_args", nargs="*", metavar="-- ARG", help="further arguments for tritonserver")
 
 
 def serve(given: argparse.Namespace) -> int:
@@ -190,11 +59,11 @@ def serve(given: argparse.Namespace) -> int:
     if given.plan:
         from maskserve_serving.cards import print_cards
 
-        return print_cards(_options(given))
+        return print_cards(ServeOptions.given(given))
     # Only here: the other commands of `maskserve` have no use for it, nor for what it imports.
     from maskserve_serving.supervisor import Supervisor
 
-    supervisor = Supervisor(_options(given))
+    supervisor = Supervisor(ServeOptions.given(given))
 
     def at_once() -> None:
         # Not print: the signal may have come in the middle of one.
@@ -215,38 +84,6 @@ def serve(given: argparse.Namespace) -> int:
     finished = supervisor.stop()
     print("stopped" if finished else "stopped; not every accepted edit was finished", flush=True)
     return 0 if finished else 1
-
-
-def _options(given: argparse.Namespace) -> ServeOptions:
-    return ServeOptions(
-        model=given.model,
-        workers=given.workers,
-        devices_per_worker=given.devices_per_worker,
-        cfg_devices=given.cfg_devices,
-        share_gpus=given.share_gpus,
-        name=given.name,
-        host=given.host,
-        base_port=given.base_port,
-        router=given.router,
-        router_port=given.router_port,
-        router_config=given.router_config,
-        config=given.config,
-        log_dir=given.log_dir,
-        tritonserver=given.tritonserver,
-        entries=given.entries,
-        adapters=given.adapters,
-        fuse_loras=tuple(given.fuse_lora),
-        controlnets=given.controlnets,
-        controlnet_device=given.controlnet_device,
-        load_timeout_s=given.load_timeout,
-        drain_grace_s=given.drain_grace,
-        weights=given.weights,
-        gguf=given.gguf,
-        compile=given.compile,
-        otlp_url=given.otlp_url,
-        trace_rate=given.trace_rate,
-        triton_args=tuple(given.triton_args),
-    )
 
 
 def _announce(supervisor: Supervisor) -> None:

@@ -83,8 +83,6 @@ def environment(
     config: Path,
     gpus: str | None,
     kept: Path | None = None,
-    *,
-    compiled: bool = False,
 ) -> dict[str, str]:
     """The environment of a worker and its models.
 
@@ -93,13 +91,10 @@ def environment(
         config: file of the worker.
         gpus: CUDA_VISIBLE_DEVICES; None leaves the host's.
         kept: folder of what is made once and outlives the worker; None: nothing does.
-        compiled: whether parts of the model are compiled, by torch.compile.
     """
     env = {**TUNING, **os.environ}
     if kept is not None:  # kernels of our own as machine code, made at their first launch
         env.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
-    if kept is not None and compiled:
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept / "inductor"))
     if "PYTORCH_CUDA_ALLOC_CONF" in env and "PYTORCH_ALLOC_CONF" not in os.environ:
         del env["PYTORCH_ALLOC_CONF"]  # the older name of the same, which it would hide
     env.update(

@@ -86,16 +86,6 @@ def worker_files(base_port: int, workers: int) -> list[WorkerFiles]:
     return [WorkerFiles(memory / name, disk / name) for name in names]
 
 
-def running_files(base_port: int) -> list[WorkerFiles]:
-    """The folders of the workers that a supervisor runs at this base port."""
-    found = [sorted(Path(root).glob(f"{_prefix(base_port)}*")) for root in (_memory(), _disk())]
-    return [
-        WorkerFiles(own, disk / own.name)
-        for memory, disk in zip(*found, strict=True)
-        for own in sorted(memory.iterdir())
-    ]
-
-
 def workers_by_base() -> dict[int, int]:
     """How many workers the supervisors of this host have, by base port. The ports of one that is
     being started again are free for a while, and still not anybody's.

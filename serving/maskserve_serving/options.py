@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from maskserve_core.config import WEIGHT_FORMS
 
 _PACKAGE = Path(__file__).resolve().parent
 # An installed package carries Triton's models; in a checkout they lie at its root.
@@ -34,75 +37,172 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
+def _flag(help: str, default: Any = MISSING, *, name: str = "", **more: Any) -> Any:
+    """A field that is a flag of `maskserve serve`, too.
+
+    Args:
+        help: what it means.
+        default: of the field, and of the flag where `more` names no other.
+        name: of the flag; empty: the field's.
+        more: for `add_argument`.
+    """
+    return field(default=default, metadata={"flag": name, "help": help, **more})
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of one supervisor."""
+    """Options of one supervisor; those with a help text are flags of `maskserve serve`. Empty, 0
+    and None leave the configuration's word.
+    """
 
-    model: str
-    """Folder in diffusers format, or a hub id."""
-    workers: int = 1
-    devices_per_worker: int | Literal["auto"] = 0
-    """Laid over `[engine] devices`; 0: what the configuration says; `auto`: on a CPU tried with the
-    model at start, on GPUs 1."""
-    cfg_devices: str = ""
-    """Two devices of one worker that share each edit's passes, `0,1` or `cpu,cpu`; empty: none."""
-    share_gpus: bool = False
-    """Whether there may be more workers than GPUs."""
-    name: str = "worker"
-    """Worker i is called `name`-i in answers, metrics and logs."""
-    host: str = "127.0.0.1"
-    """Address that the workers listen on."""
-    base_port: int = DEFAULT_BASE_PORT
+    model: str = _flag("folder in diffusers format, or a hub id")
+    workers: int = _flag("Triton servers (default %(default)s)", 1, type=int, metavar="N")
+    devices_per_worker: int | Literal["auto"] = _flag(
+        "devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1); auto: on "
+        "a CPU the number of processes sharing its cores that serves most edits at once, tried "
+        "with the model at start (a lone edit then has fewer cores); on GPUs 1",
+        0,
+        type=lambda text: text if text == "auto" else int(text),
+        choices=(1, 2, 4, 8, "auto"),
+        metavar="N|auto",
+    )
+    cfg_devices: str = _flag(
+        "one worker of two devices, GPUs by number (0,1) or cpu,cpu: under classifier-free "
+        "guidance each computes one of an edit's two passes, at the same time",
+        "",
+        metavar="A,B",
+    )
+    share_gpus: bool = _flag("allow more workers than there are GPUs", False, action="store_true")
+    name: str = _flag(
+        "worker i is called NAME-i in answers, metrics and logs; hosts behind one router "
+        "want different names (default $MASKSERVE_NAME or worker)",
+        "worker",
+        by_hand=lambda: os.environ.get("MASKSERVE_NAME", "worker"),
+    )
+    host: str = _flag("address to listen on (default %(default)s)", "127.0.0.1")
+    base_port: int = _flag(
+        "where the workers' ports begin (default %(default)s)",
+        DEFAULT_BASE_PORT,
+        type=int,
+        metavar="PORT",
+    )
     """Worker i listens at base + 10·i + {0 HTTP, 1 gRPC, 2 metrics}."""
-    router: bool = False
-    """Whether a router runs in front of the workers."""
-    router_port: int = DEFAULT_ROUTER_PORT
-    """Its ports: this one for HTTP, then gRPC and the operators' (metrics)."""
-    router_config: Path | None = None
-    """TOML file of the router."""
-    config: Path | None = None
-    """TOML file; its `[model] path`, `runtime_dir` and `worker` are set for each worker."""
-    log_dir: Path = field(default_factory=lambda: Path("logs"))
-    tritonserver: Path | None = None
-    """An installed server to use in place of the one from pip."""
+    router: bool = _flag("run a router in front of the workers", False, action="store_true")
+    router_port: int = _flag(
+        "its HTTP port; then gRPC and the operators' (default %(default)s)",
+        DEFAULT_ROUTER_PORT,
+        type=int,
+        metavar="PORT",
+    )
+    router_config: Path | None = _flag(
+        "configuration file of the router", None, type=Path, metavar="FILE"
+    )
+    config: Path | None = _flag("configuration file (TOML)", None, type=Path, metavar="FILE")
+    """Its `[model] path`, `runtime_dir` and `worker` are set for each worker."""
+    log_dir: Path = _flag(
+        "folder for the workers' logs (default %(default)s)",
+        Path("logs"),
+        type=Path,
+        metavar="DIR",
+    )
+    tritonserver: Path | None = _flag(
+        "an installed tritonserver in place of the one from pip", None, type=Path, metavar="FILE"
+    )
+    entries: Path | None = _flag(
+        "keep cached activations there, across restarts (default %(default)s); '' for nowhere",
+        None,
+        type=lambda text: Path(text) if text else None,
+        metavar="DIR",
+        by_hand=default_entries,
+    )
+    """As the disk tier of all its workers, beside a host tier in memory while it runs."""
+    adapters: str = _flag(
+        "serve the LoRAs there: NAME.safetensors, or NAME/pytorch_lora_weights.safetensors",
+        "",
+        metavar="DIR|URL",
+    )
+    fuse_loras: tuple[str, ...] = _flag(
+        "add a LoRA to the weights at start: every edit has it, and no step pays for it; "
+        "may be given again",
+        (),
+        name="--fuse-lora",
+        action="append",
+        metavar="FILE[:SCALE]",
+        by_hand=list,
+    )
+    controlnets: str = _flag(
+        "serve the ControlNets there: a folder for each, as diffusers saves them",
+        "",
+        metavar="DIR",
+    )
+    controlnet_device: str = _flag(
+        "run ControlNets there, in a server of their own beside the workers: cpu, cuda or "
+        "cuda:N (default: on the base's device, before its step)",
+        "",
+        metavar="D",
+    )
+    """Its ports are base + {4 HTTP, 5 gRPC, 6 metrics}."""
+    weights: str = _flag(
+        "form of the denoiser's weights (default: the configuration's, or bf16)",
+        "",
+        choices=WEIGHT_FORMS,
+    )
+    gguf: str = _flag(
+        "take the transformer's weights of a FLUX model from this GGUF file", "", metavar="FILE"
+    )
+    load_timeout_s: float = _flag(
+        "time to load the model (default %(default)g)",
+        900.0,
+        name="--load-timeout",
+        type=float,
+        metavar="S",
+    )
+    drain_grace_s: float | None = _flag(
+        "time to finish edits when stopping (default: the configuration's)",
+        None,
+        name="--drain-grace",
+        type=float,
+        metavar="S",
+    )
+    otlp_url: str = _flag(
+        "send OpenTelemetry spans there, as http://localhost:4318/v1/traces", "", metavar="URL"
+    )
+    trace_rate: int | None = _flag(
+        "trace one request in N (default 1)", None, type=int, metavar="N"
+    )
+    triton_args: tuple[str, ...] = _flag(
+        "further arguments for tritonserver", (), name="triton_args", nargs="*", metavar="-- ARG"
+    )
     cache_dir: Path = field(default_factory=default_cache_dir)
-    """Where the server from pip is laid out, once per version, and what was compiled is kept."""
-    weights: str = ""
-    """Form of the denoiser's weights; laid over `[model]`. Empty: what the configuration says."""
-    gguf: str = ""
-    """GGUF file of the denoiser's weights; laid over `[model]`. Empty: what the configuration
-    says."""
-    compile: bool = False
-    """Whether parts of the model are compiled at start; laid over `[model]`."""
-    entries: Path | None = None
-    """Where cached activations outlive the server, as the disk tier of all its workers, beside a
-    host tier in memory while it runs; None: neither, unless the configuration names them."""
-    adapters: str = ""
-    """Folder or URL of LoRAs; laid over `[adapters]`. Empty: what the configuration says."""
-    fuse_loras: tuple[str, ...] = ()
-    """LoRAs that are added to the weights at start, FILE or FILE:SCALE;
-    laid over `[model]`. Empty: what the configuration says."""
-    controlnets: str = ""
-    """Folder of ControlNets; laid over `[controls]`. Empty: what the configuration says."""
-    controlnet_device: str = ""
-    """Device of a ControlNet service, as `[model] device`; empty: ControlNets run beside the base.
-    Its ports are base + {4 HTTP, 5 gRPC, 6 metrics}."""
-    load_timeout_s: float = 900.0
+    """Where the server from pip is laid out, once per version, and kernels are kept."""
     unheard_s: float = 30.0
     """How long a loaded model may be unknown to Triton: a model's process signs in as the last
     thing it does to load, and Triton hears of it at once."""
-    """How long a worker may take to load its model."""
-    drain_grace_s: float | None = None
-    """Bounds a drain; None takes the config's `[engine] drain_grace_s`."""
-    otlp_url: str = ""
-    """Where spans go; laid over `[trace]`."""
-    trace_rate: int | None = None
-    """One request in so many is traced; laid over `[trace]`."""
-    triton_args: tuple[str, ...] = ()
-    """Further arguments for tritonserver."""
     repositories: tuple[Path, ...] = (MODELS, ENSEMBLE)
     say: Callable[[str], None] = _say
     """Where progress goes, a line at a time."""
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        for each in _flags():
+            more = dict(each.metadata)
+            name, by_hand = more.pop("flag"), more.pop("by_hand", None)
+            given: dict[str, Any] = {}
+            if each.default is MISSING:
+                given["required"] = True
+            elif "nargs" not in more:
+                given["default"] = each.default if by_hand is None else by_hand()
+            name = name or "--" + each.name.replace("_", "-")
+            if name.startswith("-"):
+                given["dest"] = each.name
+            parser.add_argument(name, **given, **more)
+
+    @classmethod
+    def given(cls, flags: argparse.Namespace) -> ServeOptions:
+        """As the command line says."""
+        found: dict[str, Any] = {each.name: getattr(flags, each.name) for each in _flags()}
+        several = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+        return cls(**{**found, **several})
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -112,4 +212,8 @@ class ServeOptions:
             given["gguf"] = os.path.abspath(self.gguf)
         if self.fuse_loras:
             given["fuse_loras"] = [os.path.abspath(each) for each in self.fuse_loras]
-        return {**given, "compile": True} if self.compile else given
+        return given
+
+
+def _flags() -> list[Field[Any]]:
+    return [each for each in fields(ServeOptions) if "flag" in each.metadata]

@@ -102,8 +102,6 @@ class WorkerProcess(Process):
                 spec.files.config,
                 gpus,
                 options.cache_dir.absolute(),
-                # torch makes its folder when it loads, whether or not anything is compiled.
-                compiled=self.config.model.compile,
             ),
         )
 

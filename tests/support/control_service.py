@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.config import Config, FastControl
+from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, split_code
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
@@ -69,10 +69,10 @@ class Service:
         known = ControlNets(self.config, load_facts(str(model)))
         self.versions = {name: known.find(name, "x").version for name in nets}
 
-    def denoiser(self, patience_s: float = 10.0, fast: FastControl = "ahead") -> ControlService:
+    def denoiser(self, patience_s: float = 10.0) -> ControlService:
         """Another one's, that has had all ControlNets loaded."""
         calls = DirectCalls(self.front, self.triton)
-        own = ControlService(calls, torch.device("cpu"), "float32", patience_s, fast=fast)
+        own = ControlService(calls, torch.device("cpu"), "float32", patience_s)
         for name, version in self.versions.items():
             own.load(name, version, 60.0)
         return own

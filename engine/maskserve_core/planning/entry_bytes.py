@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
+from maskserve_core.planning.flops import Floats, ModelWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +101,6 @@ def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
         fmt.bytes_of(copies * work.tokens[each.level], each.width) + 8.0 * copies * each.groups
         for each in work.maps
     )
-
-
-def tile_bytes(work: ModelWork, row: RowTokens, fmt: EntryFormat) -> Floats:
-    """Bytes of feature maps that a row with a tile loads before each block, `[blocks]`; those read
-    behind the last block are the last one's. Zeros without a halo.
-
-    Args:
-        work: the model at the image's size.
-        row: whose tile is a square at each level.
-        fmt: storage format.
-    """
-    loads = np.zeros(len(work.blocks))
-    if row.convolved is not None:
-        for each in work.maps:
-            total, computed = work.tokens[each.level], row.convolved[each.level]
-            if computed < total:  # with the position round it that a convolution reads
-                read = min(float(total), (math.sqrt(computed) + 2) ** 2)
-                loads[min(each.block, len(loads) - 1)] += fmt.bytes_of(read, each.width)
-    return loads
 
 
 def kept_bytes(

@@ -381,31 +381,6 @@ class ModelWork:
         return float(self.coefficients[:, _PAIR] @ pairs)
 
 
-def flop_limit(
-    work: ModelWork,
-    mask_ratio: float,
-    text: float,
-    *,
-    kind: str = "kv",
-    blocks_only: bool = False,
-) -> float:
-    """Dense FLOPs over cached FLOPs of one row: no cached step can be faster by more than this
-    at equal FLOP/s, so every benchmark prints it beside what it measured.
-
-    Args:
-        work: the model at the image's size.
-        mask_ratio: active over all tokens, on every level.
-        text: text tokens of the row.
-        kind: how the cached row runs its blocks.
-        blocks_only: leave out embedders, convolutions and the final layer.
-    """
-    row = work.row_at(mask_ratio, text)
-    if blocks_only:
-        flops = work.block_flops(work.totals([row])).sum(axis=0)
-        return float(flops[DENSE] / flops[KINDS.index(kind)])
-    return work.step_flops([row], "dense") / work.step_flops([row], kind)
-
-
 class _Batch(NamedTuple):
     """All that a step's work follows from."""
 

@@ -1,18 +1,14 @@
 """Which residuals a row's step adds, where it need not wait for its own (`adapters: fast`).
 
-On a slow link residuals take a step to come. So nets are asked sooner: either with the latents of
-the step before (`stale`, Katz §5), or one step ahead, with latents that the row's own sampler has
-extrapolated (`ahead`): what comes then is off by what the model answers anew alone.
+On a slow link residuals take a step to come. So nets are asked one step ahead, with latents that
+the row's own sampler has extrapolated: what comes then is off only by what the model answers anew.
+Katz (§5) takes the latents of the step before instead (docs/adr/0039-control-one-step-ahead.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
-
-ReuseMode = Literal["exact", "stale", "ahead"]
-_LOOKS: dict[ReuseMode, tuple[int, ...]] = {"exact": (), "stale": (1, 0), "ahead": (0, 1)}
-"""How many steps ago what a step adds was asked for, the preferred one first."""
+from typing import NamedTuple
 
 
 class SentAsk(NamedTuple):
@@ -34,12 +30,13 @@ class Reuse:
     """What was asked for one row.
 
     Args:
-        mode: `exact`: each step adds residuals of its own latents.
+        fast: whether nets are asked one step ahead; else each step adds residuals of its own
+            latents.
         scales: per step, of each of the row's controls; 0: it adds nothing.
     """
 
-    def __init__(self, mode: ReuseMode, scales: Sequence[tuple[float, ...]]) -> None:
-        self._mode, self._scales = mode, scales
+    def __init__(self, scales: Sequence[tuple[float, ...]], *, fast: bool) -> None:
+        self._fast, self._scales = fast, scales
         self._sent: dict[int, SentAsk] = {}
         """By their step."""
         self._slot = 0
@@ -80,12 +77,13 @@ class Reuse:
             failed: whether it is known of an ask that its answer does not come.
         """
         self._sent = {at: each for at, each in self._sent.items() if at >= step - 1}
-        for ago in _LOOKS[self._mode] if self.acts(step) else ():
-            sent = self._sent.get(step - ago)
-            if sent is not None:
-                serves = sent.computed == computed and self._alike(step, step - ago)
-                return sent if serves and not failed(sent.number) else None
-        return None
+        if not self._fast or not self.acts(step):
+            return None
+        # Behind a row's first step, which had nothing to extrapolate with, the next adds the same.
+        sent = self._sent.get(step) or self._sent.get(step - 1)
+        if sent is None or sent.computed != computed or failed(sent.number):
+            return None
+        return sent if self._scales[step] == self._scales[sent.step] else None
 
     def wants_own(self, step: int, added: SentAsk | None) -> bool:
         """Whether nets are asked with the latents of a step that begins.
@@ -94,19 +92,12 @@ class Reuse:
             step: that begins.
             added: from `at`.
         """
-        if added is None:
-            return self.acts(step)
-        later = step + 1
-        return self._mode == "stale" and step not in self._sent and self._alike(step, later)
+        return added is None and self.acts(step)
 
     def wants_ahead(self, step: int, computed: int) -> bool:
         """Whether nets are asked for the step after one that begins."""
         later = step + 1
-        if self._mode != "ahead" or later >= len(self._scales) or not self.acts(later):
+        if not self._fast or later >= len(self._scales) or not self.acts(later):
             return False
         sent = self._sent.get(later)
         return sent is None or sent.computed != computed
-
-    def _alike(self, one: int, other: int) -> bool:
-        """Whether controls have the same scales in two steps."""
-        return other < len(self._scales) and self._scales[one] == self._scales[other]

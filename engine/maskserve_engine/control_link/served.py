@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from maskserve_core.config import FastControl
 from maskserve_core.contracts.settings import AdapterMode
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.control_link.reuse import Reuse, ReuseMode, SentAsk
+from maskserve_engine.control_link.reuse import Reuse, SentAsk
 from maskserve_engine.control_link.slots import RowSlots
 from maskserve_engine.control_link.transport import (
     AddedPart,
@@ -71,14 +70,14 @@ class ServedRow:
     """A row at the service; what it adds to the base (`batch.packing.Residuals`)."""
 
     def __init__(
-        self, link: Link, name: str, opening: Opening, opened: Future[Any], mode: ReuseMode
+        self, link: Link, name: str, opening: Opening, opened: Future[Any], *, fast: bool
     ) -> None:
         self.link, self.name = link, name
         self.slots = RowSlots(link.folder, name)
         controls, steps = [each.input for each in opening.facts.controls], opening.facts.timesteps
         count = len(steps)
         scales = [tuple(each.scale_at(step, count) for each in controls) for step in range(count)]
-        self.reuse = Reuse(mode, scales)
+        self.reuse = Reuse(scales, fast=fast)
         self._opened: Future[Any] | None = opened
         self.added: SentAsk | None = None
         """What the present step adds; None: nothing."""
@@ -198,12 +197,12 @@ class Link:
         self.waits: list[float] = []
         """Seconds that steps have waited for residuals; whoever books them clears it."""
 
-    def open(self, opening: Opening, mode: ReuseMode = "exact") -> ServedRow:
+    def open(self, opening: Opening, *, fast: bool = False) -> ServedRow:
         """A row at the service; its first ask waits until it is there.
 
         Args:
             opening: of the row.
-            mode: which residuals its steps add.
+            fast: whether nets are asked one step ahead.
 
         Raises:
             ControlLost: the session is over.
@@ -213,7 +212,7 @@ class Link:
             raise self._over("it has ended")
         name = f"{self.session}-{next(self._names)}"
         opened = self._pool.submit(self._open, name, opening)
-        row = ServedRow(self, name, opening, opened, mode)
+        row = ServedRow(self, name, opening, opened, fast=fast)
         self._rows.add(row)
         return row
 
@@ -371,7 +370,6 @@ class ControlService:
         dtype: of the base; the service's must be the same.
         patience_s: `[controls] service_timeout_s`.
         connect: to its socket, by the session's name.
-        fast: `[controls] fast`.
     """
 
     def __init__(
@@ -381,10 +379,9 @@ class ControlService:
         dtype: str,
         patience_s: float,
         connect: Callable[[str, str], Messages] = SocketMessages,
-        fast: FastControl = "ahead",
     ) -> None:
         self._calls, self._device, self._dtype = calls, device, dtype
-        self._patience_s, self._connect, self._fast = patience_s, connect, fast
+        self._patience_s, self._connect = patience_s, connect
         self._link: Link | None = None
         self._held: dict[str, Link] = {}
         """The ControlNets that the service was told to hold, and in which session."""
@@ -442,7 +439,7 @@ class ControlService:
         """
         if self._link is None:
             raise _lost("it was never there")
-        return self._link.open(opening, self._fast if adapters == "fast" else "exact")
+        return self._link.open(opening, fast=adapters == "fast")
 
     def take_waits(self) -> list[float]:
         """Seconds that steps have waited for residuals, since this was asked last."""

@@ -102,9 +102,7 @@ class Shapes:
     def __init__(self, config: Config) -> None:
         self.configured = config
         dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-        plain = replace(
-            config.model, device=_NO_WEIGHTS, dtype=dtype, weights="bf16", compile=False
-        )
+        plain = replace(config.model, device=_NO_WEIGHTS, dtype=dtype, weights="bf16")
         self.config = replace(config, model=plain)
         self.adapter: Adapter = load_adapter(self.config)
         self.facts: ModelFacts = self.adapter.facts

@@ -153,7 +153,6 @@ class RankProcesses:
             device="meta",
             dtype=self.hello.dtype,
             weights="bf16",
-            compile=False,
             fuse_loras=(),
         )
         engine = replace(self._config.engine, warm_up=False)

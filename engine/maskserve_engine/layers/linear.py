@@ -44,7 +44,7 @@ class Linear(Protocol):
 
 
 class PlainLinear(NamedTuple):
-    """Weights in the model's dtype; a tuple, so that a compiled graph takes them as inputs."""
+    """Weights in the model's dtype."""
 
     weight: Tensor
     """[out, in]"""
@@ -78,7 +78,7 @@ def in_epilogues(*products: Linear, device: torch.device) -> bool:
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
     """[N, out] GELU (tanh) of a product of `x` [N, in]."""
     inside = isinstance(product, PlainLinear) and product.in_epilogue(x.device)
-    if inside and not torch.compiler.is_compiling():
+    if inside:
         assert isinstance(product, PlainLinear)
         assert product.bias is not None
         return torch._addmm_activation(product.bias, x, product.weight.t(), use_gelu=True)
@@ -204,14 +204,6 @@ def _joined(modules: Sequence[nn.Linear]) -> PlainLinear:
             module.bias = nn.Parameter(bias[begin:end], requires_grad=False)
         begin = end
     return PlainLinear(weight, bias)
-
-
-def all_plain(weights: tuple[Any, ...]) -> bool:
-    """Whether all products in nested tuples of weights are plain, so that they can be compiled."""
-    return all(
-        isinstance(each, Tensor | PlainLinear) or (isinstance(each, tuple) and all_plain(each))
-        for each in weights
-    )
 
 
 Tree = TypeVar("Tree")

@@ -77,7 +77,7 @@ def add_gated(x: Tensor, gate: Vector, y: Tensor, norm: Norm | None = None) -> t
         y: as many tokens, [N, D].
         norm: before that product.
     """
-    if not torch.compiler.is_compiling() and has_kernels(x.device):
+    if has_kernels(x.device):
         if norm is not None and x.dim() == 2:
             vectors, row_of = zip(*map(_looked_up, (gate, *norm[:2])), strict=True)
             added, made, scales = torch.ops.maskserve.add_gated_modulate(

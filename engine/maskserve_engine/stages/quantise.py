@@ -36,12 +36,10 @@ def load_denoiser(config: Config, name: str, cls: Any, prepare: Prepare) -> Any:
     holds the weights in their first form.
 
     Raises:
-        ConfigError: the part cannot be read, is quantised already, the form's library is missing,
-            or blocks of that form are to be compiled.
+        ConfigError: the part cannot be read, is quantised already, or the form's library is
+            missing.
     """
     form = config.model.weights
-    if form != "bf16" and config.model.compile:
-        raise ConfigError(f'[model] compile: not with weights = "{form}"; use "bf16"')
     if config.model.gguf and device_of(config).type != "meta":
         return _load_gguf(config, name, cls)
     return _load(config, name, cls, "weights", form, _BLOCKS, prepare)
@@ -173,8 +171,6 @@ def _load_gguf(config: Config, name: str, cls: Any) -> Any:
     model, dtype = config.model, dtype_of(config)
     if model.weights != "bf16":
         raise ConfigError(f'[model] gguf: not with weights = "{model.weights}"; use "bf16"')
-    if model.compile:
-        raise ConfigError("[model] gguf: not with compile; use false")
     if model.fuse_loras:
         raise ConfigError("[model] gguf: not with fuse_loras; a LoRA of an edit can be had")
     import_library("gguf", "gguf", model.gguf)

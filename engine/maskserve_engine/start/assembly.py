@@ -101,7 +101,6 @@ def load_engine(
         adapter.device,
         str(dtype_of(config)).removeprefix("torch."),
         config.controls.service_timeout_s,
-        fast=config.controls.fast,
     )
     return assemble(
         config,

@@ -32,8 +32,7 @@ device, `…_one_service_ms` one with all in one service, and `…_bus_…` coun
 through host memory.
 
 `ahead_over_free_link`: an edit whose ControlNet is in a service behind 10 Gbit/s, with `adapters:
-fast`, over one with no network between them (emulated as well); `stale_…` with the
-residuals of the step before, `exact_…` with steps that wait.
+fast`, over one with no network between them (emulated as well); `exact_…` with steps that wait.
 
 `cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
 one of them (`cfg_pair.py`; SDXL at 0.3 of its width), and `…_two_workers` edits per second

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from maskserve_core.config import FastControl
 from maskserve_core.contracts.settings import AdapterMode
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import (
@@ -186,9 +185,9 @@ class Base:
         self._device.wait()
 
 
-def _session(calls: PipeCalls, nets: Sequence[str], fast: FastControl = "ahead") -> ControlService:
+def _session(calls: PipeCalls, nets: Sequence[str]) -> ControlService:
     """A denoiser's end of a service that has loaded so many ControlNets."""
-    session = ControlService(calls, torch.device("cpu"), "float32", _PATIENCE_S, fast=fast)
+    session = ControlService(calls, torch.device("cpu"), "float32", _PATIENCE_S)
     for name in nets:
         session.load(name, name, _PATIENCE_S)
     return session
@@ -337,11 +336,10 @@ def slow_link(repeat: int) -> dict[str, Any]:
             stack.enter_context(service_process(nets, connection=each))
             for each in (Connection, slow)
         )
-        ahead, stale = (_session(slowed, net, fast) for fast in ("ahead", "stale"))
+        ahead = _session(slowed, net)
         ways: dict[str, tuple[ControlService, AdapterMode]] = {
             "free": (_session(free, net), "exact"),
             "exact": (ahead, "exact"),
-            "stale": (stale, "fast"),
             "ahead": (ahead, "fast"),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -359,7 +357,7 @@ def slow_link(repeat: int) -> dict[str, Any]:
         "link_transfer_of_step": TRANSFER,
         **{
             f"{name}_over_free_link": round(median[name] / median["free"], 3)
-            for name in ("exact", "stale", "ahead")
+            for name in ("exact", "ahead")
         },
     }
 

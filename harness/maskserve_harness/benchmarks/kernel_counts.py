@@ -13,11 +13,9 @@ from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flux.blocks import steps_ahead
-from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.unet.rows import Guidance, UnetRow
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
 from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
-from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.launch_log import WEIGHTS, Log
 from maskserve_harness.benchmarks.replay import in_memory
@@ -52,8 +50,6 @@ class Case:
     guided: bool = False
     primes: bool = False
     """A priming row beside the others."""
-    compiled: bool = False
-    """Blocks run in compiled segments."""
     weights: str = "bf16"
     """Form of the blocks' weights: `bf16` or `fp8`."""
     loras: int = 0
@@ -88,11 +84,6 @@ CASES = (
     Case("kv int8, 4 rows, mixed, graphs", MIXED[:4], recorded=True),
     Case("kv int8, 8 rows, mixed, graphs", MIXED, recorded=True),
     Case("kv int8, 1 guided row, graphs", (0.11,), guided=True, recorded=True),
-)
-COMPILED_CASES = (
-    Case("dense, 1 row, compiled", (None,), compiled=True),
-    Case("kv int8, 1 row, compiled", (0.11,), compiled=True),
-    Case("kv int8, 4 rows, mixed, compiled", MIXED[:4], compiled=True),
 )
 
 
@@ -181,7 +172,7 @@ GROUPS = {
     "attention": ("attention.",),
     "entries": ("scatter_kv.", "forward._hidden"),
     "heads and order": ("qk_norm_rope.", "forward.attend", "packing."),
-    "norms and gates": ("blocks.", "modulation.", "compiled.", "fp8."),
+    "norms and gates": ("blocks.", "modulation.", "fp8."),
 }
 """Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
 none is `outside`."""
@@ -227,18 +218,16 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
     """What steps of rows that were packed before ask of the device: one that computes the vectors
     of those ahead, and one that does not.
     """
-    cuda, segments = compiled_device() if case.compiled else (FakeCuda(), None)
-    with cuda:
+    with FakeCuda() as cuda:
         bench = fake_bench(blocks, case.format)
         if case.weights == "fp8":
             bench.weights = map_linears(bench.weights, _in_fp8)
         if case.recorded:
             recorder = Graphs.on(DEVICE, torch.bfloat16)
             bench.weights = replace(bench.weights, graphs=recorder, resident_bytes=0)
-        bench.compiled = replace(bench.weights, segments=segments)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
-        step = partial(bench.step, rows, kinds_of(case, bench.blocks), compiled=case.compiled)
+        step = partial(bench.step, rows, kinds_of(case, bench.blocks))
         for _ in range(3 if case.recorded else 1):  # the second one is recorded, the third taken
             step()
         for row in rows:
@@ -260,14 +249,6 @@ def _in_fp8(at: str, product: Linear) -> Linear:
     weight = torch.empty(product.weight.shape, dtype=FP8, device=DEVICE)
     scale = torch.empty(len(weight), 1, device=DEVICE)
     return Fp8Linear(weight, scale, product.bias, torch.bfloat16)
-
-
-@cache
-def compiled_device() -> tuple[FakeCuda, CompiledSegments]:
-    """A device that has compiled the segments of FLUX.1-dev's blocks; they run there alone."""
-    cuda = FakeCuda()
-    with cuda, torch.inference_mode():
-        return cuda, FakeCompiler(cuda).compile(fake_bench((1, 1), "model").weights)
 
 
 def unet_step(case: UnetCase) -> tuple[Log, int]:

@@ -24,7 +24,6 @@ import json
 
 from maskserve_harness.benchmarks.kernel_counts import (
     CASES,
-    COMPILED_CASES,
     GROUPS,
     NEEDED,
     SDXL_GUIDED,
@@ -68,7 +67,7 @@ def main() -> int:
     counts: dict[str, Counts] = {}
     print("| step | double block | single block | outside | step | per block |")
     print("|---|---|---|---|---|---|")
-    for case in (*CASES, *COMPILED_CASES):
+    for case in CASES:
         counts[case.name] = c = count(case)
         print(
             f"| {case.name} | {c.double:.1f} | {c.single:.1f} | {c.fixed:.0f} | {c.step} "
@@ -107,8 +106,8 @@ def print_bytes() -> None:
     groups = (*GROUPS, "outside")
     print(f"| step | {' | '.join(groups)} | all | least | times least |")
     print("|---|" + "---|" * (len(groups) + 3))
-    for case in (*CASES, *COMPILED_CASES):
-        if case.name not in _BYTES_OF and not case.compiled:
+    for case in CASES:
+        if case.name not in _BYTES_OF:
             continue
         moved = moved_bytes(case)
         whole, least = moved.total(), sum(moved[group] for group in NEEDED) + entry_bytes(case)

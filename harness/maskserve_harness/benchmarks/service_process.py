@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.config import Config, FastControl
+from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import MaskserveError
 from maskserve_core.models.control_nets import ControlNets
@@ -197,15 +197,11 @@ class ServiceHere:
         facts = load_facts(config.model.path)
         self.version = ControlNets(self._config, facts).find(net.name, "").version
 
-    def denoiser(self, fast: FastControl) -> ControlService:
-        """A denoiser's end of it, which has had the ControlNet loaded.
-
-        Args:
-            fast: `[controls] fast`.
-        """
+    def denoiser(self) -> ControlService:
+        """A denoiser's end of it, which has had the ControlNet loaded."""
         dtype = str(dtype_of(self._config)).removeprefix("torch.")
         calls, device = DirectCalls(self._service), torch.device("cpu")
-        own = ControlService(calls, device, dtype, PATIENCE_S, fast=fast)
+        own = ControlService(calls, device, dtype, PATIENCE_S)
         own.load(self._name, self.version, PATIENCE_S)
         return own
 

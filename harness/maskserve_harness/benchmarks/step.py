@@ -13,10 +13,9 @@ Every eighth step of a FLUX row computes the vectors of eight steps: `--steps 8`
 row, as an edit's come, and tells their mean. (On a CPU run it with the settings of the allocator
 that `maskserve serve` gives its workers: `maskserve_serving/command.py`, TUNING.)
 
-`--compile` times the same steps with compiled blocks, too, in the same rounds. `--trace FILE`
-writes what three cached steps do as a profile for Perfetto or chrome://tracing. The preset
-`demo-narrow` is the demo model with next to no width and tokens: what its steps take is what asking
-for their operations takes.
+`--trace FILE` writes what three cached steps do as a profile for Perfetto or chrome://tracing. The
+preset `demo-narrow` is the demo model with next to no width and tokens: what its steps take is what
+asking for their operations takes.
 
 UNets (`sdxl-1024`, `sd21-768`) are timed whole, one pass per row; in place of `rest_ms` stands
 `convolutions_ms`, what of one more cached step is spent in convolutions. `--halo` runs those on
@@ -40,7 +39,6 @@ from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
@@ -49,8 +47,6 @@ from maskserve_harness.reports import about, write_json
 _PARTS = (
     ("rest", "rest_ms"),
     ("convolutions", "convolutions_ms"),
-    ("compiled: dense", "compiled_dense_ms"),
-    ("cached", "compiled_ms"),
 )
 
 
@@ -114,20 +110,13 @@ def measure_mixes(
     cached: list[Any] = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
     batches = (dense, *cached)
     steps = [kept(bench, count, partial(bench.step, rows, kind)) for rows in batches]
-    if isinstance(bench, Bench) and bench.compiled is not None:
-        again = partial(bench.step, kind=kind, compiled=True)
-        steps += [kept(bench, count, partial(again, rows)) for rows in batches]
     for step in steps if repeat > 1 else steps[1:2]:
         step()
     rounds = [[timer.ms(step) / count for step in steps] for _ in range(repeat)]
     dense_times, *times = map(list, zip(*rounds, strict=True))
-    times, compiled = times[: len(mixes)], times[len(mixes) :]
     results = []
-    for i, (mix, rows, taken) in enumerate(zip(mixes, cached, times, strict=False)):
+    for mix, rows, taken in zip(mixes, cached, times, strict=True):
         results.append(_result(bench, kind, mix, dense_times, taken))
-        if compiled:
-            results[-1]["compiled_dense_ms"] = round(statistics.median(compiled[0]), 3)
-            results[-1]["compiled_ms"] = round(statistics.median(compiled[1 + i]), 3)
         if isinstance(bench, Bench):
             rest = [rest_time(bench, timer, rows, kind) for _ in range(3)]
             results[-1]["rest_ms"] = round(statistics.median(rest), 3)
@@ -223,7 +212,6 @@ def main() -> int:
         "--halo", type=int, default=0, help="[cache] conv_halo; 0: convolve the whole picture"
     )
     parser.add_argument("--placed-bytes", type=int, help="[cache] placed_bytes")
-    parser.add_argument("--compile", action="store_true", help="time compiled blocks, too")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="profile cached steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -247,10 +235,6 @@ def main() -> int:
         bench = Bench(args.preset, blocks, dtype, device, args.format)
         if args.placed_bytes is not None:
             bench.weights = replace(bench.weights, resident_bytes=args.placed_bytes)
-    if args.compile:
-        if not isinstance(bench, Bench):
-            parser.error("--compile: blocks of UNets are not compiled")
-        bench.compiled = replace(bench.weights, segments=compile_segments(bench.weights))
     print(f"{args.preset}, {bench.blocks} blocks, {args.dtype}, {hardware(device)}", flush=True)
     results = measure(bench, args)
     if args.trace:

@@ -86,8 +86,6 @@ class Bench:
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
-        self.compiled: FluxWeights | None = None
-        """`weights` whose blocks are compiled, where they have been."""
         self.batch: FluxBatch | None = None
 
     def fill_entry(self, kind: str) -> None:
@@ -180,18 +178,15 @@ class Bench:
         rows: Sequence[FlowRow | FlowPrimingRow],
         kind: str | Sequence[str],
         *,
-        compiled: bool = False,
         exchange: Exchange | None = None,
     ) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks or of each."""
-        weights = self.compiled if compiled else self.weights
-        assert weights is not None, "its blocks have not been compiled"
         kinds = (kind,) * self.blocks if isinstance(kind, str) else kind
         with torch.inference_mode():
             for row in rows:
                 row.step %= row.steps
             self.batch = FluxBatch.of(rows, self.batch)
-            self.batch.step(weights, kinds, exchange)
+            self.batch.step(self.weights, kinds, exchange)
 
     def walk(self, rows: Sequence[FlowRow], kind: str) -> None:
         """All steps of rows of this bench."""

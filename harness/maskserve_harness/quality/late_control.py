@@ -1,5 +1,5 @@
 """What it costs in quality that steps add what a ControlNet service said of other latents than
-theirs (`adapters: fast`): pictures with each `[controls] fast`, against those that wait.
+theirs (`adapters: fast`), against those that wait.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from maskserve_core.config import FastControl
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_harness.benchmarks.service_process import ServiceHere
@@ -18,11 +17,8 @@ from maskserve_harness.quality.choices import CacheChoice
 from maskserve_harness.quality.metrics import Picture, compare, summary
 from maskserve_harness.quality.systems import Rig
 
-MODES: Final[tuple[FastControl, ...]] = ("ahead", "stale")
 SSIM: Final = 0.95
-"""Of `ahead`, in the mask; Katz reports 0.77 over the picture (§9.3)."""
-OVER_STALE_DB: Final = 3.0
-"""By how much `ahead` is nearer than `stale`, in the mask."""
+"""In the mask; Katz reports 0.77 over the picture (§9.3)."""
 
 
 def late(
@@ -33,7 +29,7 @@ def late(
     waited: tuple[Sequence[Picture], Sequence[Picture]],
     cached_as: tuple[Sequence[tuple[AnchorEntry, ...]], CacheChoice],
 ) -> dict[str, Any]:
-    """Figures of each mode, dense and cached, by a service of the ControlNet in this process.
+    """Figures, dense and cached, by a service of the ControlNet in this process.
 
     Args:
         rig: whose rows have the ControlNet, from `served` where that is not None.
@@ -48,32 +44,22 @@ def late(
         replace(job, controls=tuple([replace(c, net=service.version) for c in job.controls]))
         for job in jobs
     ]
-    found: dict[str, Any] = {}
     try:
-        for mode in MODES:
-            rig.served = service.denoiser(mode)
-            made = rig.dense(edits, own), rig.cached(edits, own, *cached_as)
-            rig.served.close()
-            rig.served = None
-            found[mode] = {
-                way: _figures(edits, late, exact)
-                for way, late, exact in zip(("dense", "cached"), made, waited, strict=True)
-            }
+        rig.served = service.denoiser()
+        made = rig.dense(edits, own), rig.cached(edits, own, *cached_as)
+        rig.served.close()
+        rig.served = None
     finally:
         service.close()
-    return found
+    return {
+        way: _figures(edits, late, exact)
+        for way, late, exact in zip(("dense", "cached"), made, waited, strict=True)
+    }
 
 
 def held(found: dict[str, Any]) -> dict[str, bool]:
     """Which bars hold, of what `late` has found."""
-    ahead, stale = found["ahead"], found["stale"]
-    return {
-        "ahead_ssim": all(each["ssim_in_mask"] >= SSIM for each in ahead.values()),
-        "ahead_over_stale": all(
-            each["psnr_in_mask"] >= stale[way]["psnr_in_mask"] + OVER_STALE_DB
-            for way, each in ahead.items()
-        ),
-    }
+    return {"ahead_ssim": all(each["ssim_in_mask"] >= SSIM for each in found.values())}
 
 
 def _figures(

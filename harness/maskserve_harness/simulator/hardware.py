@@ -23,13 +23,13 @@ from maskserve_core.planning.entry_bytes import (
     EntryFormat,
     block_bytes,
     entry_bytes,
-    tile_bytes,
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
+from maskserve_harness.counted import tile_bytes
 from maskserve_harness.published_models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
 
 MODELS = {"flux": FLUX_FILL_FACTS, "sdxl": SDXL_FACTS, "sd21": SD21_FACTS}

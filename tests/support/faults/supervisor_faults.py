@@ -11,7 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from maskserve_serving.files import running_files
+from maskserve_serving import files
+from maskserve_serving.files import WorkerFiles
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.runtime import find_runtime
@@ -25,6 +26,19 @@ from tests.support.faults.worker_faults import (
     begin_visits,
 )
 from tests.support.faults.worker_site import Site, until
+
+
+def running_files(base_port: int) -> list[WorkerFiles]:
+    """The folders of the workers that a supervisor runs at this base port."""
+    found = [
+        sorted(Path(root).glob(f"{files._prefix(base_port)}*"))
+        for root in (files._memory(), files._disk())
+    ]
+    return [
+        WorkerFiles(own, disk / own.name)
+        for memory, disk in zip(*found, strict=True)
+        for own in sorted(memory.iterdir())
+    ]
 
 
 class _Serving:
@@ -50,9 +64,9 @@ class _Serving:
     def site(self, side: int, steps: int) -> Site:
         """Its worker, seen from here."""
         options = self._options
-        [files] = running_files(options.base_port)
+        [own] = running_files(options.base_port)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
-        return Site(WorkerProcess(Spec(0, options, runtime, {}, files)), side, steps)
+        return Site(WorkerProcess(Spec(0, options, runtime, {}, own)), side, steps)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -131,7 +131,7 @@ def test_keys_name_their_client_and_bound_it():
         with pytest.raises(RetryLater, match="key a has its share: 1"), admission.edit(client, 10):
             pass
         assert admission.bytes == 10
-    assert (admission.edits, admission.bytes, admission.edits_of(client)) == (0, 0, 0)
+    assert (admission.edits, admission.bytes, admission._edits.held(client.scope)) == (0, 0, 0)
     assert KeyRing((), 7).client({}).admin
 
 

@@ -431,8 +431,6 @@ def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.Monkey
     env = command.environment(server, tmp_path / "config.toml", "1", tmp_path)
     assert env["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
     assert "TORCHINDUCTOR_CACHE_DIR" not in env
-    env = command.environment(server, tmp_path / "config.toml", "1", tmp_path, compiled=True)
-    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 
 def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

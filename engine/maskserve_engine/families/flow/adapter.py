@@ -64,7 +64,6 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         facts: what the model folder says.
         model: the family's `transformer`, in eval mode.
         sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
-        compiled: whether segments of blocks are compiled; takes its time.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
@@ -87,7 +86,6 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         model: Any,
         sampler: Any,
         *,
-        compiled: bool = False,
         placed_bytes: int = 0,
         outside_noise: str = "template",
         graphs: bool = False,
@@ -100,7 +98,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         self.weight_bytes = held_bytes(model)
         recorder = Graphs.on(model.device, model.dtype) if graphs else None
         room = placed_bytes if recorder is None else 0
-        self.weights = self.weights_of(model, room, recorder, compiled=compiled)
+        self.weights = self.weights_of(model, room, recorder)
         super().__init__(self.batches, self.weights)
         self.blocks = len(self.weights.blocks)
         self._preparation = self.preparation(
@@ -130,7 +128,6 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             facts,
             load_denoiser(config, "transformer", cls.transformer(), made),
             load_sampler(config),
-            compiled=config.model.compile,
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
             graphs=records_steps(facts, config),
@@ -148,16 +145,13 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         """The diffusers class of its model; imported when first asked for."""
 
     @abstractmethod
-    def weights_of(
-        self, model: Any, resident_bytes: int, graphs: Graphs | None, *, compiled: bool
-    ) -> W:
+    def weights_of(self, model: Any, resident_bytes: int, graphs: Graphs | None) -> W:
         """The model's weights as its batches are given them.
 
         Args:
             model: as given to the adapter.
             resident_bytes: that keys and values of a batch may take to stay in place.
             graphs: of its steps; None: none is recorded.
-            compiled: whether segments of blocks are compiled.
         """
 
     @staticmethod

@@ -27,7 +27,6 @@ from maskserve_engine.families.flux.blocks import (
     steps_ahead,
     vectors,
 )
-from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.control import (
     FluxControlled,
     FluxControlNet,
@@ -99,11 +98,8 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
 
         return FluxTransformer2DModel
 
-    def weights_of(
-        self, model: Any, resident_bytes: int, graphs: Graphs | None, *, compiled: bool
-    ) -> FluxWeights:
-        own = replace(FluxWeights.of(model), resident_bytes=resident_bytes, graphs=graphs)
-        return replace(own, segments=compile_segments(own)) if compiled else own
+    def weights_of(self, model: Any, resident_bytes: int, graphs: Graphs | None) -> FluxWeights:
+        return replace(FluxWeights.of(model), resident_bytes=resident_bytes, graphs=graphs)
 
     @staticmethod
     def places_of(model: Any) -> Mapping[str, Place]:

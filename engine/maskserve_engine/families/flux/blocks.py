@@ -2,7 +2,7 @@
 
 They compute what the matching diffusers block computes for every row by itself
 (diffusers/models/transformers/transformer_flux.py); attention is `batch.forward`'s. What is before
-and after it knows of no mask and no cache; `compiled` compiles it.
+and after it knows of no mask and no cache.
 
 What timestep, guidance and prompt do to a block, its shifts, scales and gates (`Vectors`), depends
 on nothing else of a step, so that of several steps is computed at once: its weights, a quarter of
@@ -231,11 +231,9 @@ class FluxStep:
         ahead: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
-        block, segments = self.blocks[number], self.weights.segments
+        block = self.blocks[number]
         if isinstance(block, Double):
             both = self.vectors.double[number]
-            if segments is not None:
-                return *segments.before_double(block, text, image, both, packing, cis), None
             streams: _Streams = ahead or (
                 Modulated.of(block.text.qkv, packing.text_stream, text, both[1], 6),
                 Modulated.of(block.image.qkv, packing.image_stream, image, both[0], 6),
@@ -245,8 +243,6 @@ class FluxStep:
             qk_norm_rope(qk, block.norms, cis, packing.stream_of)
             return qk, v, tuple((own.x, own.vectors) for own in streams)
         vectors = self.vectors.single[number - self.two_streams]
-        if segments is not None:
-            return segments.before_single(block, image, vectors, packing, cis)
         row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors, 3)
         width, inside = image.shape[1], self.forms[number] == "epilogues"
         if inside or room is not None:
@@ -297,21 +293,14 @@ class FluxStep:
         goes_on: bool,
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
-        block, segments = self.blocks[number], self.weights.segments
+        block = self.blocks[number]
         half = image.dtype == torch.float16  # whose streams are clipped before the next norm
         if isinstance(block, Double):
-            if segments is not None:
-                both = self.vectors.double[number]
-                return *segments.after_double(block, text, image, attended, both, packing), None
             behind = number + 1 if goes_on and not half else None
             c, x, ahead = self._after_streams(block, kept, attended, packing, behind)
             c = clip(c) if half else c
             return c.view_as(text), x.view_as(image), ahead
         begin = packing.text[0] if image_alone else 0
-        if segments is not None:
-            vectors = self.vectors.single[number - self.two_streams]
-            out = segments.after_single(block, image, attended, kept, vectors, packing)
-            return text, out[begin:], None
         joined, x, gate = kept
         rows = packing.row_stream.spans
         if image_alone:

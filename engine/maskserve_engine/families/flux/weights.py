@@ -5,19 +5,18 @@ The model's own parameters become parts of the joined ones: nothing is held twic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.packing import Packing
 from maskserve_engine.batch.row_updates import ByRow, RowUpdates
 from maskserve_engine.layers.fp8 import Fp8Linear
-from maskserve_engine.layers.linear import Linear, all_plain, in_epilogues, linear, map_linears
+from maskserve_engine.layers.linear import Linear, in_epilogues, linear, map_linears
 from maskserve_engine.layers.low_rank import (
     Adapters,
     Place,
@@ -79,54 +78,6 @@ class Single(NamedTuple):
 Form = Literal["plain", "epilogues", "fp8"]
 
 
-class BlockSegments(Protocol):
-    """What is before and after attention in a block, made in another way than `blocks` has it."""
-
-    def before_double(
-        self,
-        block: Double,
-        text: Tensor,
-        image: Tensor,
-        vectors: tuple[Tensor, Tensor],
-        packing: Packing,
-        cis: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Rotated queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim], in row
-        order.
-        """
-        ...
-
-    def after_double(
-        self,
-        block: Double,
-        text: Tensor,
-        image: Tensor,
-        attended: Tensor,
-        vectors: tuple[Tensor, Tensor],
-        packing: Packing,
-    ) -> tuple[Tensor, Tensor]:
-        """The text and image streams."""
-        ...
-
-    def before_single(
-        self, block: Single, x: Tensor, vectors: Tensor, packing: Packing, cis: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `before_double`, and the feed-forward part."""
-        ...
-
-    def after_single(
-        self,
-        block: Single,
-        x: Tensor,
-        attended: Tensor,
-        up: Tensor,
-        vectors: Tensor,
-        packing: Packing,
-    ) -> Tensor:
-        """[N, width] in row order."""
-        ...
-
-
 @dataclass(frozen=True)
 class FluxWeights:
     """All of a FluxTransformer2DModel that a step needs."""
@@ -143,8 +94,6 @@ class FluxWeights:
     head_dim: int
     device: torch.device
     dtype: torch.dtype
-    segments: BlockSegments | None = None
-    """Of the blocks, compiled; None: they run as `blocks` has them."""
     resident_bytes: int = 0
     """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
     graphs: Graphs | None = None
@@ -183,29 +132,17 @@ class FluxWeights:
     @cached_property
     def writes(self) -> tuple[bool, ...]:
         """Per block, whether these write where they are told to."""
-        return tuple(self.segments is None and form != "plain" for form in self.forms)
+        return tuple(form != "plain" for form in self.forms)
 
     @property
     def width(self) -> int:
         return self.x_embedder.out_features
 
-    @property
-    def plain(self) -> bool:
-        """Whether all products of blocks are plain, so that their segments can be compiled."""
-        return all_plain(self.blocks)
-
-    def with_linears(self, change: Callable[[str, Linear], Linear]) -> FluxWeights:
-        """The same with other products (`map_linears`); those of a block run uncompiled where they
-        are not plain.
-        """
-        changed = map_linears(self, change)
-        return changed if changed.plain else replace(changed, segments=None)
-
     def with_adapters(self, rows: Sequence[Adapters]) -> FluxWeights:
         """The same for packed rows of which each has adapters of its own, or none."""
         if not any(rows):
             return self
-        changed = self.with_linears(RowUpdates(rows, self.device).linear)
+        changed = map_linears(self, RowUpdates(rows, self.device).linear)
         return replace(changed, by_row=True, graphs=None)
 
     def take(self, rows: Sequence[int]) -> FluxWeights:
@@ -214,7 +151,7 @@ class FluxWeights:
         def taken(place: str, own: Linear) -> Linear:
             return own.take(rows) if isinstance(own, ByRow) else own
 
-        return self.with_linears(taken) if self.by_row else self
+        return map_linears(self, taken) if self.by_row else self
 
 
 def _form(block: Double | Single, device: torch.device) -> Form:

@@ -14,7 +14,8 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit
+from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens
+from maskserve_harness.counted import flop_limit
 from maskserve_harness.published_models import FLUX_DEV, SD21, SDXL
 from tests.support.flop_count import counted
 from tests.support.model_configs import SD21_INPAINT, TINY_FLUX, TINY_SD21, TINY_SDXL

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from maskserve_core.config import FastControl
 from maskserve_core.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.reuse import Reuse, SentAsk
@@ -45,8 +44,6 @@ from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import samplers
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
-
-MODES: tuple[FastControl, ...] = ("stale", "ahead")
 
 
 class Model:
@@ -101,7 +98,7 @@ class Model:
             running, coming = [r for r in running if r.step < r.steps] + coming, []
         return found
 
-    def oracle(self, case: Case, job: EditJob, mode: FastControl) -> NDArray[np.float32]:
+    def oracle(self, case: Case, job: EditJob) -> NDArray[np.float32]:
         """[C, h, w] of diffusers' pipeline with a ControlNet that is late."""
         [control] = job.controls
         net = deepcopy(self.nets["one"])
@@ -120,7 +117,7 @@ class Model:
         prepared: Any = job.prepared
         blend = prepared.inputs.start.blend
         scale = case.settings.guidance_scale if self.unet else 1.0
-        late = Late(pipeline, mode, None if blend is None else blend.mask, scale or 1.0)
+        late = Late(pipeline, None if blend is None else blend.mask, scale or 1.0)
         given = {
             "control_image": Image.fromarray(control.picture),
             "controlnet_conditioning_scale": control.scale,
@@ -140,12 +137,12 @@ row_of: dict[int, tuple[Any, Any]] = {}
 
 
 class Late:
-    """Has a pipeline's ControlNet say what it says of the step before, or of latents extrapolated
-    there by a copy of the pipeline's sampler, with the model's last answer.
+    """Has a pipeline's ControlNet say what it says of latents extrapolated by a copy of the
+    pipeline's sampler, with the model's last answer.
     """
 
-    def __init__(self, pipeline: Any, mode: FastControl, mask: Tensor | None, scale: float) -> None:
-        self.pipeline, self.mode, self.mask, self.scale = pipeline, mode, mask, scale
+    def __init__(self, pipeline: Any, mask: Tensor | None, scale: float) -> None:
+        self.pipeline, self.mask, self.scale = pipeline, mask, scale
         self.calls, self.answer = 0, torch.empty(0)
         self.said: Any = None
         self.latents = torch.empty(0)
@@ -172,7 +169,7 @@ class Late:
         self.answer = answer
 
     def _asked(self, net: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.mode == "stale" or self.calls < 2:
+        if self.calls < 2:
             return None
         moved, sampler = self.extrapolated[self.calls]
         if self.mask is not None:  # outside of it both follow the noised source
@@ -185,8 +182,7 @@ class Late:
     def _said(self, net: Any, args: Any, output: Any) -> Any:
         before, self.said = self.said, output
         self.calls += 1
-        late = self.calls > 1 if self.mode == "stale" else self.calls == 2
-        return before if late else output
+        return before if self.calls == 2 else output
 
 
 @pytest.fixture(scope="module", params=["inpaint", "sd-base", "sdxl-fill"])
@@ -203,26 +199,24 @@ def model(
     row_of.clear()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_row_equals_the_pipeline_whose_net_is_as_late(model: Model, mode: FastControl) -> None:
+def test_a_row_equals_the_pipeline_whose_net_is_as_late(model: Model) -> None:
     rng = np.random.default_rng()
     case = model.case(rng)
     job = model.job(rng, case)
-    service = model.service.denoiser(fast=mode)
+    service = model.service.denoiser()
     found = model.run([model.row(job, service, "fast")])["r"]
-    expected = model.oracle(case, job, mode)
+    expected = model.oracle(case, job)
     assert np.abs(found - expected).max() <= tolerance(expected)
     exact = model.run([model.row(job, service, "exact")])["r"]
     assert np.abs(found - exact).max() > 2 * tolerance(expected), "nothing is late"
     service.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_of_a_mixed_batch_are_as_alone(model: Model, mode: FastControl) -> None:
+def test_rows_of_a_mixed_batch_are_as_alone(model: Model) -> None:
     """Fast and exact, dense and cached; one joins late, and two controls begin and end."""
     rng = np.random.default_rng()
     first = model.case(rng)
-    service = model.service.denoiser(fast=mode)
+    service = model.service.denoiser()
     made = []
     ranges: tuple[dict[str, Any], ...] = (
         {}, {"end": 0.7}, {"start": 0.4, "net": "two"}, {}, {"net": "two"},
@@ -246,11 +240,10 @@ def test_rows_of_a_mixed_batch_are_as_alone(model: Model, mode: FastControl) -> 
     service.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_no_step_waits_behind_the_first_one(model: Model, mode: FastControl) -> None:
+def test_no_step_waits_behind_the_first_one(model: Model) -> None:
     """Where residuals come within a step."""
     rng = np.random.default_rng()
-    service = model.service.denoiser(fast=mode)
+    service = model.service.denoiser()
     row = model.row(model.job(rng, model.case(rng)), service, "fast")
     served = row_of[id(row)][1]
     waits, stale = [], []
@@ -342,25 +335,7 @@ def test_which_residuals_a_step_adds() -> None:
     def none_failed(number: int) -> bool:
         return False
 
-    stale = Reuse("stale", scales)
-    assert stale.at(0, 4, none_failed) is None
-    assert stale.wants_own(0, None)
-    sent = SentAsk(1, 0, 4, 0, ahead=False)
-    stale.keep(sent)
-    assert stale.at(1, 4, none_failed) is sent
-    assert stale.at(1, 9, none_failed) is None, "other tokens"
-    assert stale.at(1, 4, lambda number: number == 1) is None, "it has failed"
-    assert not stale.wants_own(1, sent), "nothing acts in the next step"
-    assert stale.at(2, 4, none_failed) is None
-    assert not stale.wants_own(2, None)
-    assert stale.at(3, 4, none_failed) is None, "too old"
-    assert stale.wants_own(3, None)
-    stale.keep(SentAsk(2, 3, 4, 0, ahead=False))
-    stale.keep(SentAsk(3, 4, 4, 0, ahead=False))
-    assert stale.at(5, 4, none_failed) is None, "another scale"
-    assert stale.wants_own(5, None)
-
-    ahead = Reuse("ahead", scales)
+    ahead = Reuse(scales, fast=True)
     assert ahead.wants_ahead(0, 4)
     assert not ahead.wants_ahead(1, 4)
     assert ahead.wants_ahead(2, 4)
@@ -370,7 +345,20 @@ def test_which_residuals_a_step_adds() -> None:
     assert not ahead.wants_ahead(2, 4)
     assert ahead.wants_ahead(2, 9)
 
-    exact = Reuse("exact", scales)
+    for number, step in enumerate((0, 2, 4)):
+        ahead.keep(SentAsk(number, step, 4, 0, ahead=False))
+        if step == 0:  # behind a row's first step there is nothing else
+            sent = SentAsk(0, 0, 4, 0, ahead=False)
+            assert ahead.at(1, 4, none_failed) is not None
+            assert ahead.at(1, 9, none_failed) is None, "other tokens"
+            assert ahead.at(1, 4, lambda number: True) is None, "it has failed"
+            assert not ahead.wants_own(1, sent)
+    assert ahead.at(2, 4, none_failed) is None, "nothing acts"
+    assert ahead.at(5, 4, none_failed) is None, "another scale"
+    assert Reuse(scales, fast=True).at(3, 4, none_failed) is None, "never asked"
+    assert ahead.wants_own(5, None)
+
+    exact = Reuse(scales, fast=False)
     exact.keep(sent)
     assert exact.at(1, 4, none_failed) is None
     assert exact.wants_own(1, None)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux import blocks
 from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward
@@ -29,6 +28,7 @@ from maskserve_engine.layers.linear import (
     ModuleLinear,
     PlainLinear,
     linear,
+    map_linears,
     sum_of_parts,
     write_product,
 )
@@ -213,9 +213,9 @@ class RowAdapters:
 def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) -> None:
     """Each as it is by itself on a model that has its adapters in its weights."""
     adapters, every = RowAdapters(), range(len(RATIOS))
-    weights = bench.weights.with_linears(adapters.added(every))
+    weights = map_linears(bench.weights, adapters.added(every))
     for row, found in enumerate(outputs(bench, weights, every, kind)):
-        own = bench.weights.with_linears(adapters.merged(row))
+        own = map_linears(bench.weights, adapters.merged(row))
         [alone] = outputs(bench, own, [row], kind)
         torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
         if adapters.of["proj_out"][row]:
@@ -241,7 +241,7 @@ def test_products_with_their_activations_inside_compute_the_same(bench: Bench, k
     """As on CUDA: what is joined elsewhere is never joined there."""
     every = range(len(RATIOS))
     apart = [outputs(bench, bench.weights, chosen, kind) for chosen in (every, [1])]
-    weights = bench.weights.with_linears(inside_epilogues)
+    weights = map_linears(bench.weights, inside_epilogues)
     inside = [outputs(bench, weights, chosen, kind) for chosen in (every, [1])]
     for one, other in zip(apart, inside, strict=True):  # GELU rounds otherwise there
         torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-5)
@@ -260,7 +260,7 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
             rooms.extend(each for each in args[-1:] if each is not None)
             return super().pre(*args)
 
-    weights = replace(bench.weights.with_linears(inside_epilogues), resident_bytes=0)
+    weights = replace(map_linears(bench.weights, inside_epilogues), resident_bytes=0)
     for row, expected in zip((0, 2), apart, strict=True):
         [found] = outputs(bench, weights, [row], kind, Watched)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
@@ -289,20 +289,9 @@ def test_blocks_of_a_librarys_layers_compute_the_same(bench: Bench, kind: str) -
         return ModuleLinear(layer, own.out_features)
 
     every = range(len(RATIOS))
-    found = outputs(bench, bench.weights.with_linears(wrapped), every, kind)
+    found = outputs(bench, map_linears(bench.weights, wrapped), every, kind)
     for one, other in zip(found, outputs(bench, bench.weights, every, kind), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_what_is_not_plain_runs_uncompiled(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    from maskserve_engine.families.flux.compiled import CompiledSegments
-
-    compiled = replace(bench.weights, segments=CompiledSegments("eager"))
-    assert compiled.with_linears(lambda _, own: own).segments is not None
-    other = compiled.with_linears(lambda _, own: LowRank(own, ()))
-    assert other.segments is None
-    assert compile_segments(other) is None
-    assert "form of a library" in caplog.text or "uncompiled" in caplog.text
 
 
 UNET: dict[str, Any] = {

@@ -138,7 +138,6 @@ def test_what_cannot_be_is_said(
 
     assert "[model] gguf: a setting of FLUX models" in refused(tiny_unets["sdxl-base"])
     assert '[model] gguf: not with weights = "nf4"' in refused(weights="nf4")
-    assert "[model] gguf: not with compile" in refused(compile=True)
     assert "[model] gguf: not with fuse_loras" in refused(fuse_loras=["a.safetensors"])
     check_fits(config_of(tiny_fill, model={"gguf": str(file), "weights": "nf4"}), 0)
     none = tmp_path / "none.gguf"

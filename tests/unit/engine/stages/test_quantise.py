@@ -237,8 +237,6 @@ def test_what_cannot_be_is_said(
         load_adapter(config_of(tiny_unets["sdxl-base"], model={"t5_offload": True}))
     with pytest.raises(ConfigError, match=r"\[model\] t5_offload: not with t5_weights"):
         load_encoder(config_of(tiny_fill, model={"t5_weights": "int8", "t5_offload": True}))
-    with pytest.raises(ConfigError, match=r"\[model\] compile: not with weights"):
-        load_adapter(config_of(tiny_fill, model={"weights": "int8", "compile": True}))
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     with pytest.raises(ConfigError, match=r'weights: "int8" needs torchao: pip install'):
         load_adapter(config_of(tiny_fill, model={"weights": "int8"}))

@@ -1,0 +1,54 @@
+"""What counting says of a step: by how much a cached one can be faster, and what its tile loads."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from maskserve_core.planning.entry_bytes import EntryFormat
+from maskserve_core.planning.flops import DENSE, KINDS, Floats, ModelWork, RowTokens
+
+
+def flop_limit(
+    work: ModelWork,
+    mask_ratio: float,
+    text: float,
+    *,
+    kind: str = "kv",
+    blocks_only: bool = False,
+) -> float:
+    """Dense FLOPs over cached FLOPs of one row: no cached step can be faster by more than this
+    at equal FLOP/s, so every benchmark prints it beside what it measured.
+
+    Args:
+        work: the model at the image's size.
+        mask_ratio: active over all tokens, on every level.
+        text: text tokens of the row.
+        kind: how the cached row runs its blocks.
+        blocks_only: leave out embedders, convolutions and the final layer.
+    """
+    row = work.row_at(mask_ratio, text)
+    if blocks_only:
+        flops = work.block_flops(work.totals([row])).sum(axis=0)
+        return float(flops[DENSE] / flops[KINDS.index(kind)])
+    return work.step_flops([row], "dense") / work.step_flops([row], kind)
+
+
+def tile_bytes(work: ModelWork, row: RowTokens, fmt: EntryFormat) -> Floats:
+    """Bytes of feature maps that a row with a tile loads before each block, `[blocks]`; those read
+    behind the last block are the last one's. Zeros without a halo.
+
+    Args:
+        work: the model at the image's size.
+        row: whose tile is a square at each level.
+        fmt: storage format.
+    """
+    loads = np.zeros(len(work.blocks))
+    if row.convolved is not None:
+        for each in work.maps:
+            total, computed = work.tokens[each.level], row.convolved[each.level]
+            if computed < total:  # with the position round it that a convolution reads
+                read = min(float(total), (math.sqrt(computed) + 2) ** 2)
+                loads[min(each.block, len(loads) - 1)] += fmt.bytes_of(read, each.width)
+    return loads
