@@ -1,7 +1,7 @@
 """Waiting for gRPC where Ctrl-C may come at any moment.
 
 gRPC takes locks in Python code, in the thread that calls it. KeyboardInterrupt can leave one held,
-or a call half started, and `Channel.close` then waits for good. So a call is to be started with
+or a call half started, and a channel's `close` then waits for good. So a call is started with
 interruptions held back (interrupts.py), and is waited for in SimpleQueue.get, which is C code.
 """
 

@@ -1,6 +1,6 @@
 """Interruptions at a moment that suits: halfway into a start, what was begun would be left.
 
-gRPC, for one, waits for good in `Channel.close` if KeyboardInterrupt comes while a call is started.
+gRPC, for one, waits for good in a channel's `close` if KeyboardInterrupt comes as a call starts.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class HttpApp:
         return app
 
     def _client(self, request: Request) -> KeyHolder:
-        """Who asks. Health alone is told without a key; see `Keys.client`."""
+        """Who asks. Health alone is told without a key; see `KeyRing.client`."""
         return self._who(request.headers)
 
     async def _document(self, _: Request) -> Response:

@@ -15,7 +15,7 @@ class StopSignals:
     """From its making on the two signals ask to stop; made in the main thread.
 
     Not a threading.Event: a handler runs between any two instructions of the main thread, also
-    while that is inside `Event.wait` and holds the event's lock, for which `Event.set` would then
+    while that is inside `wait` and holds the event's lock, for which `set` would then
     wait for good. And a signal that comes just before a thread falls asleep does not wake it. So
     the handler takes no lock, and the wait looks again and again.
 

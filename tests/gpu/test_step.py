@@ -197,7 +197,7 @@ def test_a_recorded_flux_step_answers_what_one_that_is_not_does(
     pytest.importorskip("triton")
     bench = Bench("flux-1024", (1, 1), torch.bfloat16, CUDA, "int8")
     bench.fill_entry("kv")
-    assert_recorded_alike(bench, replace(bench.weights, resident_bytes=0), ratios)
+    assert_recorded_alike(bench, replace(bench.weights, placed_bytes=0), ratios)
 
 
 def test_products_in_fp8_agree_with_their_numbers() -> None:

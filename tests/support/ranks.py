@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from maskserve_engine.batch.sequence_parallel import Ranks
+from maskserve_engine.batch.sequence_parallel import GangExchange
 from maskserve_engine.families.adapter import Adapter
 from maskserve_harness.benchmarks.replay import Replay
 
@@ -26,21 +26,21 @@ class Rank:
         self.adapter: Any = copy.copy(adapter)
         self.adapter.release()
         self.replay = Replay(self.adapter)
-        self._gangs: dict[range, Ranks] = {}
+        self._gangs: dict[range, GangExchange] = {}
 
-    def gang(self, of: range) -> Ranks | None:
+    def gang(self, of: range) -> GangExchange | None:
         """With these ranks; None: it is alone."""
         if len(of) == 1:
             return None
         if of not in self._gangs:
             own = PrefixStore(str(of), self._store)
-            self._gangs[of] = Ranks(
+            self._gangs[of] = GangExchange(
                 own, self.rank - of.start, len(of), CPU, 20.0, deals=self._deals
             )
         return self._gangs[of]
 
     @property
-    def all(self) -> Ranks | None:
+    def all(self) -> GangExchange | None:
         return self.gang(range(self._count))
 
     def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[Any]:

@@ -29,8 +29,8 @@ class Lora(LoraSetting, frozen=True):
     """A LoRA of an edit, with the file that its name stands for since the edit was accepted."""
 
     version: str = ""
-    """Which file of that name (`adapters.catalogue.Adapter.version`), so that all stages take the
-    same one.
+    """Which file of that name (`adapters.catalogue.KnownAdapter.version`): all stages take the same
+    one.
     """
     text: bool = False
     """Whether it changes text encoders, too: its file is then on the host before the edit leaves
@@ -46,7 +46,7 @@ class ResolvedControl(ControlSetting, frozen=True):
     """
 
     version: str = ""
-    """Which ControlNet of that name (`models.control_nets.ControlNet.version`)."""
+    """Which ControlNet of that name (`models.control_nets.KnownControlNet.version`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ TemplateId = Annotated[
 ]
 RequestId = Annotated[
     str,
-    Meta(  # a router's scope (`scopes`), then the client's own name
+    Meta(  # a router's `scope`, then the client's own name
         pattern=rf"\A({SCOPE.pattern}!)?[A-Za-z0-9._:/-]{{1,128}}\Z",
         max_length=161,
         description="1 to 128 letters, digits, or any of . _ : / -",

@@ -122,8 +122,8 @@ class ModelFacts:
     cached it would miss the bars of quality."""
     dense_steps: DenseSteps = NONE
     """First steps of cached edits that compute all tokens (docs/adr/0028)."""
-    keeps_decoded: bool = False
-    """Whether rows keep decoded keys and values from step to step (`[cache] placed_bytes`)."""
+    keeps_placed: bool = False
+    """Whether a batch keeps keys and values placed from step to step (`[cache] placed_bytes`)."""
     strength_rounds_up: bool = True
     """Whether a part of a step that `strength` leaves is run, by the pipeline's own rule."""
     zeros_for_empty_prompt: bool = False

@@ -283,7 +283,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         denoiser=transformer,
         control=CONTROL,
         skips_steps=True,
-        keeps_decoded=True,
+        keeps_placed=True,
         t5=True,
         least_steps=2 if sampler.get("shift_terminal") else 1,
     )

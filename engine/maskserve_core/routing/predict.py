@@ -22,7 +22,7 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
     Args:
         edit: the edit.
         worker: the worker, whose `takes(edit)` is not asked.
-        now: on the clock of `worker.as_of`; what the worker did since then is subtracted.
+        now: on the clock of `WorkerView.as_of`; what the worker did since then is subtracted.
     """
     compute, load, fetch = worker.price(edit)
     step, steps = worker.pricing.step, edit.steps

@@ -60,7 +60,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "adapter_evict": ("name",),
 }
 SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
-"""They may have a `scope` (`contracts.scopes`): what a client of that scope may see and do."""
+"""They may have a `scope` (`contracts.keys.SCOPE`): what a client of that scope may see and do."""
 _FLAGS = ("shared", "prime")
 _OF_FILES = ("status", "drain")
 ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")

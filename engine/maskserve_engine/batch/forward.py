@@ -37,8 +37,8 @@ class Transformer(Protocol):
         ...
 
     @property
-    def resident_bytes(self) -> int:
-        """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
+    def placed_bytes(self) -> int:
+        """That all blocks' keys and values of a batch may take to stay in place (`PlacedKV`)."""
         ...
 
     def take(self, rows: Sequence[int]) -> Self:
@@ -198,7 +198,7 @@ class State:
         self.joined = False  # one stream in row order, no longer two
         self.ahead: Any = None  # what the last block has left for the next one
         self.room: Tensor | None = None  # where the present block's keys and values lie already
-        packed.resident_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
+        packed.placed_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text, self.image = streams or (
             packed.text,
@@ -342,14 +342,14 @@ class State:
         if not packing.in_front:
             return None
         width, keys = self.image.shape[1], packing.all_keys.k_spans[-1][1]
-        if 2 * keys * width * self.image.element_size() <= self._resident_bytes:
+        if 2 * keys * width * self.image.element_size() <= self._placed_bytes:
             return None
         return self.asking.empty(self.image, (keys, 3 * width))
 
     @property
-    def _resident_bytes(self) -> int:
+    def _placed_bytes(self) -> int:
         """That a block's keys and values may take to stay in place."""
-        return self.model.resident_bytes // self.model.block_count
+        return self.model.placed_bytes // self.model.block_count
 
     def _all_keys(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens, not written yet; those of the room have the computed
@@ -363,12 +363,12 @@ class State:
         return keys, values
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        both = self.packed.resident_kv.blocks.get(index)
+        both = self.packed.placed_kv.blocks.get(index)
         if both is None:
             both = self._all_keys(k, v, packing)
             self._place(index, "kv", both, packing.slots)
             if self.room is None:
-                self.packed.resident_kv.keep(index, both, self._resident_bytes)
+                self.packed.placed_kv.keep(index, both, self._placed_bytes)
         if self.room is None:
             packing.scatter_computed((k, v), both)
         return both

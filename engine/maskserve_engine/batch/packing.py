@@ -266,7 +266,7 @@ def sparse_layout(
     return moved(both, device)
 
 
-class ResidentKV:
+class PlacedKV:
     """Of one batch. As long as its rows read the same entries, their inactive tokens' keys and
     values are the same at every step: only those of the computed tokens are written anew.
     """
@@ -381,7 +381,7 @@ class Packed:
         self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
         """Of the rows that have some, by their number."""
         self.primes = any(capture is not None for capture in self.captures)
-        self.resident_kv = ResidentKV()
+        self.placed_kv = PlacedKV()
         rest_cis = [rest.cis for rest in self.rests if rest is not None]
         self.layout: SparseLayout = sparse_layout(
             tuple(len(row.text) for row in rows),
@@ -411,7 +411,7 @@ class Packed:
     def copied(self) -> Packed:
         """The same in tensors of its own, which can take in what others have; without entries."""
         own = copy(self)
-        own.rests, own.resident_kv = (None,) * len(self.rests), ResidentKV()
+        own.rests, own.placed_kv = (None,) * len(self.rests), PlacedKV()
         own.tokens, own.text, own.cis = self.tokens.clone(), self.text.clone(), self.cis.clone()
         own.rest_cis = None if self.rest_cis is None else self.rest_cis.clone()
         vars(own).pop("wide_cis", None)  # of others' factors

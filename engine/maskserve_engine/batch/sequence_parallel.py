@@ -60,7 +60,7 @@ class Exchange(Protocol):
         ...
 
 
-class Ranks:
+class GangExchange:
     """An `Exchange` by torch.distributed. The group is no part of a world: any number of them may
     be there, and their ranks may be threads.
 

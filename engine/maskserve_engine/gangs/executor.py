@@ -48,7 +48,7 @@ from maskserve_engine.requests.executor import (
 
 _log = logging.getLogger(__name__)
 _LOSSES = 3
-"""RankProcesses that a row may lose: after that it is held to be what ended them."""
+"""Ranks that a row may lose; behind that the row is taken for the cause."""
 _STARTS = 3
 """Starts in a row that may fail of each rank while none is left."""
 _SILENT_S = 5.0
@@ -470,7 +470,7 @@ class GangExecutor:
         for process in gang if name is not None else ():
             process.call("leave", name)
 
-    # RankProcesses that come and go.
+    # Ranks come and go.
 
     def _lost(self, process: RankProcess) -> None:
         if self._living.get(process.device) is not process:

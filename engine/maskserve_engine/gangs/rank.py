@@ -32,8 +32,7 @@ from maskserve_core.worker.policies import policy_of
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.base.device_clock import Span
-from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
-from maskserve_engine.batch.sequence_parallel import share_of
+from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
 from maskserve_engine.batch.transfer import mapped, moved
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
@@ -111,7 +110,7 @@ class Rank:
         """Rows that could not be made."""
         self._primed_s: dict[str, float] = {}
         """Of priming rows, the seconds of their steps so far."""
-        self._gangs: dict[str, Exchanges] = {}
+        self._gangs: dict[str, GangExchange] = {}
         self._nets: dict[str, Future[None]] = {}
         """ControlNets that are here or on their way, which no step waits for."""
         self._net_reader = ThreadPoolExecutor(1, "controlnets")
@@ -131,7 +130,7 @@ class Rank:
         stores: Any = distributed  # of which torch's stubs know little
         store = stores.PrefixStore(gang, stores.TCPStore("127.0.0.1", port))
         deals = policy_of(self._config.engine).deals
-        exchange = Exchanges(store, rank, count, self.device, _EXCHANGE_S, deals=deals)
+        exchange = GangExchange(store, rank, count, self.device, _EXCHANGE_S, deals=deals)
         self._agree(exchange, 0)
         self._gangs[gang] = exchange
         call_s = self._exchange_seconds(exchange, 1)
@@ -304,7 +303,7 @@ class Rank:
         if not self._store.fetch(key, [a for a in dict.fromkeys(anchors) if a is not None]):
             self._store.settle(_OPEN_S)
 
-    def _exchange_seconds(self, exchange: Exchanges, nbytes: int) -> float:
+    def _exchange_seconds(self, exchange: GangExchange, nbytes: int) -> float:
         """Median of a few exchanges of so many bytes with each rank."""
         parts = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device)] * exchange.count
         took = []
@@ -328,7 +327,7 @@ class Rank:
     def _is_made(self, row: str) -> bool:
         return row in self._specs and row not in self._unmade
 
-    def _agree(self, exchange: Exchanges, number: int) -> None:
+    def _agree(self, exchange: GangExchange, number: int) -> None:
         """See that all ranks of a gang begin the same."""
         own = torch.full((exchange.count,), number, dtype=torch.int64, device=self.device)
         came = exchange.all_to_all(list(own.split(1)), [1] * exchange.count)

@@ -277,7 +277,7 @@ class Engine:
         self._check_cache()
 
     def _check_cache(self) -> None:
-        """Say so if rows that are gone have left something behind, now that none is there."""
+        """With no row left, the cache's books must match; log where they do not."""
         taken = self.counters["steps_total"]
         if self._cache is None or len(self.manager.scheduler) or self._checked == taken:
             return

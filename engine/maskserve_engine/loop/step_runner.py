@@ -95,7 +95,7 @@ class StepRunner:
         step = self._input(running, devices, work, reads, planned)
 
         def done(result: StepResult) -> None:
-            # Who was cancelled meanwhile has been answered.
+            # Edits that were cancelled during the step have had their answer.
             still = [edit for edit in running if self.manager.holds(edit)]
             self._book_waits(still, result.control_waits)
             self._book(still, len(running), work, result, planned)

@@ -145,7 +145,7 @@ class Residency:
         self._missing.pop(request_id, None)
 
     def pin(self, resource: Resource) -> None:
-        """Keep it, now or once it is here, whatever its score, until it is unpinned as often."""
+        """Keep it, if it is here or comes, until `unpin` was called as often as this."""
         self._pins[resource] += 1
 
     def unpin(self, resource: Resource) -> None:

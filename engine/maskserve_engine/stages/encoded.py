@@ -46,6 +46,10 @@ class EncodeReport(msgspec.Struct, frozen=True):
     """Whether the embeddings, those of the negative prompt too, were kept from other edits."""
     template: How
     """Whether the source's moments were."""
+    masked: Literal["whole", "pieces"] = "whole"
+    """How much of the masked picture was encoded, where the model takes one."""
+    batch: int = 1
+    """Edits that shared a call: of the text encoders, or of the VAE; the larger of both."""
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
@@ -53,11 +57,6 @@ class EncodeReport(msgspec.Struct, frozen=True):
     @classmethod
     def from_json(cls, raw: bytes) -> EncodeReport:
         return _decode_report(raw)
-
-    masked: Literal["whole", "pieces"] = "whole"
-    """How much of the masked picture was encoded, where the model takes one."""
-    batch: int = 1
-    """Edits that shared a call: of the text encoders, or of the VAE; the larger of both."""
 
     @property
     def meta(self) -> dict[str, str | int]:

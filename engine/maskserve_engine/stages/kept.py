@@ -13,7 +13,7 @@ V = TypeVar("V")
 class Kept(Generic[K, V]):
     """Values by key; the least recently used go first. Used by one thread.
 
-    A value that someone still reads stays his when it goes from here.
+    Who reads a value keeps it, also when it has left this place.
 
     Args:
         budget: bytes of all values; a value that is larger is not kept, so 0 keeps none.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from maskserve_engine.batch.sequence_parallel import Exchange, Ranks
+from maskserve_engine.batch.sequence_parallel import Exchange, GangExchange
 from maskserve_engine.families.flow.rows import Negative
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -49,7 +49,7 @@ class _Rank:
         self.rank = rank
         meeting: Any = dist  # torch's stubs do not name its stores
         own = meeting.FileStore(store, 2)
-        self.ranks = Ranks(own, rank, 2, _CPU, _TIMEOUT_S, deals=True)
+        self.ranks = GangExchange(own, rank, 2, _CPU, _TIMEOUT_S, deals=True)
         self.steps = {**_unet_steps(dtype), **_flux_steps(dtype)}
 
     def measure(self, rounds: int, clock: str) -> Times:

@@ -224,7 +224,7 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
             bench.weights = map_linears(bench.weights, _in_fp8)
         if case.recorded:
             recorder = Graphs.on(DEVICE, torch.bfloat16)
-            bench.weights = replace(bench.weights, graphs=recorder, resident_bytes=0)
+            bench.weights = replace(bench.weights, graphs=recorder, placed_bytes=0)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
         step = partial(bench.step, rows, kinds_of(case, bench.blocks))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from maskserve_core.planning.degree_costs import sent_bytes
 from maskserve_core.planning.flops import RowTokens
-from maskserve_engine.batch.sequence_parallel import Exchange, Ranks, share_of
+from maskserve_engine.batch.sequence_parallel import Exchange, GangExchange, share_of
 from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
@@ -66,7 +66,9 @@ class _Rank:
         self.bench.fill_entry("kv")
         self.rows = {"dense": self.bench.row(None, 1), "kv": self.bench.row(args.ratio, 1)}
         meeting: Any = dist  # torch's stubs do not name its stores
-        self.ranks = Ranks(meeting.FileStore(store, args.ranks), rank, args.ranks, _CPU, _TIMEOUT_S)
+        self.ranks = GangExchange(
+            meeting.FileStore(store, args.ranks), rank, args.ranks, _CPU, _TIMEOUT_S
+        )
         self._silent = Silent(rank, args.ranks)
         self._alone = rank == 0 and args.alone
 

@@ -234,7 +234,7 @@ def main() -> int:
             parser.error("--halo: of UNets alone")
         bench = Bench(args.preset, blocks, dtype, device, args.format)
         if args.placed_bytes is not None:
-            bench.weights = replace(bench.weights, resident_bytes=args.placed_bytes)
+            bench.weights = replace(bench.weights, placed_bytes=args.placed_bytes)
     print(f"{args.preset}, {bench.blocks} blocks, {args.dtype}, {hardware(device)}", flush=True)
     results = measure(bench, args)
     if args.trace:

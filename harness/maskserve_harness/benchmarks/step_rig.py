@@ -82,7 +82,7 @@ class Bench:
         self.model = model or build_model(preset, blocks, dtype, device)
         self.config = dict(self.model.config)
         room = CacheConfig().placed_on(device.type)
-        self.weights = replace(FluxWeights.of(self.model), resident_bytes=room)
+        self.weights = replace(FluxWeights.of(self.model), placed_bytes=room)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())

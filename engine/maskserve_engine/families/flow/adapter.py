@@ -145,12 +145,12 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         """The diffusers class of its model; imported when first asked for."""
 
     @abstractmethod
-    def weights_of(self, model: Any, resident_bytes: int, graphs: Graphs | None) -> W:
+    def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> W:
         """The model's weights as its batches are given them.
 
         Args:
             model: as given to the adapter.
-            resident_bytes: that keys and values of a batch may take to stay in place.
+            placed_bytes: that keys and values of a batch may take to stay in place.
             graphs: of its steps; None: none is recorded.
         """
 

@@ -98,8 +98,8 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
 
         return FluxTransformer2DModel
 
-    def weights_of(self, model: Any, resident_bytes: int, graphs: Graphs | None) -> FluxWeights:
-        return replace(FluxWeights.of(model), resident_bytes=resident_bytes, graphs=graphs)
+    def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
+        return replace(FluxWeights.of(model), placed_bytes=placed_bytes, graphs=graphs)
 
     @staticmethod
     def places_of(model: Any) -> Mapping[str, Place]:

@@ -207,7 +207,7 @@ class FluxStep:
         self.weights, self.vectors = weights, vectors
         self.blocks, self.forms = weights.blocks, weights.forms
         self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
-        self.resident_bytes, self.writes = weights.resident_bytes, weights.writes
+        self.placed_bytes, self.writes = weights.placed_bytes, weights.writes
 
     def take(self, rows: Sequence[int]) -> FluxStep:
         return FluxStep(self.weights.take(rows), self.vectors.take(rows))

@@ -204,7 +204,7 @@ class KeptKV:
 
 @dataclass(slots=True, eq=False)
 class FluxRowControl:
-    """The residuals of one row (`batch.residuals.Residuals`), computed before each of its steps."""
+    """The residuals of one row (`batch.packing.Residuals`), computed before each of its steps."""
 
     inputs: tuple[FluxNetInput, ...]
     refresh: int = 1
@@ -403,7 +403,7 @@ class FluxNetRow:
 
 
 class FluxNetBatch:
-    """See `families.adapter.NetBatch`."""
+    """See `families.control_batches.NetBatch`."""
 
     def __init__(self) -> None:
         self._nets = Nets()

@@ -94,8 +94,8 @@ class FluxWeights:
     head_dim: int
     device: torch.device
     dtype: torch.dtype
-    resident_bytes: int = 0
-    """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
+    placed_bytes: int = 0
+    """That all blocks' keys and values of a batch may take to stay in place (`PlacedKV`)."""
     graphs: Graphs | None = None
     """Of its steps; None: none is recorded."""
     by_row: bool = False

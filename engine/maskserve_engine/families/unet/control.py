@@ -185,7 +185,7 @@ class KeptPasses(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PassControl:
-    """The residuals of one pass of a row (`batch.residuals.Residuals`)."""
+    """The residuals of one pass of a row (`batch.packing.Residuals`)."""
 
     added: dict[int, Tensor] = field(default_factory=dict)
     """By the place in the UNet."""
@@ -395,7 +395,7 @@ class UnetNetRow:
 
 
 class UnetNetBatch:
-    """See `families.adapter.NetBatch`."""
+    """See `families.control_batches.NetBatch`."""
 
     def __init__(self) -> None:
         self._nets = UnetNets()

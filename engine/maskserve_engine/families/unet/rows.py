@@ -72,7 +72,7 @@ class UnetInactive:
 
 @dataclass(frozen=True, slots=True)
 class CachedRest:
-    """`stack.Rest` of one pass of a row, at whatever step it is."""
+    """`stack.InactivePassTokens` of one pass of a row, at whatever step it is."""
 
     row: UnetRow
     half: int

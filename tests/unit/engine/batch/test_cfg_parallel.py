@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.cfg_parallel import dealt
-from maskserve_engine.batch.sequence_parallel import Ranks
+from maskserve_engine.batch.sequence_parallel import GangExchange
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -160,7 +160,7 @@ def test_what_travels_is_what_the_model_answers(flux: Model, unet: Model) -> Non
         def run(rank: Rank, job: EditJob = job) -> tuple[int, int]:
             row = rank.adapter.dense_row(job)
             rank.replay.step([row], (), rank.all)
-            assert isinstance(rank.all, Ranks)
+            assert isinstance(rank.all, GangExchange)
             return rank.all.sent, row.latents.nbytes
 
         for sent, answer in by_ranks(model.adapter, 2, run, deals=deals):

@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 from maskserve_core.planning.degree_costs import sent_bytes
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.sequence_parallel import Ranks, share_of
+from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.encoder import Encoder
@@ -328,7 +328,7 @@ def test_the_bytes_that_travel_are_those_counted(model: Model) -> None:
         def run(rank: Rank, make: Any = make) -> tuple[int, torch.Tensor]:
             row = make(rank)
             rank.replay.step([row], ("kv",) * 3, rank.all)
-            assert isinstance(rank.all, Ranks)
+            assert isinstance(rank.all, GangExchange)
             return rank.all.sent, row.latents
 
         ranks = by_ranks(model.adapter, count, run)
@@ -358,7 +358,7 @@ def test_a_silent_rank_is_an_error_and_no_hang() -> None:
     joined = threading.Barrier(2)
 
     def run(rank: int) -> str:
-        ranks = Ranks(store, rank, 2, CPU, 2.0)
+        ranks = GangExchange(store, rank, 2, CPU, 2.0)
         x = torch.ones(3)
         ranks.all_to_all([x, x], [3, 3])
         joined.wait(20.0)

@@ -185,7 +185,7 @@ def test_recorded_flux_steps_hold_no_more_than_one_step_beside_the_others() -> N
         bench.fill_entry("kv")
         recorder = Graphs.on(DEVICE, torch.bfloat16)
         assert recorder is not None
-        bench.weights = replace(bench.weights, graphs=recorder, resident_bytes=0)
+        bench.weights = replace(bench.weights, graphs=recorder, placed_bytes=0)
 
         def step(ratio: float | None) -> None:
             batch = make_rows(bench, Case("", (ratio,) * rows, recorded=True))

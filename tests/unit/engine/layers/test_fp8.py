@@ -160,8 +160,8 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
     row = bench.row(0.3, 1)
     own = adapter._stepped
 
-    def velocity(resident_bytes: int) -> Tensor:
-        weights = replace(own, resident_bytes=resident_bytes)
+    def velocity(placed_bytes: int) -> Tensor:
+        weights = replace(own, placed_bytes=placed_bytes)
         batch = FluxBatch([row])
         with torch.inference_mode():
             step = batch.begin_step(weights, 0)

@@ -260,7 +260,7 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
             rooms.extend(each for each in args[-1:] if each is not None)
             return super().pre(*args)
 
-    weights = replace(map_linears(bench.weights, inside_epilogues), resident_bytes=0)
+    weights = replace(map_linears(bench.weights, inside_epilogues), placed_bytes=0)
     for row, expected in zip((0, 2), apart, strict=True):
         [found] = outputs(bench, weights, [row], kind, Watched)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)

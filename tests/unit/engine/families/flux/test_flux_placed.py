@@ -31,7 +31,7 @@ class Run:
     """Rows, equal for every run of the bench, whose batch has so much room."""
 
     def __init__(self, bench: Bench, room: int, ratios: Sequence[float | None]) -> None:
-        self.weights: FluxWeights = replace(bench.weights, resident_bytes=room)
+        self.weights: FluxWeights = replace(bench.weights, placed_bytes=room)
         torch.manual_seed(1)
         self.rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
         self.batch: FluxBatch | None = None
