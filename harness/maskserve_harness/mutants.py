@@ -241,8 +241,8 @@ MUTATIONS = (
     Mutation(
         "old residuals of another scale",
         f"{_ENGINE}/control_link/reuse.py",
-        "serves = sent.computed == computed and self._alike(step, step - ago)",
-        "serves = sent.computed == computed",
+        "return sent if self._scales[step] == self._scales[sent.step] else None",
+        "return sent",
         f"{_FAST}::test_which_residuals_a_step_adds",
     ),
 )
