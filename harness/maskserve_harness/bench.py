@@ -14,6 +14,7 @@ COMMANDS = {
     "step": "benchmarks.step",
     "bench_adapters": "benchmarks.bench_adapters",
     "kernel_table": "benchmarks.kernel_table",
+    "plan_counts": "benchmarks.plan_counts",
     "gpu_estimate": "benchmarks.gpu_estimate",
     "gpu_cards": "benchmarks.gpu_cards",
     "bench_sp": "benchmarks.sequence_parallel",
