@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from maskserve_client.errors import from_text
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_core import transport
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS
@@ -37,6 +38,7 @@ DEFAULT_URL = "localhost:9001"
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
+    *transport.CHANNEL,
 )
 Answer = TypeVar("Answer")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")

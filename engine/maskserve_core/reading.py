@@ -8,6 +8,7 @@ it, and what is accepted.
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import itertools
 import re
@@ -96,6 +97,17 @@ def show(value: Any) -> str:
     return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
 
 
+def nearest(name: str, known: Collection[str]) -> str:
+    """Words about the known name that was most likely meant by an unknown one: it is misspelt, or
+    has the same words in it. Empty where there is none.
+    """
+    spelt = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower()[:80], spelt, 1, 0.7)
+    words = set(name.lower().split("_"))
+    near = near or [each for each in sorted(spelt) if words <= set(each.split("_"))]
+    return f" (did you mean {spelt[near[0]]}?)" if near else ""
+
+
 def _misread(value: Any, kind: type, message: str) -> Misread:
     """What a message of msgspec's says, in our words."""
     at = _PATH.search(message)
@@ -119,7 +131,8 @@ def _wrong_keys(path: str, value: dict[Any, Any], expected: kinds.StructType) ->
     names = [field.encode_name for field in expected.fields]
     for key in sorted(str(key) for key in value):
         if key not in names:
-            return Misread(below + key[:40], "is not a known key", ", ".join(sorted(names)))
+            told = "is not a known key"
+            return Misread(below + key[:40], told + nearest(key, names), ", ".join(sorted(names)))
     for field in expected.fields:
         if field.required and field.encode_name not in value:
             plain, words = _plain(field.type)
@@ -144,6 +157,8 @@ def _problem(value: Any, expected: kinds.Type) -> str:
     if isinstance(expected, kinds.LiteralType):
         return f"{show(value)} is not one of them"
     if isinstance(expected, kinds.IntType | kinds.FloatType):
+        if isinstance(value, str):  # a form's
+            value = _number(value)
         numbers = int if isinstance(expected, kinds.IntType) else (int, float)
         if isinstance(value, numbers) and not isinstance(value, bool):
             finite = value - value == 0
@@ -156,6 +171,16 @@ def _problem(value: Any, expected: kinds.Type) -> str:
     if isinstance(expected, kinds.VarTupleType) and isinstance(value, list):
         return f"has {len(value)} entries"
     return f"{show(value)} is not {_TYPES.get(type(expected), 'accepted')}"
+
+
+def _number(text: str) -> Any:
+    """The number that a text spells; the text, if it spells none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _accepted(expected: kinds.Type) -> str:

@@ -23,6 +23,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Bytes = Annotated[int, Meta(ge=1, le=2**40)]
 MIB = 2**20
+ORIGIN = r"\A(\*|https?://[A-Za-z0-9.\[\]:-]+)\Z"
+ORIGINS = "an origin such as https://app.example.com, or *"
 
 
 class Listen(Table, frozen=True):
@@ -130,10 +132,16 @@ class Http(Table, frozen=True):
     """Time to send a request's headers."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
     """A body that is ten seconds behind this pace is given up; no pause may be longer."""
+    keep_alive_s: Seconds = 620.0
+    """How long a connection is kept between requests: longer than load balancers keep theirs, or
+    one of them sends a request into a connection that ends."""
     max_connections: Count = 4096
     """Connections at a time, as far as the descriptors of the process bear them: half of those
     that the system lets it have. Beyond, the one that is silent longest is closed, of the address
     with the most of them. The operators' port has 64 of its own."""
+    cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
+    """Origins whose pages may call the clients' port from a browser, as `https://app.example.com`;
+    empty: none. `*` is every one. Pages send their key as others do; no cookie is taken."""
 
 
 class ImageHosts(Table, frozen=True):
@@ -147,7 +155,7 @@ class ImageHosts(Table, frozen=True):
 
 
 class Grpc(Table, frozen=True):
-    """`[grpc]`: bounds on calls of the clients' gRPC port."""
+    """`[grpc]`: bounds on calls and connections of the clients' gRPC port."""
 
     max_connections: Count = 4096
     """Connections at a time, as far as descriptors bear them; one more is closed."""
@@ -159,6 +167,9 @@ class Grpc(Table, frozen=True):
     """Of one client: the holder of a key, or without one an address."""
     silence_s: Seconds = 300.0
     """A call that sends nothing for so long, with nothing under way for it, is ended."""
+    max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
+    """Age from which a connection takes no further calls, so that clients spread anew over
+    several routers; calls under way end in peace. 0: none is too old."""
 
 
 class Key(Table, frozen=True):

@@ -270,14 +270,14 @@ class Dispatcher:
             return
         slack = self._config.admission.deadline_slack
         limit = call.deadline - call.arrival
-        least = min(worker.predict_alone(edit, now).answered_s for worker in takers)
+        least = min(worker.least_s(edit, now, alone=True) for worker in takers)
         if least > limit * slack:
             self._metrics.rejections.labels("deadline").inc()
             raise DeadlineExceeded(
-                f"{call.deadline_name}: {1e3 * limit:.0f} ms never pass before this edit is done; "
-                f"alone on a worker it takes about {math.ceil(1e3 * least)} ms"
+                f"{call.deadline_name}: {1e3 * limit:.0f} ms are too short for this edit; alone "
+                f"on a worker it takes about {math.ceil(1e3 * least)} ms"
             )
-        soonest = min(worker.predict(edit, now).answered_s for worker in takers)
+        soonest = min(worker.least_s(edit, now) for worker in takers)
         left = call.deadline - now
         if soonest > left * slack:
             self._metrics.rejections.labels("deadline").inc()

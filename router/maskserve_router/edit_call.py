@@ -20,6 +20,7 @@ from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS, Contract
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.reading import nearest
 from maskserve_router.structure import check_message
 from maskserve_router.upstream import Metadata
 
@@ -178,7 +179,9 @@ def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
         known = declared.get(tensor.name)
         if known is None:
             raise InvalidRequest(
-                "inputs", f"{tensor.name[:40]!r} is no input of the model", ", ".join(declared)
+                "inputs",
+                f"{tensor.name[:40]!r} is no input of the model{nearest(tensor.name, declared)}",
+                ", ".join(declared),
             )
         if given.count(tensor.name) > 1:
             raise InvalidRequest(tensor.name, "is given more than once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias
@@ -13,10 +14,11 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core import transport
 from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import DeadlineExceeded, InvalidRequest, MaskserveError
 from maskserve_router.certificates import Certificates
-from maskserve_router.config import RouterConfig
+from maskserve_router.config import Grpc, RouterConfig
 from maskserve_router.descriptors import connections
 from maskserve_router.failures import (
     Failure,
@@ -60,6 +62,11 @@ _PER_STREAM = 64
 """Edits of one stream that may be under way; further ones are not read."""
 
 
+def _ages(bounds: Grpc) -> tuple[tuple[str, int], ...]:
+    age = math.ceil(1e3 * bounds.max_age_s)
+    return (("grpc.max_connection_age_ms", age),) if age else ()
+
+
 class GrpcServer:
     """Serves one address."""
 
@@ -84,6 +91,8 @@ class GrpcServer:
                 ),
                 ("grpc.max_connection_idle_ms", int(1e3 * config.grpc.idle_s)),
                 ("grpc.server_handshake_timeout_ms", int(1e3 * config.http.header_timeout_s)),
+                *transport.LISTENER,
+                *_ages(config.grpc),
                 # A compressed message is inflated before anybody can count it.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
             ),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,9 +29,10 @@ class HttpApp:
         inference: HttpInference,
         who: Callable[[Mapping[str, str]], KeyHolder],
         more: Sequence[Route] = (),
+        origins: Sequence[str] = (),
     ) -> None:
         self._calls, self._inference, self._who = calls, inference, who
-        self._more = more
+        self._more, self._origins = more, origins
 
     def app(self) -> Starlette:
         model = "/v2/models/{model}"
@@ -72,6 +74,14 @@ class HttpApp:
                 route.methods.discard("HEAD")
         routes += self._more
         app = Starlette(routes=routes, exception_handlers={404: refused, 405: refused})
+        if self._origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],  # SDKs add some of their own
+                expose_headers=["x-request-id", "retry-after"],
+            )
         # A redirect would name the address that the client gave as its Host.
         app.router.redirect_slashes = False
         return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from asyncio import Protocol, Transport
 from asyncio.events import TimerHandle
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.applications import Starlette
 
+from maskserve_core import transport
 from maskserve_core.errors import MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import Http
@@ -20,13 +22,18 @@ from maskserve_router.half_close import HalfClose
 from maskserve_router.metrics import Metrics
 from maskserve_router.places import Places
 
-_KEEP_ALIVE_S = 75
 _PATIENCE_S = 30.0
 """How long a client may take nothing of an answer."""
 _LAST_ANSWERS_S = 5
 """What answers have that are written while the listener closes."""
 _ACCEPTED_AT_ONCE = 128
 """Each is a descriptor before anybody can end it."""
+_TCP_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: transport.PING_MS // 1000,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 6,
+}
+"""While an edit runs no byte passes: what stands between is not to forget the connection."""
 _MAX_PIPELINED = 32
 """Requests that wait behind one under way; few clients send any."""
 
@@ -179,7 +186,7 @@ class HttpServer(uvicorn.Server):
         certificates: Certificates | None = None,
     ) -> None:
         files = certificates.files if certificates is not None else ()
-        places = Places("connections", most, _KEEP_ALIVE_S, metrics, own=True)
+        places = Places("connections", most, bounds.keep_alive_s, metrics, own=True)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -190,7 +197,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=math.ceil(bounds.keep_alive_s),
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
                 backlog=_ACCEPTED_AT_ONCE,
                 ssl_certfile=files[0] if files else None,
@@ -225,6 +232,9 @@ class HttpServer(uvicorn.Server):
         # Connections inherit it. asyncio sets it on sockets that name their protocol alone; without
         # it, an answer's body waits for the client's receipt of its headers, 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _TCP_KEEPALIVE.items():
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self._task = asyncio.create_task(self.serve([self._socket]))
         while not self.started and not self._task.done():
             await asyncio.sleep(0.01)

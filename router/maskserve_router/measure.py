@@ -7,8 +7,11 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
 
+from msgspec import structs
+
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.request import steps_run
+from maskserve_core.contracts.reuse_levels import levels_of
 from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.images import Size, decode_mask, model_size, read_size
@@ -40,6 +43,14 @@ class MaskTokens(NamedTuple):
     total: int
     cover_a_side: bool
     """Whether the active ones cover a whole side of the picture."""
+
+
+def _least_share(settings: EditSettings, served: Served) -> float:
+    """Of an edit's work, at the lowest level that it may step down to, cached or dense."""
+    if settings.mask_ring is None:
+        settings = structs.replace(settings, mask_ring=served.mask_ring)
+    each = (levels_of(settings, served.skipping, cached=cached) for cached in (True, False))
+    return min((level.work for levels in each for level in levels), default=1.0)
 
 
 class Remembered(Generic[K, V]):
@@ -127,6 +138,7 @@ class Measure:
             own_steps=_own_steps(settings, served, steps, active / total),
             adapters=tuple(lora.name for lora in settings.loras if lora.scale),
             controls=shares(settings.controls, steps),
+            least_share=_least_share(settings, served),
         )
         return edit, digest
 

@@ -93,7 +93,13 @@ class Router:
         templates = TemplateRoutes(bodies, front, control, turns)
         inference = HttpInference(bodies, front, turns)
         self.http = HttpServer(
-            HttpApp(calls, inference, keys.client, openai_routes(edits, templates)).app(),
+            HttpApp(
+                calls,
+                inference,
+                keys.client,
+                openai_routes(edits, templates),
+                config.http.cors_origins,
+            ).app(),
             config.http,
             connections(config.http.max_connections),
             self.metrics,

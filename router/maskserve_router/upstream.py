@@ -9,6 +9,7 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core import transport
 from maskserve_core.contracts import bytes_tensor
 
 SERVICE = "inference.GRPCInferenceService"
@@ -19,6 +20,7 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    *transport.CHANNEL,
     # Routers in one process, as in tests, do not share connections.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -209,11 +209,19 @@ class Worker:
         denoised = predicted_seconds(edit, self.view(now), now)
         return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
 
-    def predict_alone(self, edit: Edit, now: float) -> Prediction:
-        """The same, had the worker nothing else to do."""
-        idle = replace(self.view(now), running=(), waiting=())
-        denoised = predicted_seconds(edit, idle, idle.as_of)
-        return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
+    def least_s(self, edit: Edit, now: float, *, alone: bool = False) -> float:
+        """Seconds to its answer if it steps down as far as it may.
+
+        Args:
+            edit: sent to this worker now.
+            now: time.monotonic().
+            alone: as if the worker had nothing else to do.
+        """
+        view = self.view(now)
+        if alone:
+            view = replace(view, running=(), waiting=())
+        denoised = edit.least_share * predicted_seconds(edit, view, view.as_of if alone else now)
+        return self.times.predict(edit.total_tokens, denoised)
 
     def add(self, sent: Sent) -> None:
         """Write an edit into the ledger."""

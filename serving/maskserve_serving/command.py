@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maskserve_core import transport
 from maskserve_core.config import Config
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
@@ -50,6 +51,7 @@ def command(
         f"--http-port={ports.http}",
         f"--grpc-address={options.host}",
         f"--grpc-port={ports.grpc}",
+        *transport.TRITON,
         f"--metrics-address={options.host}",
         f"--metrics-port={ports.metrics}",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",

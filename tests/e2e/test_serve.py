@@ -140,7 +140,7 @@ def test_a_bad_configuration(serve: Callable[..., Serving], model: Path, tmp_pat
     config.write_text("[engine]\nmax_rowz = 3\n")
     serving = serve("--model", str(model), "--config", str(config))
     assert refused(serving).startswith(
-        "maskserve serve: [engine] max_rowz: is not a known key; accepted: "
+        "maskserve serve: [engine] max_rowz: is not a known key (did you mean max_rows?); "
     )
 
 

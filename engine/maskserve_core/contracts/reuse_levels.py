@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.semantics import FILL, INPAINT
 
 
@@ -63,20 +62,26 @@ LEVELS = {
 }
 """By what the model takes, and whether the edit is cached; the nearest to the edit without first.
 Those of other models were not measured: they have none."""
+_BY_NAME = {(takes.name, cached): levels for (takes, cached), levels in LEVELS.items()}
 
 
-def levels_of(settings: EditSettings, facts: ModelFacts, *, cached: bool) -> tuple[ReuseLevel, ...]:
+def levels_of(settings: EditSettings, skipping: str, *, cached: bool) -> tuple[ReuseLevel, ...]:
     """Those that the edit may step down to, the nearest first; none unless it asked for any.
 
     An edit with LoRAs or ControlNets, or with a ring of its own choice, keeps its ring.
+
+    Args:
+        settings: of the edit, with its ring.
+        skipping: of the model (`ModelFacts.skipping`).
+        cached: whether it runs cached.
     """
-    if settings.reuse != "elastic" or not facts.skips_steps:
+    if settings.reuse != "elastic":
         return ()
     floor, begin = settings.reuse_floor or 0.0, settings.first_block_threshold or 0.0
     any_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
     return tuple(
         level
-        for level in LEVELS.get((facts.semantics, cached), ())
+        for level in _BY_NAME.get((skipping, cached), ())
         if level.psnr >= floor
         and level.first_block_threshold > begin
         and (any_ring or level.ring is None)

@@ -74,6 +74,8 @@ class Served:
     tokens to the next; 0: all do."""
     due_ms: tuple[int, ...] = ()
     """When edits are due that do not say so (`due_times.due_by_size`)."""
+    skipping: str = ""
+    """Semantics of a model whose edits may leave steps out; empty: they may not."""
 
 
 class NodeStatus(msgspec.Struct):

@@ -148,6 +148,11 @@ class ModelFacts:
         return configured or self.defaults.num_inference_steps
 
     @property
+    def skipping(self) -> str:
+        """Name of the semantics where steps may be left out; empty: they may not."""
+        return self.semantics.name if self.skips_steps else ""
+
+    @property
     def vae_scale_factor(self) -> int:
         """Pixels per latent, along one side."""
         return self.latents.pixels

@@ -34,6 +34,8 @@ class Edit:
     """Names of the LoRAs that it is made with."""
     controls: tuple[tuple[str, float], ...] = ()
     """Names of its ControlNets, each with the share of the steps in which it acts."""
+    least_share: float = 1.0
+    """Of its work, to which it may step down where it would be late (`reuse: elastic`)."""
 
 
 @dataclass(frozen=True, slots=True)

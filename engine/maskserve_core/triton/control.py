@@ -27,6 +27,7 @@ from maskserve_core.errors import (
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
+from maskserve_core.reading import nearest
 from maskserve_core.shares import Full
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.cancels import cancel_edit
@@ -105,15 +106,18 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
         )
     name = values.get("op")
     if not isinstance(name, str) or name not in OPERATIONS:
-        shown = "is missing" if name is None else f"{str(name)[:40]!r} is not known"
+        told = f"{str(name)[:40]!r} is not known{nearest(str(name), OPERATIONS)}"
+        shown = "is missing" if name is None else told
         raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
     wanted = OPERATIONS[name]
     flags = _FLAGS if name == "register" else ()
     optional = (*(("scope",) if name in SCOPED else ()), *flags)
-    unknown = sorted(set(values) - {"op", *wanted, *optional})
-    if unknown:
-        accepted = ", ".join(("op", *wanted, *optional))
-        raise InvalidRequest(f"OP.{unknown[0][:40]}", f"is not a key of {name}", accepted)
+    keys = ("op", *wanted, *optional)
+    if others := sorted(values.keys() - set(keys)):
+        key = others[0][:40]
+        raise InvalidRequest(
+            f"OP.{key}", f"is not a key of {name}{nearest(key, keys)}", ", ".join(keys)
+        )
     scope = values.get("scope", NO_SCOPE)
     if not isinstance(scope, str) or (scope and SCOPE.fullmatch(scope) is None):
         raise InvalidRequest("OP.scope", "has another form", "up to 32 of a-z and 0-9")

@@ -17,7 +17,7 @@ from maskserve_core.config import Config
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
-from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded
+from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, TokensRead
 from maskserve_engine.stages.loader import load_part, load_plain
 from maskserve_engine.stages.vae import is_tiled, moments_of
 from maskserve_engine.stages.vae_pieces import (
@@ -85,6 +85,12 @@ class TextEncoder:
         if self.model.device.type != "meta":  # else its layers' hooks fetch what they are given
             ids = ids.to(self.model.device)
         return self.model(ids, output_hidden_states=hidden_states)
+
+    def read_of(self, prompt: str) -> TokensRead:
+        """How much of a prompt is read."""
+        whole = len(self.tokenizer(prompt, verbose=False).input_ids)
+        used = min(whole, self.length)
+        return TokensRead(used, whole - used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +215,11 @@ class Encoder(ABC):
         """How to encode boxes of latents, with a halo of so many latents."""
         levels = range(len(self.facts.latents.widths))
         return plan_pieces(boxes, size, halos=tuple(halo << k for k in levels), spread=1)
+
+    @property
+    @abstractmethod
+    def text_encoders(self) -> dict[str, TextEncoder]:
+        """All of them, by their folders' names."""
 
     @property
     @abstractmethod

@@ -158,6 +158,7 @@ class StatusPublisher:
                 dense_steps=dense_steps(config.cache.dense_steps, facts.dense_steps),
                 own_stride=own_stride(config, facts),
                 due_ms=config.slo.times_ms,
+                skipping=facts.skipping,
             ),
         )
 

@@ -69,8 +69,8 @@ class InTime:
         least_s = share * predicted_seconds(wanted, alone, 0.0) + after_s
         if least_s > self._refuse_above * limit_ms / 1e3:
             raise DeadlineExceeded(
-                f"SETTINGS.deadline_ms: {limit_ms} ms never pass before this edit is done; alone "
-                f"on this worker it takes about {math.ceil(1e3 * least_s)} ms"
+                f"SETTINGS.deadline_ms: {limit_ms} ms are too short for this edit; alone on this "
+                f"worker it takes about {math.ceil(1e3 * least_s)} ms"
             )
         ahead = [other for other in waiting if _order(other) <= _order(edit)]
         now_s = share * predicted_seconds(wanted, self._view(wanted, pricing, running, ahead), 0.0)

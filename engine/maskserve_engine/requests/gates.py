@@ -82,7 +82,8 @@ class WayChosen:
             )
         edit.route = DENSE if self._ways is None else self._ways.choose(edit)
         settings = edit.job.request.settings
-        edit.levels = levels_of(settings, self._facts, cached=edit.mode == "cached")
+        skipping = self._facts.skipping
+        edit.levels = levels_of(settings, skipping, cached=edit.mode == "cached")
         if edit.route.own is not None:
             edit.levels = ()  # how far they take it off is measured of others
         edit.starts += 1

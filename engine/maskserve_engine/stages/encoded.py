@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,6 +37,14 @@ class Encoded:
 How = Literal["made", "kept"]
 
 
+class TokensRead(msgspec.Struct, frozen=True):
+    """What a text encoder reads of a prompt, in tokens with those that begin and end it."""
+
+    used: int
+    cut: int
+    """Behind them, and without any effect, as in diffusers' pipelines."""
+
+
 class EncodeReport(msgspec.Struct, frozen=True):
     """The ENCODED tensor: how an edit was encoded. META repeats it."""
 
@@ -50,6 +58,8 @@ class EncodeReport(msgspec.Struct, frozen=True):
     """How much of the masked picture was encoded, where the model takes one."""
     batch: int = 1
     """Edits that shared a call: of the text encoders, or of the VAE; the larger of both."""
+    tokens: dict[str, dict[str, TokensRead]] = {}
+    """By prompt (`prompt`, `negative_prompt`) and text encoder."""
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
@@ -59,14 +69,27 @@ class EncodeReport(msgspec.Struct, frozen=True):
         return _decode_report(raw)
 
     @property
-    def meta(self) -> dict[str, str | int]:
+    def meta(self) -> dict[str, Any]:
         """What META says of it."""
-        return {
+        encoded = {
             "prompt": self.prompt,
             "template": self.template,
             "masked": self.masked,
             "batch": self.batch,
         }
+        read = {f"{name}_tokens": msgspec.to_builtins(each) for name, each in self.tokens.items()}
+        return {"encoded": encoded, **read}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Prompts that are longer than what reads them."""
+        fields = {"prompt": "PROMPT", "negative_prompt": "SETTINGS.negative_prompt"}
+        return tuple(
+            f"{fields[prompt]}: {encoder} reads {read.used} tokens and not the last {read.cut}"
+            for prompt, each in self.tokens.items()
+            for encoder, read in each.items()
+            if read.cut
+        )
 
 
 _decode_report = msgspec.json.Decoder(EncodeReport).decode

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -29,7 +29,13 @@ from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder, TemplateEncoding
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.stages.encoded import NO_CONTROLS, NO_MOMENTS, Encoded, EncodeReport
+from maskserve_engine.stages.encoded import (
+    NO_CONTROLS,
+    NO_MOMENTS,
+    Encoded,
+    EncodeReport,
+    TokensRead,
+)
 from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
@@ -39,6 +45,8 @@ log = logging.getLogger("maskserve")
 
 R = TypeVar("R")
 
+_COUNTED = 64
+"""Prompts whose tokens are counted once."""
 _WHOLE_FROM = 0.5
 """Share of a picture from which its pieces cost as much as all of it."""
 
@@ -120,6 +128,7 @@ class EditEncoder:
         self._templates: Kept[str, TemplateEncoding] = Kept(
             stages.template_bytes, lambda encoding: encoding.nbytes
         )
+        self._read = lru_cache(_COUNTED)(self._read_of)
         self._for_decoder = MomentsFolder(config.runtime_dir)
         self._for_decoder.clear()
 
@@ -189,11 +198,16 @@ class EditEncoder:
                     template="kept" if pictures.kept else "made",
                     masked="whole" if pictures.whole else "pieces",
                     batch=max(text.batch, pictures.batch),
+                    tokens=self._tokens(each.edit),
                 )
                 made = encoded, report
             except Exception as error:
                 made = error
             yield made
+
+    def _read_of(self, text: str) -> dict[str, TokensRead]:
+        encoders = self._encoder.text_encoders.items()
+        return {name: encoder.read_of(text) for name, encoder in encoders}
 
     # Prompts. On a GPU, all in a thread of their own.
 
@@ -202,6 +216,11 @@ class EditEncoder:
         is asked for.
         """
         return work if self._texts is None else self._texts.begin(work)
+
+    def _tokens(self, edit: EditRequest) -> dict[str, dict[str, TokensRead]]:
+        """How much of each prompt is read."""
+        texts = {"prompt": edit.prompt, "negative_prompt": edit.settings.negative_prompt}
+        return {name: self._read(text) for name, text in texts.items() if text is not None}
 
     def _keys(self, edit: EditRequest) -> list[PromptKey]:
         """Of the prompt and, where there is one, of the negative prompt."""

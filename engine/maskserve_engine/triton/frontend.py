@@ -151,7 +151,8 @@ class DenoiserFrontend:
                     taken_ms = {"encode": encoded.ms}
                     if timeline is not None:
                         taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
-                    said = {"encoded": encoded.meta, **engine_meta}
+                    warnings = (*edit.warnings, *encoded.warnings)
+                    said = {**encoded.meta, "warnings": warnings, **engine_meta}
                     if new:
                         said[NEW] = new
                     meta = final_meta(edit, self._config.worker, self._model, said, taken_ms)

@@ -27,7 +27,15 @@ from maskserve_router.failures import (
 from maskserve_router.http_answers import JSON
 from maskserve_router.openai.form import Fields
 
-_FIELD = re.compile(r"(?:SETTINGS\.|OP\.)?(?P<name>[A-Za-z_][A-Za-z0-9_.\[\]]*): ")
+_FIELD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_.\[\]]*): ")
+_OURS = re.compile(r"\b(?:(?:SETTINGS|OP)\.(\w+)|(CONTROL)\[(\d+)\]|(IMAGE|MASK|PROMPT|CONTROL)\b)")
+_OPENAIS = {
+    "output_quality": "output_compression",
+    "preview_every": "partial_images",
+    "request_id": "x-request-id",
+    "CONTROL": "image",
+}
+"""Names of OpenAI's API by those of ours that are others."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -46,13 +54,30 @@ def status_of(error: MaskserveError | Failure) -> int:
     return 404 if isinstance(error, ModelNotFound) else http_status(error)
 
 
+def in_openais_words(text: str, sources: int = 1) -> str:
+    """A sentence of a worker's, with the fields of this API in place of those of KServe's.
+
+    Args:
+        text: the sentence.
+        sources: images that go before those of the controls.
+    """
+
+    def field(found: re.Match[str]) -> str:
+        setting, picture, index, tensor = found.groups()
+        if picture:
+            return f"image[{int(index) + sources}]"
+        name = setting or tensor
+        return _OPENAIS.get(name, name if setting else name.lower())
+
+    return _OURS.sub(field, text)
+
+
 def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
     """OpenAI's error object; `param` is the field that the message names."""
     code, text = split_code(text_of(error))
+    text = in_openais_words(text)
     field = _FIELD.match(text)
     param = field["name"] if field else None
-    if param is not None and param.isupper():
-        param = param.lower()
     if isinstance(error, ModelNotFound):
         code = "model_not_found"
     elif isinstance(error, Unauthorized):

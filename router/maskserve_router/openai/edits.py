@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from maskserve_router.openai.answers import (
     completed_event,
     error_event,
     images_body,
+    in_openais_words,
     json_answer,
     partial_event,
 )
@@ -222,7 +224,10 @@ def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRe
 
 def _picture(response: pb.ModelInferResponse) -> Picture:
     found = bytes_tensor.outputs(response)
-    return bytes(found["IMAGE"]), msgspec.json.decode(found["META"], type=dict[str, Any])
+    meta = msgspec.json.decode(found["META"], type=dict[str, Any])
+    if "warnings" in meta:
+        meta["warnings"] = [in_openais_words(told) for told in meta["warnings"]]
+    return bytes(found["IMAGE"]), meta
 
 
 def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:
@@ -237,8 +242,9 @@ def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | F
         if said in text_of(error):
             accepted = "transparent pixels where to edit, or mask_mode: white"
             return InvalidRequest("mask", f"has {problem}", accepted)
-    if "SETTINGS.output_quality" in text_of(error):
-        return InvalidRequest("output_compression", "is no field of a PNG", "jpeg or webp")
+    if isinstance(error, Failure):
+        source = 0 if "template_id" in form.settings else 1
+        return replace(error, details=in_openais_words(error.details, source))
     return error
 
 

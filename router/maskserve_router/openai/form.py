@@ -7,9 +7,10 @@ checks them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,7 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.reading import Misread, Table, read
+from maskserve_core.reading import Misread, Table, nearest, read
 from maskserve_router.structure import check_json
 
 _MAX_FIELDS = 64
@@ -36,10 +37,13 @@ _OWN = (
 )
 """Settings that follow from OpenAI's own fields, or from how the answer travels."""
 EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
-_TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adapters"))
+_TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adapters", "name"))
 """Settings that are text, whatever they look like; others are read as JSON."""
+_CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
+"""A value in a list of objects, as forms have it: `loras[][name]`, `loras[0][name]`."""
 
 
+T = TypeVar("T")
 Parse: TypeAlias = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments, wherever there is time for it; see `Turns.run`."""
 Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
@@ -117,6 +121,10 @@ async def read_form(headers: Headers, body: bytes, picture: Picture, parse: Pars
         raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
     asked = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
     settings = {name: _setting(name, value) for name, value in asked.items()}
+    known = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask"}
+    if strange := sorted(values.keys() - known):
+        told = f"is not a known field{nearest(strange[0], known)}"
+        raise InvalidRequest(strange[0][:40], told, ", ".join(sorted(known)))
     control: list[bytes] = []
     if "controls" in settings:  # the pictures behind the source are those of its controls
         source = 0 if "template_id" in settings else 1
@@ -144,7 +152,8 @@ async def read_form(headers: Headers, body: bytes, picture: Picture, parse: Pars
 
 
 def read_multipart(headers: Headers, body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Texts by name, each given once, and files by name; `image[]` counts as `image`.
+    """Texts by name, each given once, and files by name; `image[]` counts as `image`. A list of
+    objects, as SDKs send one, is a list.
 
     Raises:
         InvalidRequest: naming the field.
@@ -174,11 +183,14 @@ async def _read_multipart(
         raise InvalidRequest("body", told[:200], "a multipart form") from None
     values: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
+    cells: dict[str, list[tuple[str, str, str]]] = {}
     try:
         for key, value in form.multi_items():
             name = key.removesuffix("[]")
             if isinstance(value, UploadFile):
                 files.setdefault(name, []).append(await value.read())
+            elif cell := _CELL.fullmatch(key):
+                cells.setdefault(cell[1], []).append((cell[2], cell[3], value))
             elif name in ("image", "mask"):
                 raise InvalidRequest(name, "is text", "a file part (with a filename)")
             elif name in values:
@@ -187,7 +199,39 @@ async def _read_multipart(
                 values[name] = value
     finally:
         await form.close()
+    for name, parts in cells.items():
+        if name in values:
+            raise InvalidRequest(name, "is given twice", "each field once")
+        values[name] = _objects(name, parts)
     return values, files
+
+
+def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """The list that its values in a form stand for, in order.
+
+    Args:
+        name: of the field.
+        parts: (index or nothing, key, text) of each value. SDKs send no index, and the values of
+            each key together: then whose is whose shows only where all objects have the same keys.
+    """
+    columns: dict[str, dict[int, Any]] = {}
+    for index, key, text in parts:
+        column = columns.setdefault(key, {})
+        place = int(index) if index else len(column)
+        if place in column:
+            raise InvalidRequest(f"{name}[{place}].{key}", "is given twice", "each key once")
+        column[place] = _setting(key, text)
+    places = sorted({place for column in columns.values() for place in column})
+    if not all(index for index, _, _ in parts) and len({len(c) for c in columns.values()}) > 1:
+        raise InvalidRequest(
+            name,
+            "has objects of other keys, and the form does not say whose is which",
+            "the same keys in each object, or JSON text",
+        )
+    return [
+        {key: column[place] for key, column in columns.items() if place in column}
+        for place in places
+    ]
 
 
 class _InMemory(MultiPartParser):
@@ -242,7 +286,7 @@ def _setting(name: str, value: Any) -> Any:
         return value  # its check says what is wrong with it
 
 
-def convert(values: Mapping[str, Any], into: type[Fields]) -> Fields:
+def convert(values: Mapping[str, Any], into: type[T]) -> T:
     """Fields of a form, checked.
 
     Raises:

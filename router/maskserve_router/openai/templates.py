@@ -9,18 +9,18 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_core.reading import Table
 from maskserve_router.control import ClusterControl
 from maskserve_router.front import Front
 from maskserve_router.http_body import Bodies
 from maskserve_router.keys import KeyHolder
 from maskserve_router.openai.answers import Handler, json_answer, text_of_picture
-from maskserve_router.openai.form import read_multipart
+from maskserve_router.openai.form import convert, read_multipart
 from maskserve_router.turns import Turns
 
 
@@ -42,7 +42,7 @@ class TemplateRoutes:
             images = files.pop("image", [])
             if len(images) != 1 or files:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
-            asked = _Registration.of(values)
+            asked = convert(values, _Registration)
             operation: dict[str, Any] = {
                 "op": "register",
                 "image": await parse(text_of_picture, images[0]),
@@ -98,20 +98,11 @@ class TemplateRoutes:
         return listed
 
 
-class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Registration(Table, frozen=True):
     """What a registration says beside its image."""
 
     shared: bool = False
     prime: bool = True
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> _Registration:
-        try:
-            return msgspec.convert(values, cls, strict=False)
-        except msgspec.ValidationError:
-            raise InvalidRequest(
-                "form", "has fields of another form", "image, shared and prime (true or false)"
-            ) from None
 
 
 def _name(request: Request) -> str:

@@ -7,6 +7,7 @@ import json
 from contextlib import ExitStack
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,10 @@ from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, ImageHosts
+from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
+from maskserve_router.openai.answers import error_body
 from maskserve_router.openai.form import EditForm, read_form
 from maskserve_router.openai.image_urls import ImageUrls
 from maskserve_router.turns import Turns
@@ -112,12 +115,19 @@ async def test_json_carries_data_urls_and_nothing_is_fetched():
     [
         ([("prompt", "x")], "image: is missing"),
         ([PICTURE], "prompt: is missing"),
-        ([PICTURE, ("prompt", "x"), ("n", "11")], "n: .* is not an integer|n: .* out of range"),
-        ([PICTURE, ("prompt", "x"), ("n", "many")], "n: .* is not an integer|n: .* out of range"),
+        ([PICTURE, ("prompt", "x"), ("n", "11")], "n: 11 is out of range; accepted: 1 to 10"),
+        ([PICTURE, ("prompt", "x"), ("n", "many")], "n: 'many' is not an integer"),
+        ([PICTURE, ("prompt", "x"), ("n", "1.5")], "n: 1.5 is not an integer"),
+        ([PICTURE, ("prompt", "x"), ("partial_images", "4")], "partial_images: 4 is out of range"),
+        ([PICTURE, ("prompt", "x"), ("output_compression", "-1")], ": -1 is out of range"),
+        ([PICTURE, ("prompt", "x"), ("sed", "5")], r"sed: .* \(did you mean seed\?\); .*seed"),
+        ([PICTURE, ("prompt", "x"), ("steps", "5")], "did you mean num_inference_steps"),
+        ([PICTURE, ("promt", "x")], "did you mean prompt"),
+        ([PICTURE, ("prompt", "x"), ("Size", "auto")], "did you mean size"),
         ([PICTURE, ("prompt", "x"), ("quality", "high")], "quality: .*accepted: auto"),
         ([PICTURE, ("prompt", "x"), ("background", "transparent")], "background: .*opaque"),
         ([PICTURE, ("prompt", "x"), ("response_format", "url")], "response_format: .*b64_json"),
-        ([PICTURE, ("prompt", "x"), ("markup", "x")], "markup: is not a known key"),
+        ([PICTURE, ("prompt", "x"), ("markup", "x")], "markup: is not a known field"),
         ([PICTURE, ("prompt", "x"), ("partial_images", "2")], "partial_images: .*without stream"),
         ([PICTURE, ("prompt", "x"), ("stream", "true"), ("n", "2")], "n: is 2 in a stream"),
         ([PICTURE, ("prompt", "x"), ("prompt", "y")], "prompt: is given twice"),
@@ -146,3 +156,55 @@ async def test_any_body_is_a_form_or_is_refused(raw: bytes, kind: str, framed: b
     body = body_of([PICTURE, ("prompt", "x")]) if framed else b""
     with pytest.raises(InvalidRequest):
         await read_form(Headers({"content-type": kind}), raw + body[: len(raw)], picture, now)
+
+
+async def test_lists_are_taken_as_sdks_send_them():
+    """The values of each key together, without an index; others number them."""
+    form = await form_of(
+        ("image[]", b"source"),
+        ("image[]", b"control"),
+        ("prompt", "x"),
+        ("loras[][name]", "7"),
+        ("loras[][name]", "b"),
+        ("loras[][scale]", "0.8"),
+        ("loras[][scale]", "-1"),
+        ("controls[][name]", "outline"),
+        ("controls[][start]", "0.0"),
+    )
+    assert form.settings["loras"] == [{"name": "7", "scale": 0.8}, {"name": "b", "scale": -1}]
+    assert form.settings["controls"] == [{"name": "outline", "start": 0.0}]
+    assert (form.image, form.control) == (b"source", (b"control",))
+    parse_settings(json.dumps(form.settings).encode())
+    row_by_row = await form_of(
+        PICTURE,
+        ("prompt", "x"),
+        ("loras[0][name]", "a"),
+        ("loras[1][name]", "b"),
+        ("loras[1][scale]", "0.5"),
+    )
+    assert row_by_row.settings["loras"] == [{"name": "a"}, {"name": "b", "scale": 0.5}]
+    for wrong, told in (
+        ([("loras[][name]", "a"), ("loras[][name]", "b"), ("loras[][scale]", "1")], "whose"),
+        ([("loras[0][name]", "a"), ("loras[0][name]", "b")], r"loras\[0\].name: is given twice"),
+        ([("loras[][name]", "a"), ("loras", "[]")], "loras: is given twice"),
+        ([("lora[][name]", "a")], "lora: .*did you mean loras"),
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            await form_of(PICTURE, ("prompt", "x"), *wrong)
+
+
+def test_errors_have_the_names_of_this_api():
+    for ours, theirs in (
+        (
+            "SETTINGS.output_quality: is no setting of PNG",
+            "output_compression: is no setting of PNG",
+        ),
+        ("IMAGE: is 3x3 pixels, and MASK", "image: is 3x3 pixels, and mask"),
+        ("CONTROL[1]: is 2x2; accepted: as IMAGE", "image[2]: is 2x2; accepted: as image"),
+        ("SETTINGS.controls[0].image: but CONTROL has", "controls[0].image: but image has"),
+        ("PROMPT: holds a NUL", "prompt: holds a NUL"),
+        ("OP.template_id: has another form", "template_id: has another form"),
+    ):
+        body = error_body(Failure(grpc.StatusCode.INVALID_ARGUMENT, f"[INVALID_REQUEST] {ours}"))
+        assert body["error"]["message"] == theirs
+        assert body["error"]["param"] == theirs.partition(":")[0]

@@ -7,9 +7,12 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import re
 import ssl
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from tests.support.router_requests import INFER, mask_of
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     async with cluster(hardware=FAST) as (router, workers), calling(router) as call:
-        with pytest.raises(grpc.aio.AioRpcError, match=r"deadline_ms: 10 ms never pass") as never:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"deadline_ms: 10 ms are too") as never:
             await call(edit(active=4096, deadline_ms=10))
         assert never.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert re.search(r"it takes about [1-9]\d+ ms", never.value.details() or "")
@@ -68,7 +71,26 @@ def workers_alone_s(router: Router) -> float:
     """What the soonest of idle workers would take for an edit of all tokens."""
     now = time.monotonic()
     wanted = Edit(28, 4096, 4096, model="flux")
-    return min(worker.predict_alone(wanted, now).answered_s for worker in router.pool.ready())
+    return min(worker.least_s(wanted, now, alone=True) for worker in router.pool.ready())
+
+
+async def test_an_elastic_edit_is_refused_by_what_its_level_takes():
+    async with cluster(hardware=FAST) as (router, workers), calling(router) as call:
+        for worker in workers:
+            served = worker._status.served
+            assert served is not None
+            worker._status.served = replace(served, skipping="fill", mask_ring=1)
+        pool = router.pool.workers.values()
+        await until("they say so", lambda: all(w.served and w.served.skipping for w in pool))
+        deadline_ms = math.ceil(0.3e3 * workers_alone_s(router))  # and half as much is allowed for
+        elastic = {"reuse": "elastic", "deadline_ms": deadline_ms}
+        for asked in ({"deadline_ms": deadline_ms}, {**elastic, "reuse_floor": 45.0}):
+            with pytest.raises(grpc.aio.AioRpcError, match="are too short for this edit"):
+                await call(edit(active=4096, **asked))
+        assert not any(worker.seen for worker in workers)
+        with suppress(grpc.aio.AioRpcError):  # the emulated worker leaves nothing out, and is late
+            await call(edit(active=4096, **elastic, reuse_floor=30.0))
+        assert sum(len(worker.seen) for worker in workers) == 1
 
 
 async def test_overload_is_refused_and_every_edit_is_answered():

@@ -46,6 +46,10 @@ class FluxEncoder(Encoder):
         )
 
     @property
+    def text_encoders(self) -> dict[str, TextEncoder]:
+        return {"text_encoder": self.clip, "text_encoder_2": self.t5}
+
+    @property
     def text_models(self) -> dict[str, Any]:
         """CLIP: diffusers applies no LoRA to FLUX's T5."""
         return {"text_encoder": self.clip.model}

@@ -75,7 +75,7 @@ def facts(semantics: Semantics) -> ModelFacts:
 def names(semantics: Semantics = FILL, *, cached: bool = True, **asked: Any) -> list[str]:
     settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
     made = msgspec.convert(settings, EditSettings)
-    return [level.name for level in levels_of(made, facts(semantics), cached=cached)]
+    return [level.name for level in levels_of(made, facts(semantics).skipping, cached=cached)]
 
 
 def test_an_edit_may_take_what_holds_its_floor() -> None:
@@ -88,7 +88,7 @@ def test_an_edit_may_take_what_holds_its_floor() -> None:
     assert names(cached=False) != names() != names(INPAINT)
     settings = EditSettings(reuse="elastic", reuse_floor=0.0)
     none = replace(facts(FILL), skips_steps=False)
-    assert levels_of(settings, none, cached=True) == ()
+    assert levels_of(settings, none.skipping, cached=True) == ()
 
 
 @pytest.mark.parametrize(

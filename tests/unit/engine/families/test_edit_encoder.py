@@ -392,3 +392,33 @@ def test_prompts_that_fail_together_go_alone(
         assert not isinstance(made, Exception), made
         same(made[0], encoder.encode(each.pixels, each.edit_mask, each.edit.prompt))
     assert "too many" in caplog.text
+
+
+@pytest.mark.parametrize("model", ["fill", "sdxl-base"])
+def test_what_is_cut_of_a_prompt_is_told(
+    model: str, make: Make, tiny_fill: Path, tiny_unets: dict[str, Path]
+) -> None:
+    folder = {"fill": tiny_fill, **tiny_unets}[model]
+    config, rng = config_of(folder), np.random.default_rng()
+    encoder = load_encoder(config)
+    edits, case = make(encoder, config), random_case(rng)
+    long = " ".join(rng.choice(WORDS, 600))
+    negative = long if model != "fill" else None
+    for prompt, away in (("a", None), (long, negative), (long, negative)):  # made, then kept
+        case = replace(case, settings=EditSettings(negative_prompt=away))
+        _, report = edits.encode(edit_of(case, prompt), case.pixels, case.mask)
+        assert set(report.tokens) == {"prompt", *(["negative_prompt"] if away else [])}
+        for name, text in (("prompt", prompt), ("negative_prompt", away)):
+            for part, read in report.tokens.get(name, {}).items():
+                own = encoder.text_encoders[part]
+                ids = own.tokenizer(text, verbose=False).input_ids
+                asked = own.tokenizer(text, max_length=own.length, truncation=True).input_ids
+                assert (read.used, read.cut) == (len(asked), len(ids) - len(asked))
+                field = "PROMPT" if name == "prompt" else "SETTINGS.negative_prompt"
+                told = f"{field}: {part} reads {read.used} tokens and not the last {read.cut}"
+                assert (told in report.warnings) == (read.cut > 0)
+        assert bool(report.warnings) == (prompt == long)
+        assert len(report.tokens["prompt"]) == 2
+    assert report.meta["prompt_tokens"]["text_encoder"]["cut"] > 0
+    again = type(report).from_json(report.to_json())
+    assert again == report

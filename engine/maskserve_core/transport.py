@@ -1,0 +1,43 @@
+"""What gRPC connections are set to, so that calls of minutes outlive what stands between.
+
+An edit may take minutes in which no byte passes. Load balancers and address translators forget
+connections that are silent for so long (docs/deployment.md has their limits), so clients ping, and
+gRPC's servers by themselves take pings as an attack: more than one in five minutes, and the third
+ends the connection with all of its calls. Whoever vanishes is noticed by the same pings.
+"""
+
+from __future__ import annotations
+
+PING_MS = 30_000
+"""Of clients: half of the shortest limit that is usual, 60 s."""
+LISTENER_PING_MS = 60_000
+"""Of listeners: a client that does not answer has vanished, and its edits are withdrawn."""
+PING_TIMEOUT_MS = 20_000
+LEAST_PING_INTERVAL_MS = 250
+"""Clients may ping as often, calls or none; a third ping that comes sooner ends its connection."""
+
+CHANNEL = (
+    ("grpc.keepalive_time_ms", PING_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Arguments of a channel to one of our listeners."""
+
+LISTENER = (
+    ("grpc.keepalive_time_ms", LISTENER_PING_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
+)
+"""Arguments of a listener. No connection is too old: an age would end calls of minutes."""
+
+TRITON = (
+    f"--grpc-keepalive-time={LISTENER_PING_MS}",
+    f"--grpc-keepalive-timeout={PING_TIMEOUT_MS}",
+    "--grpc-keepalive-permit-without-calls=true",
+    "--grpc-http2-max-pings-without-data=0",
+    f"--grpc-http2-min-recv-ping-interval-without-data={LEAST_PING_INTERVAL_MS}",
+)
+"""The same of a Triton's listener, as its command line has them."""
