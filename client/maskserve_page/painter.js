@@ -9,6 +9,8 @@ const find = (selector) => element.querySelector(selector);
 const base = find(".base"), paint = find(".paint"), size = find(".size"), said = find(".said");
 const PAINT = [255, 55, 95, 150];
 const MOST_UNDONE = 20;
+// Share of the picture below which the served model shows little; 0: of no mask.
+const LEAST = Number(element.querySelector(".painter").dataset.least);
 let name = null, width = 0, height = 0;
 let mask = new Uint8Array(0);
 let before = [];
@@ -28,7 +30,6 @@ function show(image, called) {
   size.max = Math.max(8, Math.min(width, height) >> 1);
   size.value = Math.max(2, Math.min(width, height) >> 4);
   element.querySelector(".painter").classList.add("ready");
-  say(`${width} × ${height} pixels`);
   told();
 }
 
@@ -71,7 +72,15 @@ function keep() {
 // What is painted, for the page's next edit.
 function told() {
   const bits = new Uint8Array(Math.ceil(mask.length / 8));
-  for (let i = 0; i < mask.length; i++) if (mask[i]) bits[i >> 3] |= 128 >> (i & 7);
+  let painted = 0;
+  for (let i = 0; i < mask.length; i++)
+    if (mask[i]) {
+      bits[i >> 3] |= 128 >> (i & 7);
+      painted++;
+    }
+  const small = painted > 0 && painted < LEAST * mask.length;
+  const hint = " · this model shows little in so small a mask: paint over more";
+  say(`${width} × ${height} pixels${small ? hint : ""}`);
   let text = "";
   for (let i = 0; i < bits.length; i += 32768)
     text += String.fromCharCode(...bits.subarray(i, i + 32768));

@@ -22,20 +22,22 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from maskserve_client import Client, EditResult, Event, Final, Preview, Progress
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.meta import STAGES
 from maskserve_core.contracts.settings import CACHE_MODES
 from maskserve_core.errors import Cancelled, InvalidRequest, MaskserveError, TemplateNotFound
+from maskserve_core.imaging.images import Size, read_size
+from maskserve_page.same_origin import SameOrigin
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
@@ -47,43 +49,103 @@ _SHOWN_EVERY_S = 0.25
 """Progress that comes sooner is not shown: to show it takes from the cores that compute."""
 _MOST_PICTURES = 64
 """Kept by the page, those of all people; the one that was not used for longest goes."""
-_MOST_BYTES = LimitsConfig().max_image_bytes
-_MOST_PIXELS = LimitsConfig().max_pixels
+_MOST_KEPT_BYTES = 256 * 2**20
+"""Of their files, which is all that is kept: nothing is decoded here."""
+_EXPIRES_S = 3600.0
+"""After its last use a picture goes, here and at the server."""
+_TIDIED_EVERY_S = 60.0
+_LIMITS = LimitsConfig()
+_MOST_BODY = _LIMITS.max_image_bytes * 4 // 3 + 2**20
+"""Bytes of a request: a picture as base64."""
+_WORDS = {
+    "demo": (
+        "a red star",
+        "a blue circle",
+        "a green square",
+        "a yellow triangle",
+        "a pink heart",
+        "a purple cross",
+    )
+}
+"""What models that know few words can paint, by their names."""
+_LEAST = {"demo": 0.02}
+"""Share of a picture below which a mask is too small for such a model to show much."""
 _CSS = """
-.status progress { width: 100%; height: .6rem }
-.status { min-height: 3.2rem }
-.facts table { width: 100% }
-.live img { width: 100% }
-.painter .stack { position: relative; min-height: 16rem; border: 1px dashed #8888 }
-.painter.ready .stack { border: 0; min-height: 0 }
-.painter canvas { width: 100%; display: none; touch-action: none }
+.gradio-container, .gradio-container .fillable { width: 100%; max-width: 1500px; margin: auto }
+.outcome { gap: .5rem }
+.head h1 { display: inline; margin-right: .6rem; font-size: 1.4rem }
+.head p { display: inline; opacity: .75 }
+.status progress { width: 100%; height: .5rem }
+.facts { font-size: .9rem }
+.facts details { margin-top: .3rem }
+.facts table { border-collapse: collapse; margin-top: .3rem }
+.facts td { padding: .1rem .8rem .1rem 0; border: 0 }
+.facts td + td { text-align: right; font-variant-numeric: tabular-nums }
+.live img { width: 100%; border-radius: .4rem }
+.painter .stack { position: relative; min-height: 16rem; border: 2px dashed #8886;
+  border-radius: .4rem; display: flex; align-items: center; justify-content: center }
+.painter .invite { opacity: .75; padding: 1rem; text-align: center }
+.painter.ready .stack { border: 0; min-height: 0; display: block }
+.painter.ready .invite { display: none }
+.painter canvas { width: 100%; display: none; touch-action: none; border-radius: .4rem }
 .painter.ready canvas { display: block }
 .painter .paint { position: absolute; inset: 0; height: 100%; cursor: crosshair }
 .painter .paint:focus-visible { outline: 2px solid #ff375f }
-.painter .tools { display: flex; flex-wrap: wrap; gap: .6rem; align-items: center; margin: .4rem 0 }
-.painter .tools button { border: 1px solid #8888; border-radius: .3rem; padding: .1rem .6rem }
-.compare { position: relative }
-.compare img { width: 100%; display: block; margin: 0 }
+.painter .tools { display: flex; flex-wrap: wrap; gap: .4rem .6rem; align-items: center;
+  margin-top: .5rem }
+.painter .tools > * { white-space: nowrap }
+.painter .tools button, .painter .choose { border: 1px solid #8888; border-radius: .3rem;
+  padding: .25rem .6rem; cursor: pointer }
+.painter .tools button:hover, .painter .choose:hover { background: #8882 }
+.painter .choose:focus-within { outline: 2px solid #ff375f }
+.painter .file { position: absolute; width: 1px; height: 1px; opacity: 0 }
+.painter .brush { display: flex; align-items: center; gap: .4rem; flex: 1 1 7rem }
+.painter .size { flex: 1; min-width: 4rem; max-width: 12rem }
+.painter .said { font-size: .85rem; opacity: .8; margin-top: .2rem; min-height: 1.3em }
+.caption { font-size: .85rem; opacity: .75 }
+.chips { gap: .3rem; flex-wrap: wrap }
+.chips button { flex: 0 0 auto; min-width: 0; border-radius: 1rem; font-weight: 400 }
+.ask { align-items: end }
+#pictures, #pictures .grid-wrap { height: auto; min-height: 0 }
+#done button, #done a { font-size: .9rem; font-weight: 500; padding: .4rem .6rem }
+#live:not(:has(img)), #result:not(:has(img)), #status:not(:has(p)) { display: none }
+#pictures .grid-container { grid-template-columns: repeat(auto-fill, minmax(5.2rem, 1fr)) }
+.compare { position: relative; border-radius: .4rem; overflow: hidden }
+.compare img { width: 100%; display: block; margin: 0; user-select: none }
 .compare .after { position: absolute; inset: 0; clip-path: inset(0 0 0 var(--at)) }
-.compare input { position: absolute; bottom: .5rem; left: 2%; width: 96% }
+.compare span { position: absolute; top: .5rem; padding: .1rem .5rem; border-radius: 1rem;
+  background: #000a; color: #fff; font-size: .8rem; pointer-events: none }
+.compare .was { left: .5rem }
+.compare .is { right: .5rem }
+.compare .line { top: 0; bottom: 0; left: var(--at); width: 3px; margin-left: -1.5px; padding: 0;
+  border-radius: 0; background: #fff; box-shadow: 0 0 3px #000a }
+.compare .line::after { content: "\\2194"; position: absolute; top: 50%; left: 50%;
+  transform: translate(-50%, -50%); width: 2rem; height: 2rem; line-height: 2rem;
+  text-align: center; border-radius: 50%; background: #fff; color: #222;
+  box-shadow: 0 0 4px #0008 }
+.compare input { position: absolute; inset: 0; width: 100%; height: 100%; margin: 0; opacity: 0;
+  cursor: ew-resize }
+.compare input:focus-visible + .line { outline: 2px solid #ff375f }
 """
 _PAINTER = """
-<div class="painter">
-  <div class="tools">
-    <label>Picture: <input class="file" type="file" accept=".png,.jpg,.jpeg,.webp"></label>
-    <label>Brush <input class="size" type="range" min="1" max="128" value="16"></label>
-    <label><input class="erase" type="checkbox"> erase</label>
-    <button type="button" class="undo">Undo stroke</button>
-    <button type="button" class="clear">Clear</button>
-  </div>
+<div class="painter" data-least="{least}">
   <div class="stack">
+    <div class="invite">Choose, paste or drop a picture, then paint over what is to change.</div>
     <canvas class="base"></canvas>
     <canvas class="paint" tabindex="0" role="application" aria-label="Mask: arrows move the pen,
  space puts it down and up, plus and minus change the brush, Control Z takes a stroke back,
  Delete clears"></canvas>
   </div>
-  <div class="said" role="status">Choose, paste or drop a picture, then paint over what is to
- change.</div>
+  <div class="tools">
+    <label class="choose">Choose a picture
+      <input class="file" type="file" accept=".png,.jpg,.jpeg,.webp"></label>
+    <label class="brush">Brush <input class="size" type="range" min="1" max="128"
+      value="16"></label>
+    <label><input class="erase" type="checkbox"> erase</label>
+    <button type="button" class="undo">Undo stroke</button>
+    <button type="button" class="clear">Clear</button>
+  </div>
+  <div class="said" role="status"></div>
 </div>
 """
 
@@ -95,41 +157,57 @@ def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> No
         InvalidRequest: Gradio is not installed, or `--images` is no folder.
     """
     try:
-        import gradio  # noqa: F401  # the extra `web` brings it
+        import gradio  # the extra `web` brings it
     except ImportError:
         needed = "pip install 'maskserve[web]'"
         raise InvalidRequest("web", "Gradio is not installed", needed) from None
+    import uvicorn
+    from fastapi import FastAPI
+
     pictures = _pictures(options.images)
-    os.umask(0o077)  # what edits leave in files is nobody else's
-    with connect() as client, tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder:
-        page = make_page(client, pictures, Path(folder).resolve())
-        print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
-        page.queue(default_concurrency_limit=options.edits).launch(
+    with (
+        connect() as client,
+        tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder,
+        closing(_Session(client)) as session,
+    ):
+        kept = _Pictures(Path(folder).resolve(), gone=session.forget)
+        page = make_page(session, kept, pictures)
+        page.queue(default_concurrency_limit=options.edits)
+        app = gradio.mount_gradio_app(
+            FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
+            page,
+            path="",
             server_name=options.host,
             server_port=options.port,
-            quiet=True,
             show_error=True,
-            share=False,
             footer_links=[],
             ssr_mode=False,
             css=_CSS,
             theme=_theme(),
-            max_file_size="64mb",
             allowed_paths=[str(Path(folder).resolve()), *map(str, pictures)],
         )
+        print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
+        with kept.tidied():
+            uvicorn.run(
+                SameOrigin(app, _MOST_BODY),
+                host=options.host,
+                port=options.port,
+                log_level="warning",
+                timeout_graceful_shutdown=3,
+            )
 
 
-def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
+def make_page(session: _Session, kept: _Pictures, pictures: list[Path]) -> Any:
     """The page.
 
     Args:
-        client: of the worker or router that does the edits.
+        session: with the worker or router that does the edits.
+        kept: pictures of those who use the page.
         pictures: to begin with, beside those that people bring.
-        folder: for the pictures of its sessions; the page serves its files.
     """
     import gradio as gr
 
-    session, kept = _Session(client), _Pictures(folder)
+    model = session.model()
 
     def take(encoded: str) -> dict[str, str]:
         """A picture that somebody brings, base64; where it is, or a sentence of what is wrong."""
@@ -140,35 +218,58 @@ def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
         session.prepare(picture)
         return picture.told()
 
-    with gr.Blocks(title="maskserve", analytics_enabled=False, fill_width=True) as page:
-        gr.Markdown("# maskserve\nPaint over what is to change, say what is to be there, and edit.")
+    with gr.Blocks(
+        title="maskserve",
+        analytics_enabled=False,
+        fill_width=True,
+        delete_cache=(600, int(_EXPIRES_S)),
+    ) as page:
+        gr.HTML(
+            "<h1>maskserve</h1> <p>Paint over what is to change, say what is to be there, and edit."
+            "</p>",
+            elem_classes="head",
+        )
         past, last = gr.State([]), gr.State("")
         request = gr.State(_fresh_id)  # of the next edit, and of the one under way
         with gr.Row():
             with gr.Column(scale=5):
                 editor = gr.HTML(
-                    html_template=_PAINTER,
+                    html_template=_PAINTER.replace("{least}", str(_LEAST.get(model, 0))),
                     js_on_load=(Path(__file__).with_name("painter.js")).read_text(encoding="utf-8"),
                     server_functions=[take],
                     apply_default_css=False,
+                    padding=False,
                     elem_id="editor",
                 )
+                with gr.Row(elem_classes="ask"):
+                    prompt = gr.Textbox(
+                        label="What is to be there",
+                        placeholder="a red star",
+                        elem_id="prompt",
+                        scale=4,
+                        min_width=200,
+                    )
+                    run = gr.Button("Edit", variant="primary", elem_id="run", min_width=100)
+                    stop = gr.Button(
+                        "Stop", variant="stop", elem_id="stop", visible=False, min_width=100
+                    )
+                if model in _WORDS:
+                    with gr.Row(elem_classes="chips", elem_id="chips"):
+                        for words in _WORDS[model]:
+                            chip = gr.Button(words, size="sm")
+                            chip.click(None, None, prompt, js=f"() => {json.dumps(words)}")
                 if pictures:
+                    gr.HTML("Or begin with one of these", elem_classes="caption", padding=False)
                     gallery = gr.Gallery(
                         [str(path) for path in pictures],
-                        label="Or begin with one of these",
+                        show_label=False,
+                        container=False,
                         columns=8,
-                        height=140,
                         allow_preview=False,
                         interactive=False,
+                        buttons=[],
                         elem_id="pictures",
                     )
-                prompt = gr.Textbox(
-                    label="What is to be there", placeholder="a red star", elem_id="prompt"
-                )
-                with gr.Row():
-                    run = gr.Button("Edit", variant="primary", elem_id="run")
-                    stop = gr.Button("Stop", variant="stop", elem_id="stop")
                 with gr.Accordion("More", open=False):
                     with gr.Row():
                         seed = gr.Number(label="Seed", value=0, precision=0, minimum=0)
@@ -182,15 +283,15 @@ def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
                     with gr.Row():
                         cache = gr.Dropdown(list(CACHE_MODES), value="auto", label="Cache")
                         loras = gr.Textbox(label="LoRAs", placeholder="hollow:0.8, other")
-            with gr.Column(scale=4):
-                status = gr.HTML("", elem_classes="status", elem_id="status")
-                live = gr.HTML("", elem_classes="live", elem_id="live")
-                shown = gr.HTML("", elem_id="result")
-                facts = gr.Markdown("", elem_classes="facts", elem_id="facts")
-                with gr.Row():
-                    go_on = gr.Button("Go on with this picture", interactive=False)
-                    undo = gr.Button("Undo", interactive=False, elem_id="undo")
-                    file = gr.DownloadButton("Download", interactive=False, elem_id="download")
+            with gr.Column(scale=4, elem_classes="outcome"):
+                status = gr.HTML("", elem_classes="status", elem_id="status", padding=False)
+                live = gr.HTML("", elem_classes="live", elem_id="live", padding=False)
+                shown = gr.HTML("", elem_id="result", padding=False)
+                with gr.Row(visible=False, elem_id="done") as bar:
+                    go_on = gr.Button("Go on with this picture", min_width=210)
+                    undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=80)
+                    file = gr.DownloadButton("Download", elem_id="download", min_width=100)
+                facts = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)
 
         asked = [
             editor,
@@ -206,7 +307,11 @@ def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
             loras,
         ]
         told = [facts, seed, file, go_on, last]
-        outputs = [status, live, shown, request, *told]
+        outputs = [status, live, shown, request, run, stop, bar, *told]
+
+        def buttons(*, running: bool) -> dict[Any, Any]:
+            """Stop stands where Edit does, while there is something to stop."""
+            return {run: gr.Button(visible=not running), stop: gr.Button(visible=running)}
 
         def edit(*given: Any) -> Iterator[Any]:
             """Shows an edit as it comes; its errors are sentences of the page."""
@@ -214,24 +319,31 @@ def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
             try:
                 source, mask = _source_and_mask(painted, kept)
                 settings = {**_settings(*rest), "request_id": name}
+                yield buttons(running=True)
                 shown_at = 0.0
                 with closing(session.events(source, mask, text or "", settings)) as events:
                     for event in events:
                         if isinstance(event, Final):
-                            made = kept.take(event.result.encoded, event.result.image)
+                            made = kept.take(event.result.encoded)
                             session.made(made, event.result)
                             # The picture first: what is told about it takes its time, too.
-                            yield {status: _note("done"), live: "", shown: _compared(source, made)}
+                            yield {
+                                **buttons(running=False),
+                                status: _note("done", event.result.meta.get("warnings", ())),
+                                live: "",
+                                shown: _compared(source, made),
+                                bar: gr.Row(visible=True),
+                            }
                             yield {**_facts(gr, event.result, made, told), request: _fresh_id()}
                         elif time.monotonic() - shown_at >= _SHOWN_EVERY_S:
                             values = {status: _progress(event)}
                             if isinstance(event, Preview):
-                                values[live] = _preview(event.image)
+                                values |= {live: _preview(event.image), shown: ""}
                             yield values
                             shown_at = time.monotonic()
             except (MaskserveError, OSError) as error:
                 said = _note("stopped") if isinstance(error, Cancelled) else _sentence(error)
-                yield {status: said, live: "", request: _fresh_id()}
+                yield {**buttons(running=False), status: said, live: "", request: _fresh_id()}
 
         # In the browser alone: the way to the server and back would hold the edit up.
         gr.on([run.click, prompt.submit], None, None, status, js=f"() => `{_note('sent')}`")
@@ -268,13 +380,14 @@ def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
 
 
 class _Picture(NamedTuple):
-    """One that the page has."""
+    """One that the page has, as it came."""
 
     name: str
-    """Digest of its pixels."""
-    image: Image.Image
-    """RGB."""
+    """Digest of its file."""
+    size: Size
+    """(height, width), upright."""
     file: Path
+    nbytes: int
 
     @property
     def url(self) -> str:
@@ -287,60 +400,130 @@ class _Picture(NamedTuple):
 
 
 class _Pictures:
-    """The pictures of the page's sessions: sources and results.
+    """The pictures of the page's sessions: sources and results, in files. None is decoded: browsers
+    show them and the server edits them; what is read here is the size, in the header.
 
     Args:
         folder: for their files.
         most: that are kept; the one that was not used for longest goes first.
+        most_bytes: likewise, of their files.
+        expires_s: after its last use a picture goes.
+        gone: told the name of each that goes.
+        now: a clock.
     """
 
-    def __init__(self, folder: Path, most: int = _MOST_PICTURES) -> None:
-        self._folder, self._most = folder, most
-        self._kept: OrderedDict[str, _Picture] = OrderedDict()
+    def __init__(
+        self,
+        folder: Path,
+        most: int = _MOST_PICTURES,
+        most_bytes: int = _MOST_KEPT_BYTES,
+        expires_s: float = _EXPIRES_S,
+        gone: Callable[[str], None] = lambda name: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._most, self._most_bytes = folder, most, most_bytes
+        self._expires_s, self._gone, self._now = expires_s, gone, now
+        self._kept: OrderedDict[str, tuple[_Picture, float]] = OrderedDict()
+        """With the time of its last use."""
         self._lock = threading.Lock()
 
-    def take(self, encoded: bytes, image: Image.Image | None = None) -> _Picture:
-        """Keep a picture.
-
-        Args:
-            encoded: PNG, JPEG or WebP.
-            image: the same, if it is decoded already.
+    def take(self, encoded: bytes) -> _Picture:
+        """Keep a picture: PNG, JPEG or WebP.
 
         Raises:
             InvalidRequest: it is none, or too large.
         """
-        if image is None:
-            encoded, image = _upright(encoded)
-        name = hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
+        size = read_size(encoded, "picture", _LIMITS)
+        name = hashlib.sha256(encoded).hexdigest()
         with self._lock:
-            picture = self._kept.get(name)
-            if picture is None:
-                picture = _Picture(name, image, self._folder / f"{name}{_suffix(encoded)}")
-                picture.file.write_bytes(encoded)
-                self._kept[name] = picture
-            self._kept.move_to_end(name)
-            if len(self._kept) > self._most:
-                _, gone = self._kept.popitem(last=False)
-                gone.file.unlink(missing_ok=True)
+            if name not in self._kept:
+                file = self._folder / f"{name}{_suffix(encoded)}"
+                file.write_bytes(encoded)
+                picture = _Picture(name, size, file, len(encoded))
+            else:
+                picture, _ = self._kept[name]
+            self._use(picture)
+        self.tidy()
         return picture
 
     def get(self, name: Any) -> _Picture:
         """Raises InvalidRequest: there is none of that name."""
+        self.tidy()
         with self._lock:
             if not isinstance(name, str) or name not in self._kept:
                 raise InvalidRequest("picture", "is not here any more", "upload or pick it again")
-            self._kept.move_to_end(name)
-            return self._kept[name]
+            picture, _ = self._kept[name]
+            self._use(picture)
+        return picture
+
+    def tidy(self) -> None:
+        """Let go what is too old, or too much."""
+        while (name := self._let_go()) is not None:
+            self._gone(name)
+
+    @contextmanager
+    def tidied(self) -> Iterator[None]:
+        """Tidy from time to time, used or not."""
+        ended = threading.Event()
+
+        def tidy() -> None:
+            while not ended.wait(_TIDIED_EVERY_S):
+                self.tidy()
+
+        threading.Thread(target=tidy, name="tidy", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _use(self, picture: _Picture) -> None:
+        self._kept[picture.name] = picture, self._now()
+        self._kept.move_to_end(picture.name)
+
+    def _let_go(self) -> str | None:
+        """The name of one that went; None: all may stay."""
+        with self._lock:
+            kept = [picture for picture, _ in self._kept.values()]
+            much = len(kept) > self._most or sum(p.nbytes for p in kept) > self._most_bytes
+            if not kept:
+                return None
+            picture, used = self._kept[kept[0].name]
+            if not (much and len(kept) > 1) and self._now() - used < self._expires_s:
+                return None
+            del self._kept[picture.name]
+            picture.file.unlink(missing_ok=True)
+            return picture.name
 
 
 class _Session:
-    """Edits of one server; pictures that it has, results among them, need not be sent again."""
+    """Edits of one server; pictures that it has, results among them, need not be sent again.
+
+    What the page registers there, and nobody has before, goes again with the page's own picture.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._templates: dict[str, Future[str]] = {}
+        self._own: set[str] = set()
+        """Templates that are at the server by this page alone."""
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(2, "register")
+
+    def close(self) -> None:
+        """Take back what was registered."""
+        for name in list(self._templates):
+            self.forget(name)
+        self._pool.shutdown()
+
+    def model(self) -> str:
+        """Name of the served model, of a router's first; empty where that cannot be known now."""
+        try:
+            status = self._client.control("status")
+        except MaskserveError:
+            return ""
+        workers = status.get("workers") or [status]
+        found = (w.get("model") or (w.get("status") or {}).get("model") for w in workers)
+        return next((str(name) for name in found if name), "")
 
     def stop(self, request_id: str) -> None:
         """Withdraw an edit; one that is done already is left."""
@@ -350,6 +533,33 @@ class _Session:
     def prepare(self, source: _Picture) -> None:
         """Have the server keep the picture while the mask is being painted."""
         self._template(source)
+
+    def forget(self, name: str) -> None:
+        """The page's picture has gone."""
+        with self._lock:
+            known = self._templates.pop(name, None)
+        if known is not None:
+            self._pool.submit(self._evict, known)
+
+    def _evict(self, known: Future[str]) -> None:
+        with suppress(MaskserveError):
+            template = known.result()
+            with self._lock:
+                own = template in self._own
+                self._own.discard(template)
+            if own:
+                self._client.control("evict", template_id=template)
+
+    def _register(self, file: Path) -> str:
+        listed: set[str] | None = None
+        with suppress(MaskserveError):
+            found = self._client.control("templates")["templates"]
+            listed = {each["template_id"] for each in found if each["registered"]}
+        template = self._client.register(file)
+        if listed is not None and template not in listed:
+            with self._lock:
+                self._own.add(template)
+        return template
 
     def events(
         self, source: _Picture, mask: Image.Image, prompt: str, settings: dict[str, Any]
@@ -380,7 +590,7 @@ class _Session:
             known = self._templates.get(source.name)
             failed = known is not None and known.done() and known.exception() is not None
             if known is None or failed or anew:
-                known = self._pool.submit(self._client.register, source.file)
+                known = self._pool.submit(self._register, source.file)
                 self._templates[source.name] = known
         return known
 
@@ -394,26 +604,6 @@ def _decoded(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError):
         raise InvalidRequest("picture", "came broken", "a PNG, JPEG or WebP file") from None
-
-
-def _upright(encoded: bytes) -> tuple[bytes, Image.Image]:
-    """A file's picture as people see it, and a file of just that."""
-    accepted = f"a PNG, JPEG or WebP file, up to {_MOST_BYTES >> 20} MB and {_MOST_PIXELS} pixels"
-    if len(encoded) > _MOST_BYTES:
-        raise InvalidRequest("picture", f"has {len(encoded)} bytes", accepted)
-    try:
-        with Image.open(io.BytesIO(encoded), formats=("PNG", "JPEG", "WEBP")) as opened:
-            if opened.width * opened.height > _MOST_PIXELS:
-                raise InvalidRequest("picture", "has too many pixels", accepted)
-            plain = opened.mode == "RGB" and opened.getexif().get(0x0112, 1) == 1
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError):
-        raise InvalidRequest("picture", "cannot be read", accepted) from None
-    if not plain:
-        file = io.BytesIO()
-        image.save(file, "PNG", compress_level=1)
-        encoded = file.getvalue()
-    return encoded, image
 
 
 def _suffix(encoded: bytes) -> str:
@@ -438,7 +628,7 @@ def _source_and_mask(painted: str | None, kept: _Pictures) -> tuple[_Picture, Im
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise InvalidRequest("picture", "there is none yet", "upload, paste or pick one") from None
     source = kept.get(name)
-    width, height = source.image.size
+    height, width = source.size
     touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
     if not touched.any():
         raise InvalidRequest("mask", "is empty", "paint over what is to change")
@@ -498,11 +688,13 @@ def _facts(gr: Any, result: EditResult, made: _Picture, told: list[Any]) -> dict
 def _compared(before: _Picture, after: _Picture) -> str:
     """Both pictures, the second one from a line on that people move."""
     return (
-        '<div class="compare" style="--at: 0%">'
+        '<div class="compare" style="--at: 50%">'
         f'<img alt="before" src="{html.escape(before.url)}">'
         f'<img class="after" alt="after" src="{html.escape(after.url)}">'
-        '<input type="range" min="0" max="100" value="0" aria-label="from before to after" '
-        "oninput=\"this.parentNode.style.setProperty('--at', this.value + '%')\"></div>"
+        '<span class="was">before</span><span class="is">after</span>'
+        '<input type="range" min="0" max="100" value="50" aria-label="from before to after" '
+        "oninput=\"this.parentNode.style.setProperty('--at', this.value + '%')\">"
+        '<span class="line"></span></div>'
     )
 
 
@@ -514,7 +706,7 @@ def _preview(image: Image.Image) -> str:
 
 
 def summary(meta: Mapping[str, Any]) -> str:
-    """What an edit took and what the cache saved, as Markdown."""
+    """What an edit took and what the cache saved; times of stages are folded."""
     timings = meta.get("timings_ms", {})
     total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
@@ -523,15 +715,19 @@ def summary(meta: Mapping[str, Any]) -> str:
         "miss": "the picture's activations are being made for the next edit",
         "off": "not used",
     }.get(str(meta.get("cache")), str(meta.get("cache")))
-    lines = [
-        f"**{total:.2f} s**, {meta['steps']} steps, seed `{meta['seed']}`, worker {meta['worker']}",
-        "",
-        f"Cache: {said}.",
-    ]
+    cache = f"Cache: {html.escape(said)}."
     if computed is not None and whole:
-        lines[-1] += f" {computed / whole:.0%} of the tokens were computed."
-    rows = [f"| {stage} | {timings[stage]:.0f} |" for stage in STAGES if stage in timings]
-    return "\n".join([*lines, "", "| stage | ms |", "|---|---:|", *rows])
+        cache += f" {computed / whole:.0%} of the tokens were computed."
+    rows = "".join(
+        f"<tr><td>{stage}</td><td>{timings[stage]:.0f} ms</td></tr>"
+        for stage in STAGES
+        if stage in timings
+    )
+    return (
+        f"<strong>{total:.2f} s</strong>, {meta['steps']} steps, seed {meta['seed']}, worker "
+        f"{html.escape(str(meta['worker']))}. {cache}"
+        f"<details><summary>Times</summary><table>{rows}</table></details>"
+    )
 
 
 def _progress(event: Progress | Preview) -> str:
@@ -541,8 +737,9 @@ def _progress(event: Progress | Preview) -> str:
     )
 
 
-def _note(text: str) -> str:
-    return f'<p role="status">{html.escape(text)}</p>'
+def _note(text: str, warnings: Sequence[str] = ()) -> str:
+    told = "".join(f"<p>{html.escape(each)}</p>" for each in warnings)
+    return f'<p role="status">{html.escape(text)}</p>{told}'
 
 
 def _sentence(error: Exception) -> str:

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,7 +182,7 @@ def test_strokes_are_erased_and_taken_back_and_made_by_keys(page: Page) -> None:
 def test_a_picture_of_ones_own_is_taken_and_another_file_is_not(page: Page) -> None:
     chosen = page.locator("#editor .file")
     chosen.set_input_files([{"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}])
-    expect(page.locator("#editor .said")).to_contain_text("cannot be read")
+    expect(page.locator("#editor .said")).to_contain_text("is not an image")
     own = scene(64, 96)
     file = {"name": "b.png", "mimeType": "image/png", "buffer": encode(Image.fromarray(own))}
     chosen.set_input_files([file])
@@ -190,9 +192,23 @@ def test_a_picture_of_ones_own_is_taken_and_another_file_is_not(page: Page) -> N
 def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> None:
     pick(page)
     paint(page)
-    page.get_by_label("What is to be there").fill("a red star")
+    expect(page.locator("#done")).not_to_be_visible()
+    expect(page.locator("#stop")).not_to_be_visible()
+    page.get_by_role("button", name="a red star").click()  # a word that the demo model knows
+    prompt = page.get_by_label("What is to be there")
+    expect(prompt).to_have_value("a red star")
+    prompt.focus()
     page.keyboard.press("Enter")  # as good as the button
+    expect(page.locator("#stop")).to_be_visible()
     expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
+    expect(page.locator("#stop")).not_to_be_visible()
+    expect(page.locator("#run")).to_be_visible()
+    line = page.get_by_label("from before to after")
+    shown = page.locator(".compare")
+    assert "50%" in (shown.get_attribute("style") or "")
+    line.focus()
+    page.keyboard.press("Home")
+    assert "0%" in (shown.get_attribute("style") or "").split()
     facts = page.locator("#facts")
     expect(facts).to_contain_text("steps")
     expect(facts).to_contain_text("denoise")
@@ -222,6 +238,27 @@ def test_the_result_can_be_gone_on_with_and_undone(page: Page) -> None:
     expect(undo).to_be_enabled()
     undo.click()
     expect(undo).to_be_disabled()
+
+
+def test_it_is_used_at_the_width_of_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 420, "height": 900})
+    pick(page)
+    paint(page, STROKE[:2])
+    expect(page.locator("#editor .said")).to_contain_text("shows little in so small a mask")
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 420
+
+
+def test_scripts_of_other_origins_are_refused(address: str) -> None:
+    for origin, status in ((address, 200), ("https://evil.example.com", 403)):
+        request = urllib.request.Request(address, headers={"Origin": origin})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                found, headers = answer.status, answer.headers
+        except urllib.error.HTTPError as error:
+            found, headers = error.code, error.headers
+        assert found == status
+        assert not any(name.lower().startswith("access-control") for name in headers)
 
 
 def test_errors_are_sentences(page: Page) -> None:

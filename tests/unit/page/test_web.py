@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
 import threading
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from PIL import Image
 from maskserve_client.events import EditResult, Event, Progress
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
+from maskserve_harness.soaking.pictures import png_file
+from maskserve_page.same_origin import SameOrigin
 from maskserve_page.web import (
     _Pictures,
     _pictures,
@@ -27,6 +32,7 @@ from maskserve_page.web import (
 )
 from tests.fakes.pictures import encode
 
+MASK = Image.new("L", (8, 8), 255)
 PLAIN: tuple[Any, ...] = (7, False, 0, 0, 0, 0, "auto", "")
 
 
@@ -52,7 +58,7 @@ def test_the_mask_is_what_was_painted_pixel_for_pixel(
     picture = kept.take(encode(Image.fromarray(pixels)))
     source, made = _source_and_mask(painted(picture.name, mask), kept)
     assert np.array_equal(np.asarray(made), np.where(mask, 255, 0))
-    assert np.array_equal(np.asarray(source.image), pixels)
+    assert source.size == (height, width)
     assert np.array_equal(np.asarray(Image.open(picture.file)), pixels)
 
 
@@ -82,15 +88,54 @@ def test_a_photograph_is_turned_as_its_camera_says(kept: _Pictures) -> None:
     file = io.BytesIO()
     taken.save(file, "JPEG", exif=turned.tobytes())
     picture = kept.take(file.getvalue())
-    assert picture.image.size == Image.open(picture.file).size == (4, 8)
-    grey = kept.take(encode(Image.new("LA", (5, 5))))
-    assert Image.open(grey.file).mode == grey.image.mode == "RGB"
+    assert picture.size == (8, 4), "as browsers show it and the server edits it"
+    assert picture.file.read_bytes() == file.getvalue()
 
 
 @pytest.mark.parametrize("raw", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"0" * 40])
 def test_what_is_no_picture_is_refused(kept: _Pictures, raw: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="picture: cannot be read"):
+    with pytest.raises(InvalidRequest, match=r"picture: is .*; accepted: PNG, JPEG or WebP"):
         kept.take(raw)
+
+
+def test_twenty_large_pictures_take_no_memory(kept: _Pictures) -> None:
+    """Of 49 megapixels each, in 155 KiB of file: decoded they were 4.3 GB."""
+    row = b"\0" + bytes(3 * 7000)
+    file = png_file(7000, 7000, 8, 2, b"")
+    header, end = file[:33], file[-12:]
+    data = zlib.compress(row * 7000, 1)
+    tracemalloc.start()
+    for number in range(20):
+        text = b"tEXt" + b"n\0%d" % number
+        own = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+        idat = b"IDAT" + data
+        whole = struct.pack(">I", len(data)) + idat + struct.pack(">I", zlib.crc32(idat))
+        assert kept.take(header + own + whole + end).size == (7000, 7000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000_000
+    with pytest.raises(InvalidRequest, match="picture: is 8000x8000"):
+        kept.take(png_file(8000, 8000, 8, 2, b""))
+
+
+def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
+    clock, gone = [0.0], list[str]()
+    one, two, three = (encode(Image.effect_noise((64, 64), 99)) for _ in range(3))
+    most = len(two) + len(three)
+    kept = _Pictures(tmp_path, most_bytes=most, expires_s=9, gone=gone.append, now=lambda: clock[0])
+    first, second, third = (kept.take(file) for file in (one, two, three))
+    assert first.name in gone
+    assert len(list(tmp_path.iterdir())) == 3 - len(gone)
+    clock[0] = 8.0
+    kept.get(third.name)
+    clock[0] = 10.0
+    kept.tidy()
+    assert second.name in gone
+    assert [each.name for each in tmp_path.iterdir()] == [third.file.name]
+    clock[0] = 18.0
+    with pytest.raises(InvalidRequest, match="is not here any more"):
+        kept.get(third.name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_picture_that_was_not_used_for_longest_goes(tmp_path: Path) -> None:
@@ -127,8 +172,16 @@ def test_a_folder_of_pictures_that_is_not_there_is_told(tmp_path: Any) -> None:
 class Asked:
     """A client that has lost its templates once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: str) -> None:
         self.registered, self.cancelled, self.sent = 0, list[str](), list[str]()
+        self.there, self.evicted = list(others), list[str]()
+
+    def control(self, op: str, **fields: Any) -> dict[str, Any]:
+        if op == "evict":
+            self.evicted.append(fields["template_id"])
+            return {}
+        listed = [{"template_id": name, "registered": True} for name in self.there]
+        return {"templates": listed}
 
     def register(self, _: Path) -> str:
         self.registered += 1
@@ -151,7 +204,7 @@ def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: _Pic
     session, picture = _Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
     session.prepare(picture)
     for _ in range(3):
-        assert list(session.events(picture, picture.image, "x", {})) == [Progress(1, 2)]
+        assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
     assert client.registered == 2
     assert client.sent == [f"{n:016x}" for n in (1, 1, 2, 2)]
     session.stop("an-edit")  # and says nothing, as it may be done already
@@ -171,9 +224,9 @@ def test_a_picture_that_could_not_be_registered_is_tried_again(kept: _Pictures) 
     session.prepare(picture)
     assert refused.wait(10)
     with pytest.raises(Overloaded):
-        list(session.events(picture, picture.image, "x", {}))
+        list(session.events(picture, MASK, "x", {}))
     client.register = register
-    assert list(session.events(picture, picture.image, "x", {})) == [Progress(1, 2)]
+    assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
 
 
 def test_to_go_on_with_a_result_sends_no_picture(kept: _Pictures) -> None:
@@ -182,10 +235,10 @@ def test_to_go_on_with_a_result_sends_no_picture(kept: _Pictures) -> None:
     result = EditResult(
         Image.new("RGB", (8, 8), (1, 2, 3)), b"", {"result_template_id": f"{1:016x}"}
     )
-    picture = kept.take(encode(result.image), result.image)
+    picture = kept.take(encode(result.image))
     session.made(picture, result)
     session.made(kept.take(encode(Image.new("RGB", (9, 9)))), EditResult(result.image, b"", {}))
-    assert list(session.events(picture, picture.image, "x", {})) == [Progress(1, 2)]
+    assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
     assert client.registered == 0
     assert client.sent == [f"{1:016x}"]
 
@@ -196,6 +249,72 @@ def test_what_the_cache_saved_is_said() -> None:
         "total_tokens": 100, "timings_ms": {"denoise": 900.0, "decode": 100.0},
     }  # fmt: skip
     said = summary(meta)
-    assert "**1.00 s**, 10 steps, seed `3`" in said
+    assert "<strong>1.00 s</strong>, 10 steps, seed 3" in said
+    assert "<details><summary>Times</summary>" in said
+    assert "<script>" not in summary({**meta, "worker": "<script>"})
     assert "10% of the tokens were computed" in said
-    assert "| denoise | 900 |" in said
+    assert "<td>denoise</td><td>900 ms</td>" in said
+
+
+def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
+    client: Any = Asked(f"{2:016x}")  # which another client has registered before
+    session = _Session(client)
+    kept = _Pictures(tmp_path, most=1, gone=session.forget)
+    for n in (1, 2, 3):
+        picture = kept.take(encode(Image.new("RGB", (n, n))))
+        session.prepare(picture)
+        session._template(picture).result()
+    session.close()
+    assert client.registered == 3
+    assert sorted(client.evicted) == [f"{1:016x}", f"{3:016x}"]
+
+
+async def asked(app: Any, *chunks: bytes, path: str = "/", **headers: str) -> tuple[int, Any]:
+    """An application's status and headers."""
+    told: list[Any] = []
+    rest = list(chunks) or [b""]
+
+    async def receive() -> Any:
+        body = rest.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(rest)}
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": path, "headers": named}
+    await app(scope, receive, send)
+    return told[0]["status"], dict(told[0]["headers"])
+
+
+async def test_other_origins_and_large_requests_are_refused() -> None:
+    read: list[str] = []
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        """As Gradio: every origin may read its answers."""
+        while True:
+            message = await receive()
+            read.append(message["type"])
+            if not message.get("more_body"):
+                break
+        headers = [
+            (b"access-control-allow-origin", b"https://evil.example.com"),
+            (b"access-control-allow-credentials", b"true"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = SameOrigin(page, 100)
+    own = {"host": "page.example.com:7860", "origin": "http://page.example.com:7860"}
+    assert await asked(app, **own) == (200, {})
+    assert await asked(app, host="page.example.com:7860") == (200, {})
+    for other in ("https://evil.example.com", "null", "http://page.example.com"):
+        status, headers = await asked(app, host=own["host"], origin=other)
+        assert status == 403
+        assert not any(name.startswith(b"access-control") for name in headers)
+    assert (await asked(app, path="/gradio_api/upload", **own))[0] == 404
+    assert (await asked(app, content_length="101", **own))[0] == 413
+    assert (await asked(app, content_length="-1", **own))[0] == 413
+    read.clear()
+    await asked(app, b"x" * 60, b"x" * 60, b"x", **own)
+    assert read == ["http.request", "http.disconnect"]

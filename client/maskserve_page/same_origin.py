@@ -1,0 +1,72 @@
+"""The page is for its own origin: other sites' scripts may neither call it nor read its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+_FILES = "/gradio_api/upload"
+"""Gradio keeps what is put here, whoever puts it. The page has no use for it: pictures come in
+calls that are counted."""
+
+
+class SameOrigin:
+    """An ASGI application in front of another.
+
+    A browser says by `Origin` whose script asks; one that is not the page's own gets 403, and no
+    header of CORS leaves, of which Gradio's own allow every origin with its cookies.
+
+    Args:
+        app: the page.
+        most_bytes: of a request's body.
+    """
+
+    def __init__(self, app: Any, most_bytes: int) -> None:
+        self._app, self._most = app, most_bytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if b"origin" in headers:
+            origin = urlsplit(headers[b"origin"].decode("latin-1")).netloc
+            if origin.lower() != headers.get(b"host", b"").decode("latin-1").lower():
+                await _refuse(scope, send, 403, b"The page answers its own origin alone.")
+                return
+        if scope["path"].rstrip("/").endswith(_FILES):
+            await _refuse(scope, send, 404, b"Nothing is uploaded here.")
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._most:
+            await _refuse(scope, send, 413, b"The request is too large.")
+            return
+        left = self._most
+
+        async def bounded() -> Any:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            # Of a body without a length: the application sees a client that has left.
+            return message if left >= 0 else {"type": "http.disconnect"}
+
+        async def plain(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                kept = [
+                    (name, value)
+                    for name, value in message.get("headers", ())
+                    if not name.lower().startswith(b"access-control-")
+                ]
+                message = {**message, "headers": kept}
+            await send(message)
+
+        await self._app(scope, bounded, plain)
+
+
+async def _refuse(scope: Any, send: Any, status: int, told: bytes) -> None:
+    if scope["type"] != "http":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(told)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": told})
