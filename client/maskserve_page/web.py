@@ -516,14 +516,11 @@ class _Session:
         self._pool.shutdown()
 
     def model(self) -> str:
-        """Name of the served model, of a router's first; empty where that cannot be known now."""
+        """Name of the served model; empty where that cannot be known now."""
         try:
-            status = self._client.control("status")
+            return str(self._client.control("status").get("model", ""))
         except MaskserveError:
             return ""
-        workers = status.get("workers") or [status]
-        found = (w.get("model") or (w.get("status") or {}).get("model") for w in workers)
-        return next((str(name) for name in found if name), "")
 
     def stop(self, request_id: str) -> None:
         """Withdraw an edit; one that is done already is left."""

@@ -175,11 +175,16 @@ class Asked:
     def __init__(self, *others: str) -> None:
         self.registered, self.cancelled, self.sent = 0, list[str](), list[str]()
         self.there, self.evicted = list(others), list[str]()
+        self.silent = False
 
     def control(self, op: str, **fields: Any) -> dict[str, Any]:
         if op == "evict":
             self.evicted.append(fields["template_id"])
             return {}
+        if op == "status" and self.silent:
+            raise Overloaded("not now")
+        if op == "status":
+            return {"model": "demo", "workers": {"127.0.0.1:9001": {}}}
         listed = [{"template_id": name, "registered": True} for name in self.there]
         return {"templates": listed}
 
@@ -254,6 +259,13 @@ def test_what_the_cache_saved_is_said() -> None:
     assert "<script>" not in summary({**meta, "worker": "<script>"})
     assert "10% of the tokens were computed" in said
     assert "<td>denoise</td><td>900 ms</td>" in said
+
+
+def test_the_model_is_known_or_not() -> None:
+    client: Any = Asked()
+    assert _Session(client).model() == "demo"
+    client.silent = True
+    assert _Session(client).model() == ""
 
 
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
