@@ -81,6 +81,8 @@ def edit(options: argparse.Namespace) -> None:
             raise
     write_whole(out, result.encoded)
     print(json.dumps(result.meta) if options.json else f"{out}: {_summary(result.meta)}")
+    for told in result.meta.get("warnings", ()):
+        print(f"look at {told}", file=sys.stderr)
 
 
 def _wait_ready(options: argparse.Namespace) -> None:

@@ -164,6 +164,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         active = active_tokens(edit.edit_mask, FILL_FACTS.token_pixels)
         return {
             "event": "final",
+            "warnings": edit.request.warnings,
             "step": steps,
             "steps": steps,
             "request_id": edit.request.request_id,

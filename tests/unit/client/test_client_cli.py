@@ -107,6 +107,12 @@ def test_nothing_is_sent_that_was_not_given(worker: FakeWorker, folder: Path) ->
     assert json.loads(worker.seen[0]["SETTINGS"]) == {"output_format": "jpeg"}
 
 
+def test_warnings_go_to_the_terminal(worker: FakeWorker, folder: Path, capsys: Capture) -> None:
+    (folder / "all.png").write_bytes(encode(Image.new("L", (56, 40), 255)))
+    assert edit(worker.url, folder, "--mask", str(folder / "all.png")) == 0
+    assert "look at MASK: 100% of the picture is edited" in capsys.readouterr().err
+
+
 def test_json_prints_the_meta_alone(worker: FakeWorker, folder: Path, capsys: Capture) -> None:
     assert edit(worker.url, folder, "--json", "--stream") == 0
     meta = json.loads(capsys.readouterr().out)
