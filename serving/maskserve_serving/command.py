@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from maskserve_core import transport
 from maskserve_core.config import Config
 from maskserve_serving.errors import ServeError
-from maskserve_serving.options import ServeOptions
+from maskserve_serving.options import CLOSED_APIS, ServeOptions
 from maskserve_serving.ports import Ports
 from maskserve_serving.runtime import Runtime
 
@@ -61,6 +62,10 @@ def command(
     ]
     if runtime.backends is not None:
         arguments.append(f"--backend-directory={runtime.backends}")
+    if closed := [api for api in CLOSED_APIS if api not in options.open_apis]:
+        # Only who knows the value may call them, and it is told nobody.
+        only = f"{','.join(closed)}:maskserve={secrets.token_hex(16)}"
+        arguments += [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
     return [str(runtime.binary), *arguments, *trace, *options.triton_args]
 
 

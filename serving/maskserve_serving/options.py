@@ -18,6 +18,9 @@ _MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
 MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
 SERVICES = _MODELS_ROOT / "services"
 """Triton's model repositories: the models, the ensemble that joins them, and the services."""
+CLOSED_APIS = ("shared-memory", "model-repository", "logging")
+"""Parts of Triton's API that nothing here needs, and that let a caller read or change the host's
+memory, models or logs: the published chains of attacks begin with them."""
 DEFAULT_ROUTER_PORT = 8080
 DEFAULT_BASE_PORT = 9000
 """The client's default address is the first worker's gRPC port, one above."""
@@ -169,6 +172,16 @@ class ServeOptions:
     )
     trace_rate: int | None = _flag(
         "trace one request in N (default 1)", None, type=int, metavar="N"
+    )
+    open_apis: tuple[str, ...] = _flag(
+        "serve this part of Triton's own API at the workers' ports, which is closed by default: "
+        f"{', '.join(CLOSED_APIS)}; may be given again",
+        (),
+        name="--open",
+        action="append",
+        choices=CLOSED_APIS,
+        metavar="API",
+        by_hand=list,
     )
     triton_args: tuple[str, ...] = _flag(
         "further arguments for tritonserver", (), name="triton_args", nargs="*", metavar="-- ARG"

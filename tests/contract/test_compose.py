@@ -43,8 +43,21 @@ def plain(text: str) -> str:
 
 
 def aliases(service: dict[str, Any]) -> list[str]:
-    found: list[str] = service["networks"]["default"]["aliases"]
-    return found
+    return [
+        alias for network in service["networks"].values() for alias in network.get("aliases", ())
+    ]
+
+
+def test_workers_are_reached_by_the_router_and_prometheus_alone() -> None:
+    def networks(name: str) -> set[str]:
+        return set(SERVICES[name].get("networks", ("default",)))
+
+    workers = [name for name in SERVICES if re.fullmatch(r"(cpu|gpu)-\d", name)]
+    assert workers
+    assert all(networks(name) == {"workers"} for name in workers)
+    others = {name for name in SERVICES if "workers" in networks(name)} - set(workers)
+    assert others == {"router", "router-cpu", "prometheus"}
+    assert not any(SERVICES[name].get("ports") for name in workers)
 
 
 @pytest.mark.parametrize("name", OURS)

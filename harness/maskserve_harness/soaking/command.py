@@ -8,6 +8,12 @@ by 2 % at most), and at the end nothing may be left in flight, running or pinned
 
     python scripts/bench soak --minutes 60 --out soak-output --json soak.json
 
+With --hostile a router stands before the worker, three honest clients with keys edit at random
+times, and a fourth key attacks in every known way; the JSON's `summary` has `lost`, `wrong`,
+`p95_ratio` (of honest edits, attacked against alone), `router_mib`, `restarts` and `ejections`.
+
+    python scripts/bench soak --hostile --minutes 10 --json hostile.json
+
 Writes samples.jsonl, summary.json, soak.png, config.toml and the worker's log into the folder. The
 exit code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends
 the load early and judges what there is; before the worker is ready it stops that.
@@ -22,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.soaking.hostile import hostile_soak
 from maskserve_harness.soaking.run import Report, SoakOptions, drift, soak, summary
 from maskserve_serving.errors import ServeError
 from maskserve_serving.stop_signals import StopSignals
@@ -41,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say=lambda line: print(line, flush=True),
     )
     try:
+        if given.hostile:
+            return hostile(options, given.json)
         report = soak(options, StopSignals())
     except ServeError as error:
         print(f"soak.py: {error}", file=sys.stderr)
@@ -53,12 +62,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
+def hostile(options: SoakOptions, path: Path | None) -> int:
+    """The soak under attack; the exit code."""
+    told = hostile_soak(options, StopSignals())
+    text = json.dumps(told, indent=2) + "\n"
+    for each in {options.out / "hostile.json", path or options.out / "hostile.json"}:
+        each.write_text(text, encoding="utf-8")
+    print(json.dumps(told["summary"]), "passed" if told["passed"] else "MISSED", flush=True)
+    for problem in told["problems"]:
+        print(f"problem: {problem}", flush=True)
+    return 0 if told["passed"] else 1
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, help="how long the load lasts (default: 60)")
+    add("--hostile", action="store_true", help="attack a router and its worker meanwhile")
     add("--model", type=Path, default=DEMO_MODEL)
     add("--config", type=Path, help="configuration (TOML); its cache budget is replaced")
     add(

@@ -401,6 +401,22 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
     assert count.stat().st_size == tries
 
 
+def test_parts_of_tritons_api_are_closed() -> None:
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "x")
+
+    def closed(*opened: str) -> list[str]:
+        options = ServeOptions(model="m", open_apis=opened)
+        line = command.command(options, Config(), server, ports.Ports(1, 2, 3), "x")
+        return [argument for argument in line if "restricted" in argument]
+
+    for protocol, argument in zip(("http", "grpc"), closed(), strict=True):
+        assert argument.startswith(f"--{protocol}-restricted-")
+        assert "=shared-memory,model-repository,logging:maskserve=" in argument
+    assert closed() != closed()
+    assert "=model-repository:maskserve=" in closed("shared-memory", "logging")[0]
+    assert closed("shared-memory", "logging", "model-repository") == []
+
+
 def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/host/cuda/lib64")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)

@@ -1,0 +1,344 @@
+"""Attacks of one client on all others, each bounded in time and count, on this machine alone.
+
+They run in a process of their own, at a low priority: what is measured beside them is what they do
+to the server, and not that they have the cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts import bytes_tensor
+from maskserve_harness.soaking.pictures import draw, png_file
+
+_SERVICE = "/inference.GRPCInferenceService"
+_MIB = 2**20
+_PATIENCE_S = 20.0
+"""How long one attack waits for its answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A router and a worker behind it; ports of 127.0.0.1."""
+
+    http: int
+    grpc: int
+    worker_http: int
+    worker_grpc: int
+    key: str
+    """The attacker's own."""
+    withdrawn: str
+    """One that was valid before a reload."""
+    lora: str = ""
+    """Name of a damaged one."""
+
+
+Attack: TypeAlias = Callable[[Target], Awaitable[Iterable[str]]]
+"""Gives how its requests ended, in words."""
+
+
+async def run(target: Target, until: float, report: Path) -> None:
+    """Every attack again and again until that time; what came of them goes into a file."""
+    found: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in ATTACKS}
+
+    async def again(attack: Attack, rng: random.Random) -> None:
+        while time.time() < until:
+            try:
+                ends = await asyncio.wait_for(attack(target), 3 * _PATIENCE_S)
+                found[attack.__name__].update(ends)
+            except Exception as error:
+                found[attack.__name__][type(error).__name__] += 1
+            await asyncio.sleep(rng.uniform(1.0, 5.0))
+
+    await asyncio.gather(*(again(each, random.Random(i)) for i, each in enumerate(ATTACKS)))
+    report.write_text(json.dumps(found, indent=2), encoding="utf-8")
+
+
+def main(target: Target, until: float, report: Path) -> None:
+    """`run`, as the whole of a process."""
+    os.nice(15)
+    asyncio.run(run(target, until, report))
+
+
+# What requests are made of
+
+
+@cache
+def picture() -> tuple[bytes, bytes]:
+    drawn = draw(99, 64, 64)
+    return drawn.image, drawn.mask
+
+
+def edit(model: str = "edit", image: bytes = b"", mask: bytes = b"", **settings: Any) -> bytes:
+    """A request as gRPC has it; a small picture of the attacker's own by default."""
+    own_image, own_mask = picture()
+    message = pb.ModelInferRequest(model_name=model)
+    for name, value in (
+        ("IMAGE", image or own_image),
+        ("MASK", mask or own_mask),
+        ("PROMPT", b"mine"),
+        ("SETTINGS", json.dumps({"num_inference_steps": 2, **settings}).encode()),
+    ):
+        bytes_tensor.add_input(message, name, [value])
+    return bytes(message.SerializeToString())
+
+
+def operation(op: str, **fields: Any) -> bytes:
+    message = pb.ModelInferRequest(model_name="control")
+    bytes_tensor.add_input(message, "OP", [json.dumps({"op": op, **fields}).encode()])
+    return bytes(message.SerializeToString())
+
+
+async def calls(
+    target: Target, requests: Iterable[bytes], *, port: int = 0, method: str = "ModelInfer"
+) -> list[str]:
+    """Unary calls side by side, with the attacker's key; the status of each."""
+    address, headers = f"127.0.0.1:{port or target.grpc}", (("x-api-key", target.key),)
+    options = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+    async with grpc.aio.insecure_channel(address, options) as channel:
+        call = channel.unary_unary(f"{_SERVICE}/{method}")
+
+        async def one(request: bytes) -> str:
+            try:
+                await call(request, metadata=headers, timeout=_PATIENCE_S)
+            except grpc.aio.AioRpcError as error:
+                return error.code().name
+            return "OK"
+
+        return list(await asyncio.gather(*map(one, requests)))
+
+
+async def asked(
+    port: int, path: str, body: bytes, headers: dict[str, str], method: str = "POST"
+) -> str:
+    """One HTTP request; the status of its answer, or that there was none."""
+    head = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+    head += [f"{name}: {value}" for name, value in {**headers, "Connection": "close"}.items()]
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return "refused"
+    try:
+        writer.write("\r\n".join((*head, "", "")).encode("latin-1") + body)
+        line = await asyncio.wait_for(reader.readline(), _PATIENCE_S)
+        return str(line.split()[1], "ascii") if line else "closed"
+    except (OSError, asyncio.TimeoutError):
+        return "none"
+    finally:
+        writer.close()
+
+
+def _key(target: Target, **more: str) -> dict[str, str]:
+    return {"x-api-key": target.key, **more}
+
+
+# Keys
+
+
+async def a_withdrawn_key(target: Target) -> Iterable[str]:
+    return [await asked(target.http, "/v1/models", b"", {"x-api-key": target.withdrawn}, "GET")]
+
+
+# Shares
+
+
+async def bodies_that_stand_still(target: Target) -> Iterable[str]:
+    opened = []
+    for _ in range(6):
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", target.http)
+            head = f"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\nx-api-key: {target.key}\r\n"
+            writer.write(f"{head}Content-Length: {150 * _MIB}\r\n\r\n".encode() + bytes(_MIB))
+            opened.append(writer)
+    await asyncio.sleep(15.0)
+    for writer in opened:
+        writer.close()
+    return [f"{len(opened)} opened"]
+
+
+async def edits_of_high_priority(target: Target) -> Iterable[str]:
+    return await calls(target, [edit(priority=100) for _ in range(20)])
+
+
+async def registrations(target: Target) -> Iterable[str]:
+    image = base64.b64encode(picture()[0]).decode()
+    sent = await calls(target, [operation("register", image=image) for _ in range(30)])
+    known = [operation("evict", template_id="0" * 32), operation("templates")]
+    return [*sent, *await calls(target, known)]
+
+
+async def large_registrations(target: Target) -> Iterable[str]:
+    image = "A" * 40 * _MIB
+    return await calls(target, [operation("register", image=image) for _ in range(4)])
+
+
+async def kept_results(target: Target) -> Iterable[str]:
+    return await calls(target, [edit(keep_result=True, seed=i) for i in range(4)])
+
+
+async def adapter_checks(target: Target) -> Iterable[str]:
+    return await calls(target, [operation("adapter_check", name="any") for _ in range(20)])
+
+
+# Work
+
+
+@cache
+def _zipped(size: int) -> bytes:
+    return gzip.compress(bytes(size), 9)
+
+
+async def inflating_bodies(target: Target) -> Iterable[str]:
+    headers = _key(target, **{"Content-Encoding": "gzip"})
+    path, body = "/v2/models/edit/infer", _zipped(159 * _MIB)
+    return await asyncio.gather(*(asked(target.http, path, body, headers) for _ in range(30)))
+
+
+async def json_of_many_values(target: Target) -> Iterable[str]:
+    body = b'{"inputs": [], "parameters": {' + b",".join(b'"%d":1' % i for i in range(10**6))
+    paths = ("/v2/models/edit/infer", "/v2/models/edit/generate", "/v1/images/edits")
+    headers = _key(target, **{"Content-Type": "application/json"})
+    return [await asked(target.http, path, body, headers) for path in paths]
+
+
+async def messages_of_many_fields(target: Target) -> Iterable[str]:
+    return await calls(target, [b"\x32\x00" * 5 * _MIB, b"\x2a\x00" * 5 * _MIB])
+
+
+@cache
+def _huge_mask() -> bytes:
+    row = b"\0" + b"\xff" * 438 + b"\0" * 437
+    return png_file(7000, 7000, 1, 0, row * 7000)
+
+
+async def masks_of_many_pixels(target: Target) -> Iterable[str]:
+    huge = [edit(mask=_huge_mask(), mask_feather=512 - i) for i in range(8)]
+    return await calls(target, huge)
+
+
+async def pictures_by_url(target: Target) -> Iterable[str]:
+    url = {"image_url": "https://192.88.99.1/a.png"}
+    body = json.dumps({"prompt": "x", "images": [url], "mask": url}).encode()
+    headers = _key(target, **{"Content-Type": "application/json"})
+    return [await asked(target.http, "/v1/images/edits", body, headers) for _ in range(20)]
+
+
+async def damaged_loras(target: Target) -> Iterable[str]:
+    named = [{"name": target.lora}]
+    return await calls(target, [edit(loras=named), operation("adapter_check", name=target.lora)])
+
+
+# Headers, texts and ports
+
+
+async def headers_for_workers(target: Target) -> Iterable[str]:
+    body = json.dumps({"inputs": []}).encode()
+    path = "/v2/models/edit/infer"
+    made = ({"x-own": "a" * 20_000}, {"x-own": "\xe9"}, {"x-own-bin": "A"}, {"traceparent": "x"})
+    ends = [await asked(target.http, path, body, _key(target, **more)) for more in made]
+    metadata = (("x-api-key", target.key), ("x-own", "a" * 20_000))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc}") as channel:
+        for _ in range(8):
+            with suppress(grpc.aio.AioRpcError):
+                await channel.unary_unary(f"{_SERVICE}/ModelInfer")(
+                    edit(), metadata=metadata, timeout=_PATIENCE_S
+                )
+    return ends
+
+
+async def shared_memory_of_a_worker(target: Target) -> Iterable[str]:
+    region = json.dumps({"key": "/x", "offset": 0, "byte_size": 8}).encode()
+    path = "/v2/systemsharedmemory/region/x/register"
+    return [await asked(target.worker_http, path, region, {})]
+
+
+async def wrong_tensors(target: Target) -> Iterable[str]:
+    message = pb.ModelInferRequest.FromString(edit())
+    del message.inputs[1], message.raw_input_contents[1]
+    classified = pb.ModelInferRequest.FromString(edit())
+    classified.outputs.add(name="META").parameters["classification"].int64_param = 1
+    return await calls(target, [message.SerializeToString(), classified.SerializeToString()])
+
+
+# Connections
+
+
+async def streams_that_do_not_read(target: Target) -> Iterable[str]:
+    headers = (("x-api-key", target.key),)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc}") as channel:
+        stream = channel.stream_stream(f"{_SERVICE}/ModelStreamInfer")(metadata=headers)
+        for number in range(6):
+            request = edit("edit_stream", progress=True, preview_every=1, seed=number)
+            await stream.write(request)
+        await asyncio.sleep(_PATIENCE_S)
+        stream.cancel()
+    return ["left"]
+
+
+async def silent_calls(target: Target) -> Iterable[str]:
+    headers = (("x-api-key", target.key),)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc}") as channel:
+        start = channel.stream_stream(f"{_SERVICE}/ModelStreamInfer")
+        opened = [start(metadata=headers) for _ in range(700)]
+        await asyncio.sleep(5.0)
+        for call in opened:
+            call.cancel()
+    return [f"{len(opened)} opened"]
+
+
+async def silent_connections(target: Target) -> Iterable[str]:
+    opened = []
+    for number in range(1200):
+        with suppress(OSError):
+            port = target.http if number % 2 else target.grpc
+            opened.append(await asyncio.open_connection("127.0.0.1", port))
+    await asyncio.sleep(8.0)
+    for _, writer in opened:
+        writer.close()
+    return [f"{len(opened)} opened"]
+
+
+async def requests_without_a_key(target: Target) -> Iterable[str]:
+    made = (asked(target.http, "/v2/models/edit/infer", b"{}", {}) for _ in range(50))
+    return await asyncio.gather(*made)
+
+
+ATTACKS: tuple[Attack, ...] = (
+    a_withdrawn_key,
+    bodies_that_stand_still,
+    edits_of_high_priority,
+    registrations,
+    large_registrations,
+    kept_results,
+    adapter_checks,
+    inflating_bodies,
+    json_of_many_values,
+    messages_of_many_fields,
+    masks_of_many_pixels,
+    pictures_by_url,
+    damaged_loras,
+    headers_for_workers,
+    shared_memory_of_a_worker,
+    wrong_tensors,
+    streams_that_do_not_read,
+    silent_calls,
+    silent_connections,
+    requests_without_a_key,
+)

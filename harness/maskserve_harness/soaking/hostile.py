@@ -1,0 +1,291 @@
+"""A whole server under attack, beside three clients with keys of their own who just edit.
+
+A supervisor runs a worker and a router. For a while the honest clients are alone; then one key
+attacks in every way of `attacks.ATTACKS`. Each honest edit is reproducible and is held against the
+first of its kind, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import random
+import re
+import statistics
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import toml
+
+from maskserve_core.models.registry import load_facts
+from maskserve_harness.probing.calls import Grpc
+from maskserve_harness.soaking import attacks
+from maskserve_harness.soaking.pictures import Album, Pixels
+from maskserve_harness.soaking.run import SoakOptions, write_config
+from maskserve_harness.soaking.visitor import Unexpected, check
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import STRIDE, free_base_port
+from maskserve_serving.stop_signals import StopSignals
+from maskserve_serving.supervisor import Supervisor
+
+_HONEST = ("anna", "ben", "clara")
+_ATTACKER, _WITHDRAWN = "mallory", "gone"
+_CALM_SHARE = 0.25
+"""Of the attacked minutes, how long the honest clients are alone before."""
+_EVERY_S = 6.0
+"""Mean time between two edits of one client."""
+_ANSWER_S = 120.0
+_STEPS = 4
+_KINDS = 4
+"""Edits that each client repeats."""
+P95_BAR, ROUTER_MIB_BAR = 2.0, 1024
+"""What holds: honest edits take at most so many times as long, and the router so much memory."""
+
+
+@dataclass(slots=True)
+class Book:
+    """What honest clients were answered; for any thread."""
+
+    seconds: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, seconds: float = -1.0, *, lost: str = "", wrong: str = "") -> None:
+        with self.lock:
+            self.seconds += [seconds] if seconds >= 0 else []
+            self.lost += [lost] if lost else []
+            self.wrong += [wrong] if wrong else []
+
+    def p95(self) -> float:
+        """Seconds; 0 without edits."""
+        if len(self.seconds) < 2:
+            return max(self.seconds, default=0.0)
+        return statistics.quantiles(self.seconds, n=20, method="inclusive")[-1]
+
+
+class Honest:
+    """One honest client: edits come at random times (Poisson), however long answers take."""
+
+    def __init__(self, name: str, url: str, album: Album, firsts: dict[int, Pixels]) -> None:
+        self._rng = random.Random(name)
+        self._key, self._album, self._firsts = secret(name), album, firsts
+        self._grpc = Grpc(url)
+        self._pool = ThreadPoolExecutor(32)
+
+    def edit_until(self, end: float, stop: StopSignals | threading.Event, book: Book) -> None:
+        """Edits until that time of the monotonic clock; returns when all are answered."""
+        under_way = []
+        while not stop.wait(self._rng.expovariate(1 / _EVERY_S)) and time.monotonic() < end:
+            under_way.append(self._pool.submit(self._edit, self._rng.randrange(_KINDS), book))
+        for edit in under_way:
+            edit.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._grpc.close()
+
+    def _edit(self, kind: int, book: Book) -> None:
+        picture = self._album.hot[kind]
+        settings = {
+            "request_id": uuid.uuid4().hex,
+            "num_inference_steps": _STEPS,
+            "seed": kind,
+            "reproducible": True,
+            "output_format": "png",
+        }
+        inputs = {
+            "IMAGE": picture.image,
+            "MASK": picture.mask,
+            "PROMPT": b"a red star",
+            "SETTINGS": json.dumps(settings).encode(),
+        }
+        began = time.monotonic()
+        try:
+            pending = self._grpc.begin(inputs, _ANSWER_S, {"x-api-key": self._key})
+            answer = pending.wait(_ANSWER_S + 10.0)
+        except Exception as error:
+            book.add(lost=str(error)[:300] or repr(error))
+            return
+        taken = time.monotonic() - began
+        try:
+            pixels = check(picture, settings, answer)
+            if not np.array_equal(pixels, self._firsts.setdefault(kind, pixels)):
+                raise Unexpected(f"edit {kind} has other pixels than at first")
+        except Unexpected as problem:
+            book.add(wrong=str(problem)[:300])
+        else:
+            book.add(taken)
+
+
+def secret(name: str) -> str:
+    """The key of a client of a soak."""
+    return f"key of {name}"
+
+
+def hostile_soak(options: SoakOptions, stop: StopSignals | threading.Event) -> dict[str, Any]:
+    """Run it; the summary.
+
+    Raises:
+        ServeError: the server does not start.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    base = free_base_port(2)
+    config = options.out / "router.toml"
+    _write_keys(config, (*_HONEST, _ATTACKER, _WITHDRAWN))
+    serve = ServeOptions(
+        model=str(options.model),
+        base_port=base,
+        router=True,
+        router_port=base + STRIDE,
+        router_config=config,
+        config=write_config(options),
+        adapters=str(_damaged_loras(options.out / "loras")),
+        log_dir=options.out / "logs",
+        say=options.say,
+    )
+    with Supervisor(serve) as supervisor:
+        worker, router = supervisor.workers[0], supervisor.router
+        assert router is not None
+        target = attacks.Target(
+            router.ports.http,
+            router.ports.grpc,
+            worker.spec.ports.http,
+            worker.spec.ports.grpc,
+            secret(_ATTACKER),
+            secret(_WITHDRAWN),
+            "damaged",
+        )
+        native = load_facts(options.model, worker.config.model.native_resolution).native_resolution
+        album = Album(options.seed, native, warm=1)
+        firsts: dict[int, Pixels] = {}
+        clients = [Honest(name, router.grpc_url, album, firsts) for name in _HONEST]
+        peak = Peak(lambda: router.pid)
+        seconds = 60 * options.minutes
+        _warm_up(clients)
+        options.say("honest clients alone")
+        calm = _edited(clients, _CALM_SHARE * seconds, stop)
+        _write_keys(config, (*_HONEST, _ATTACKER))
+        _get(router.ports.metrics, "/reload", post=True)
+        options.say("the attacks begin")
+        report = options.out / "attacks.json"
+        attacker = multiprocessing.get_context("spawn").Process(
+            target=attacks.main, args=(target, time.time() + seconds, report), daemon=True
+        )
+        attacker.start()
+        attacked = _edited(clients, seconds, stop)
+        attacker.join(90.0)
+        attacker.kill()
+        page = _get(router.ports.metrics, "/metrics")
+        for client in clients:
+            client.close()
+        restarts = worker.restarts + router.restarts
+        drained = supervisor.stop()
+    books = (calm, attacked)
+    summary = {
+        "lost": sum(len(book.lost) for book in books),
+        "wrong": sum(len(book.wrong) for book in books),
+        "p95_ratio": round(attacked.p95() / max(calm.p95(), 1e-9), 2),
+        "router_mib": peak.stop(),
+        "restarts": restarts,
+        "ejections": int(sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", page)))),
+    }
+    return {
+        "model": options.model.name,
+        "minutes": options.minutes,
+        "summary": summary,
+        "passed": passed(summary),
+        "drained": drained,
+        "edits": {"alone": len(calm.seconds), "attacked": len(attacked.seconds)},
+        "p95_s": {"alone": round(calm.p95(), 3), "attacked": round(attacked.p95(), 3)},
+        "problems": [text for book in books for text in (*book.lost, *book.wrong)][:20],
+        "attacks": json.loads(report.read_text()) if report.exists() else {},
+    }
+
+
+def passed(summary: dict[str, Any]) -> bool:
+    """Whether nobody was hurt."""
+    none = ("lost", "wrong", "restarts", "ejections")
+    return (
+        not any(summary[name] for name in none)
+        and 0 < summary["p95_ratio"] <= P95_BAR
+        and 0 < summary["router_mib"] <= ROUTER_MIB_BAR
+    )
+
+
+class Peak:
+    """The most memory that a process had, and those that took its place; looks in a thread."""
+
+    def __init__(self, pid: Any) -> None:
+        self._pid, self._mib = pid, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """MiB."""
+        self._over.set()
+        self._thread.join()
+        return self._mib
+
+    def _look(self) -> None:
+        while not self._over.wait(0.5):
+            with suppress(OSError, AttributeError):
+                status = Path(f"/proc/{self._pid()}/status").read_text(encoding="ascii")
+                found = re.search(r"VmHWM:\s+(\d+) kB", status)
+                self._mib = max(self._mib, int(found[1]) // 1024 if found else 0)
+
+
+def _edited(clients: Sequence[Honest], seconds: float, stop: StopSignals | threading.Event) -> Book:
+    book, end = Book(), time.monotonic() + seconds
+    threads = [
+        threading.Thread(target=client.edit_until, args=(end, stop, book)) for client in clients
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return book
+
+
+def _warm_up(clients: Sequence[Honest]) -> None:
+    """Every kind of edit once, so that its template is primed."""
+    book = Book()
+    for kind in range(_KINDS):
+        clients[0]._edit(kind, book)
+
+
+def _write_keys(path: Path, names: Sequence[str]) -> None:
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(secret(name).encode()).hexdigest()}
+        for name in names
+    ]
+    path.write_bytes(toml.encode({"keys": keys}))
+
+
+def _damaged_loras(folder: Path) -> Path:
+    """A folder with one LoRA of a name of 64 KB and 40,000 dimensions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensor = {"dtype": "F16", "shape": [1] * 40_000, "data_offsets": [0, 2]}
+    header = json.dumps({"a." * 32_000 + "lora_A.weight": tensor}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(2)
+    (folder / "damaged.safetensors").write_bytes(data)
+    return folder.absolute()
+
+
+def _get(port: int, path: str, *, post: bool = False) -> str:
+    """A page of the operators' port."""
+    url, data = f"http://127.0.0.1:{port}{path}", b"" if post else None
+    with urllib.request.urlopen(url, data, timeout=60) as page:
+        text: str = page.read().decode()
+    return text
