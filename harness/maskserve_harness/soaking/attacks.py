@@ -119,7 +119,7 @@ async def calls(
             try:
                 await call(request, metadata=headers, timeout=_PATIENCE_S)
             except grpc.aio.AioRpcError as error:
-                return error.code().name
+                return str(error.code().name)
             return "OK"
 
         return list(await asyncio.gather(*map(one, requests)))
