@@ -243,22 +243,3 @@ def test_deeply_nested_json_is_refused(worker: WorkerProcess, levels: int) -> No
 def test_a_body_in_very_many_chunks_is_answered(worker: WorkerProcess) -> None:
     status, _ = post(worker, json_body(300_000), "application/json", chunked=True)
     assert status == 200
-
-
-def test_a_worker_serves_no_shared_memory_repository_or_log(worker: WorkerProcess) -> None:
-    """The first steps of published chains of attacks on Triton."""
-    http = triton_http.InferenceServerClient(worker.http_url.removeprefix("http://"))
-    grpc = triton_grpc.InferenceServerClient(worker.grpc_url)
-    for client, told in ((http, "403"), (grpc, "UNAVAILABLE")):
-        for call in (
-            lambda c: c.register_system_shared_memory("x", "/x", 10),
-            lambda c: c.get_system_shared_memory_status(),
-            lambda c: c.get_cuda_shared_memory_status(),
-            lambda c: c.unload_model("edit"),
-            lambda c: c.get_model_repository_index(),
-            lambda c: c.update_log_settings({"log_file": "/tmp/x"}),
-        ):
-            with pytest.raises(InferenceServerException) as refused:
-                call(client)
-            assert told in str(refused.value.status())
-        client.close()

@@ -274,3 +274,22 @@ def _input(name: str, value: np.ndarray) -> triton_grpc.InferInput:
     made = triton_grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
     made.set_data_from_numpy(value)
     return made
+
+
+def test_a_worker_serves_no_shared_memory_repository_or_log(worker: WorkerProcess) -> None:
+    """The first steps of published chains of attacks on Triton."""
+    http = triton_http.InferenceServerClient(worker.http_url.removeprefix("http://"))
+    grpc = triton_grpc.InferenceServerClient(worker.grpc_url)
+    for client, told in ((http, "403"), (grpc, "UNAVAILABLE")):
+        for call in (
+            lambda c: c.register_system_shared_memory("x", "/x", 10),
+            lambda c: c.get_system_shared_memory_status(),
+            lambda c: c.get_cuda_shared_memory_status(),
+            lambda c: c.unload_model("edit"),
+            lambda c: c.get_model_repository_index(),
+            lambda c: c.update_log_settings({"log_file": "/tmp/x"}),
+        ):
+            with pytest.raises(InferenceServerException) as refused:
+                call(client)
+            assert told in str(refused.value.status())
+        client.close()
