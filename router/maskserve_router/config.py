@@ -84,7 +84,7 @@ class AdmissionBounds(Table, frozen=True):
     max_edits: Count = 512
     """Edits taken and not answered, and as many operations of `control`. Of these and of
     `max_bytes` a key may have as much as it leaves free."""
-    max_bytes: Bytes = 1024 * MIB
+    max_bytes: Bytes = 640 * MIB
     """Bytes of their requests, those still being read included. With keys, twice the largest
     body at the least."""
     waiting_per_worker: Count = 8

@@ -61,11 +61,9 @@ class Turns:
         try:
             await place
         except asyncio.CancelledError:
-            if place.cancelled():
-                self._waiting.remove((key, place))
-            else:  # it was handed out just now
+            if not place.cancelled():  # it was handed out just now
                 self._busy.give_back(key)
-                self._hand_out()
+            self._hand_out()
             raise
 
     def _over(self, key: str, done: asyncio.Future[Any]) -> None:
@@ -75,9 +73,9 @@ class Turns:
         self._hand_out()
 
     def _hand_out(self) -> None:
+        self._waiting = [each for each in self._waiting if not each[1].cancelled()]
         while self._waiting and self._busy.total < self._threads:
             key, place = chosen = self._busy.in_turn(self._waiting, lambda each: each[0])[0]
             self._waiting.remove(chosen)
-            if not place.cancelled():
-                self._busy.book(key)
-                place.set_result(None)
+            self._busy.book(key)
+            place.set_result(None)

@@ -30,6 +30,7 @@ from maskserve_harness.soaking.pictures import draw, png_file
 
 _SERVICE = "/inference.GRPCInferenceService"
 _MIB = 2**20
+_STANDS_STILL_S = 15.0
 _PATIENCE_S = 20.0
 """How long one attack waits for its answers."""
 
@@ -167,7 +168,7 @@ async def bodies_that_stand_still(target: Target) -> Iterable[str]:
             head = f"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\nx-api-key: {target.key}\r\n"
             writer.write(f"{head}Content-Length: {150 * _MIB}\r\n\r\n".encode() + bytes(_MIB))
             opened.append(writer)
-    await asyncio.sleep(15.0)
+    await asyncio.sleep(_STANDS_STILL_S)
     for writer in opened:
         writer.close()
     return [f"{len(opened)} opened"]

@@ -309,6 +309,23 @@ async def test_one_clients_work_is_done_in_its_turn():
     turns.close()
 
 
+async def test_who_leaves_while_others_wait_for_a_thread_is_passed_over():
+    turns, goes_on = Turns(1), threading.Event()
+    busy = asyncio.create_task(turns.run(holder("a"), MIB, goes_on.wait, 30))
+    leaving = [asyncio.create_task(turns.run(holder("b"), MIB, str, i)) for i in range(5)]
+    staying = asyncio.create_task(turns.run(holder("b"), MIB, str, 9))
+    await asyncio.sleep(0)
+    for task in leaving:
+        task.cancel()
+    goes_on.set()
+    assert await busy
+    assert await staying == "9"
+    ends = await asyncio.gather(*leaving, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+    assert await turns.run(holder("c"), MIB, str, 1) == "1"
+    turns.close()
+
+
 async def test_registrations_are_admitted_by_what_they_take():
     """Twelve of them took a router to 8.2 GB."""
     image = "A" * 2 * MIB

@@ -45,7 +45,7 @@ class Body:
 
 async def test_bodies_of_one_key_that_stand_still_leave_bytes_to_others():
     """Six of 160 MiB held all of max_bytes, each for 45 hours; others were refused."""
-    admission = Admission(AdmissionBounds(), Metrics())
+    admission = Admission(AdmissionBounds(max_bytes=1024 * MIB), Metrics())
     begun: list[asyncio.Task[bytes]] = []
     with ExitStack() as held:
         for _ in range(6):
