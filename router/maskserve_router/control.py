@@ -59,9 +59,10 @@ class ClusterControl:
         """
         try:
             raw = read_input(message, "OP")
-            operation = await self._turns.run(client, len(raw), parse_operation, raw)
         except LookupError:
             raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
+        with self._admission.hold(client, len(raw)):
+            operation = await self._turns.run(client, len(raw), parse_operation, raw)
         result = msgspec.json.encode(await self.do(operation, client))
         answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.id)
         bytes_tensor.add_output(answer, "RESULT", [result])

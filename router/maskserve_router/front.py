@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
+from maskserve_router.admission import Admission
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call, parse_request
@@ -32,20 +33,32 @@ class Front:
         keys: KeyRing,
         dispatcher: Dispatcher,
         control: ClusterControl,
+        admission: Admission,
         turns: Turns,
         metrics: Metrics,
         tracing: Tracing,
     ) -> None:
         self._keys, self._dispatcher, self._control = keys, dispatcher, control
-        self._turns, self._metrics, self._tracing = turns, metrics, tracing
+        self._admission, self._turns = admission, turns
+        self._metrics, self._tracing = metrics, tracing
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """Who calls; see `KeyRing.client`."""
         return self._keys.client(headers)
 
-    async def parse(self, raw: bytes, headers: Mapping[str, str]) -> pb.ModelInferRequest:
-        """The message of a call with these headers; raises as `parse_request`."""
-        return await self._turns.run(self.client(headers), len(raw), parse_request, raw)
+    async def parse(
+        self, raw: bytes, headers: Mapping[str, str], held: ExitStack
+    ) -> pb.ModelInferRequest:
+        """The message of a call with these headers, held against its client's bytes until `held` is
+        closed.
+
+        Raises:
+            InvalidRequest: as `parse_request`.
+            RetryLater: too many bytes are under way.
+        """
+        client = self.client(headers)
+        held.enter_context(self._admission.hold(client, len(raw)))
+        return await self._turns.run(client, len(raw), parse_request, raw)
 
     async def infer(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -213,10 +213,11 @@ class GrpcServer:
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         try:
             headers = _headers(context)
-            message = await self._front.parse(raw, headers)
-            return await self._front.infer(
-                message, len(raw), headers, context.time_remaining(), "grpc"
-            )
+            with ExitStack() as held:
+                message = await self._front.parse(raw, headers, held)
+                return await self._front.infer(
+                    message, len(raw), headers, context.time_remaining(), "grpc"
+                )
         except (MaskserveError, Failure) as error:
             await _abort(context, error)
         except Exception as error:
@@ -267,10 +268,10 @@ class GrpcServer:
 
     async def _events(self, raw: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages that answer one request of a stream; an error is one of them."""
-        message = pb.ModelInferRequest()
+        message, held = pb.ModelInferRequest(), ExitStack()
         try:
             headers = _headers(context)
-            message = await self._front.parse(raw, headers)
+            message = await self._front.parse(raw, headers, held)
             stream = self._front.stream(
                 message, len(raw), headers, context.time_remaining(), "grpc_stream"
             )
@@ -281,6 +282,8 @@ class GrpcServer:
             yield _stream_error(message, error)
         except Exception as error:
             yield _stream_error(message, guarded("", error))
+        finally:
+            held.close()
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]

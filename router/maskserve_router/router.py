@@ -82,7 +82,9 @@ class Router:
         self._certificates = Certificates(config.listen)
         self._keys = keys = KeyRing(config.keys, config.admission.max_edits)
         bodies = Bodies(config.http, self.admission, turns)
-        front = Front(keys, self._dispatcher, control, turns, self.metrics, self._tracing)
+        front = Front(
+            keys, self._dispatcher, control, self.admission, turns, self.metrics, self._tracing
+        )
         calls = ServerCalls(self.pool)
         listen = config.listen
         self.grpc = GrpcServer(
