@@ -331,7 +331,7 @@ def make_page(session: _Session, kept: _Pictures, pictures: list[Path]) -> Any:
                                 **buttons(running=False),
                                 status: _note("done", event.result.meta.get("warnings", ())),
                                 live: "",
-                                shown: _compared(source, made),
+                                shown: _compared(source, made, mask),
                                 bar: gr.Row(visible=True),
                             }
                             yield {**_facts(gr, event.result, made, told), request: _fresh_id()}
@@ -682,14 +682,18 @@ def _facts(gr: Any, result: EditResult, made: _Picture, told: list[Any]) -> dict
     }
 
 
-def _compared(before: _Picture, after: _Picture) -> str:
-    """Both pictures, the second one from a line on that people move."""
+def _compared(before: _Picture, after: _Picture, mask: Image.Image) -> str:
+    """Both pictures, the second one from a line on that people move; it begins left of the mask, so
+    that all of the edit is seen.
+    """
+    left, _, _, _ = mask.getbbox() or (0, 0, 0, 0)
+    at = max(3, 100 * left // mask.width - 3)
     return (
-        '<div class="compare" style="--at: 50%">'
+        f'<div class="compare" style="--at: {at}%">'
         f'<img alt="before" src="{html.escape(before.url)}">'
         f'<img class="after" alt="after" src="{html.escape(after.url)}">'
         '<span class="was">before</span><span class="is">after</span>'
-        '<input type="range" min="0" max="100" value="50" aria-label="from before to after" '
+        f'<input type="range" min="0" max="100" value="{at}" aria-label="from before to after" '
         "oninput=\"this.parentNode.style.setProperty('--at', this.value + '%')\">"
         '<span class="line"></span></div>'
     )

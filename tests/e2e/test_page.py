@@ -205,7 +205,8 @@ def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> 
     expect(page.locator("#run")).to_be_visible()
     line = page.get_by_label("from before to after")
     shown = page.locator(".compare")
-    assert "50%" in (shown.get_attribute("style") or "")
+    left = float((shown.get_attribute("style") or "").strip("-at: %;"))
+    assert 0 < left < 100 * STROKE[0][0] / SIDE, "the line begins left of the edit"
     line.focus()
     page.keyboard.press("Home")
     assert "0%" in (shown.get_attribute("style") or "").split()
