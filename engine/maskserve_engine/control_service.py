@@ -27,15 +27,23 @@ from msgspec.structs import replace
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_core.files.sockets import short_path
-from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet, NetFolder
+from maskserve_core.worker.loading import Done, Loaded
+from maskserve_core.worker.observations import Observations
+from maskserve_core.worker.residency import Residency, Resource
+from maskserve_engine.adapters.control_net_loader import (
+    CONTROL_NETS,
+    ControlNetLoader,
+    NetFolder,
+)
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots, aligned
 from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.control_batches import NetBatch, NetStep, Residual
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import device_of, dtype_of
 
@@ -43,8 +51,9 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _CONNECT_S = 60.0
 """In which a denoiser that attached connects, or its session is forgotten."""
+_MOST_WAITING = 10_000
+"""Loads that denoisers wait for; each has its own in one thread."""
 _ROW_NAME = re.compile(r"[\w-]{1,200}")
-Done = Callable[[LoadedNet | MaskserveError], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,19 +72,10 @@ class _Session:
     opened: float
     rows: dict[str, _Row] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
-    """Versions of ControlNets."""
+    """Versions of ControlNets; each is held for `_owner` of it."""
     batch: tuple[int, NetBatch[Any]] | None = None
     """The number of the last ask's batch, and what was kept of it."""
     connected: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Net:
-    own: Any
-    """As the family's rows take it."""
-    nbytes: int
-    used: float
-    loaded: LoadedNet | None = None
 
 
 class ControlNetService:
@@ -107,9 +107,14 @@ class ControlNetService:
         self._door = threading.Lock()
         """Before sessions and nets."""
         self._sessions: dict[str, _Session] = {}
-        self._nets: dict[str, _Net] = {}
-        self._coming: dict[str, tuple[int, list[Done]]] = {}
-        """Of what is being loaded, its bytes and who waits for it."""
+        self._own: dict[str, Any] = {}
+        """Version → a ControlNet on the device, as the family's rows take it."""
+        self._residency = Residency(
+            _MOST_WAITING, {CONTROL_NETS.name: config.controls.device_bytes}, self._dropped
+        )
+        self._nets = EditControlNets(self._residency, self._loader, self._came, Observations())
+        self._waiting: dict[str, Done] = {}
+        """By ticket, those whose ControlNet is being loaded."""
         self._names = itertools.count()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
@@ -159,7 +164,7 @@ class ControlNetService:
             now = time.monotonic()
             for each in list(self._sessions.values()):
                 if not each.connected and now - each.opened > _CONNECT_S:
-                    del self._sessions[each.name]
+                    self._forget(each.name)
             name = f"{os.getpid()}-{next(self._names)}"
             self._sessions[name] = _Session(name, now)
         return {"session": name, "socket": self._path, "folder": str(self._folder)}
@@ -171,24 +176,22 @@ class ControlNetService:
         Raises:
             MaskserveError: there is no such session, or no room.
         """
-        nbytes = self._loader.device_bytes(control)
         with self._door:
-            own, net = self._session(session), self._nets.get(control.version)
-            loaded = None if net is None else net.loaded
-            if control.version in self._coming:
-                self._coming[control.version][1].append(done)
-            elif loaded is None:
-                self._make_room(nbytes)
-                self._coming[control.version] = nbytes, [done]
-                self._loader.load(control, lambda outcome: self._came(control.version, outcome))
+            own, owner = self._session(session), _owner(session, control.version)
+            wanted = self._nets.hold(owner, [control])
             own.held.add(control.version)
-        if loaded is not None:
-            done(loaded)
+            ticket = f"{owner} {next(self._names)}"
+            if self._residency.wait(ticket, wanted):
+                self._waiting[ticket] = done
+                return
+            loaded = self._nets.loaded(control)
+        done(loaded)
 
     def drop(self, session: str, version: str) -> None:
         """A denoiser needs a ControlNet no more; it stays until its room is wanted."""
         with self._door:
             self._session(session).held.discard(version)
+            self._nets.let_go(_owner(session, version))
 
     def open(self, session: str, row: str, opening: Opening) -> None:
         """Take a row.
@@ -202,11 +205,9 @@ class ControlNetService:
         with self._door:
             nets = {}
             for control in opening.facts.controls:
-                net = self._nets.get(control.net)
-                if net is None:
+                if control.net not in self._own:
                     raise EngineFailed(f"the ControlNet service does not hold {control.net}")
-                net.used = time.monotonic()
-                nets[control.net] = net.own
+                nets[control.net] = self._own[control.net]
             own = self._session(session)
         kept = {"cis", *[name for name, x in opening.arrays.items() if not x.is_floating_point()]}
         arrays = {
@@ -229,7 +230,14 @@ class ControlNetService:
         with self._door:
             sessions = list(self._sessions.values())
             rows = sum(len(each.rows) for each in sessions)
-            return {"sessions": len(sessions), "rows": rows, "nets": len(self._nets)}
+            return {"sessions": len(sessions), "rows": rows, "nets": len(self._own)}
+
+    def _forget(self, name: str) -> _Session | None:
+        """A session is over, and what it held may make room."""
+        session = self._sessions.pop(name, None)
+        for version in () if session is None else session.held:
+            self._nets.let_go(_owner(name, version))
+        return session
 
     def _session(self, name: str) -> _Session:
         found = self._sessions.get(name)
@@ -242,38 +250,28 @@ class ControlNetService:
         with torch.inference_mode():
             own = self._adapter.control_net(folder.read().to(self._device))
         with self._door:
-            nbytes, _ = self._coming[version]
-            self._nets[version] = _Net(own, nbytes, time.monotonic())
+            self._own[version] = own
 
-    def _came(self, version: str, outcome: LoadedNet | MaskserveError) -> None:
+    def _came(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
         """Likewise."""
         with self._door:
-            _, waiting = self._coming.pop(version)
-            if isinstance(outcome, LoadedNet):
-                self._nets[version].loaded = outcome
+            if isinstance(outcome, Loaded):
+                tickets = self._nets.arrived(control, outcome)
+            else:
+                self._own.pop(control.version, None)
+                tickets = self._nets.failed(control, outcome)
+                for session in self._sessions.values():
+                    if control.version in session.held:
+                        session.held.discard(control.version)
+                        self._nets.let_go(_owner(session.name, control.version))
+            waiting = [self._waiting.pop(ticket) for ticket in tickets]
         for done in waiting:
             done(outcome)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Let go of what nobody holds, those first that were not used for the longest time.
-
-        Raises:
-            Overloaded: there is no room.
-        """
-        budget = self._config.controls.device_bytes
-        held = {each for session in self._sessions.values() for each in session.held}
-        taken = sum(net.nbytes for net in self._nets.values())
-        taken += sum(coming for coming, _ in self._coming.values())
-        free = sorted((net.used, name) for name, net in self._nets.items() if name not in held)
-        for _, name in free:
-            if taken + nbytes <= budget:
-                break
-            taken -= self._nets.pop(name).nbytes
-        if taken + nbytes > budget:
-            raise Overloaded(
-                "SETTINGS.controls: the ControlNet service has no room for one more beside those "
-                "of the edits under way ([controls] device_bytes); try again later"
-            )
+    def _dropped(self, resource: Resource) -> None:
+        """It has made room for another."""
+        self._nets.dropped(resource)
+        self._own.pop(resource.name, None)
 
     # The service's own thread
 
@@ -326,7 +324,7 @@ class ControlNetService:
     def _end(self, connection: Connection) -> None:
         connection.close()
         with self._door:
-            session = self._sessions.pop(connection.session, None)
+            session = self._forget(connection.session)
         for row in () if session is None else session.rows.values():
             row.slots.remove()
 
@@ -379,6 +377,11 @@ class ControlNetService:
             session.batch = ask.batch, self._adapter.net_batch()
         session.batch[1].run(steps, send)
         connection.send(Answered(ask.number, ended=True))
+
+
+def _owner(session: str, version: str) -> str:
+    """Of what `Holdings` keeps for a session."""
+    return f"{session} {version}"
 
 
 def _shape_of(config: Config) -> Config:

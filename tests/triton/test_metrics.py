@@ -24,8 +24,8 @@ from maskserve_core.triton.metric_table import (
 )
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.requests.control_nets import new_counters as controlnet_counters
-from maskserve_engine.requests.loras import new_counters as adapter_counters
+from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
+from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
@@ -173,7 +173,7 @@ def engine_counters() -> set[str]:
     )
     engine = assemble(Config(), adapter, prompt=lambda: None)
     audits = engine.manager.audits.counters()
-    more = {*adapter_counters(), *controlnet_counters()}
+    more = {*LORAS.counters(), *CONTROL_NETS.counters()}
     return {*engine.counters, *engine.cache.counters(), *audits, *more}
 
 

@@ -6,32 +6,34 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.contracts.status_record import LoadCost
+from maskserve_core.errors import InvalidRequest, MaskserveError, Overloaded
 from maskserve_core.models.control_nets import ControlNets, KnownControlNet, version_of
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.worker.loading import Kind, Loaded, ResourceLoader
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import dtype_of
 
 _log = logging.getLogger(__name__)
-_FIELD = "SETTINGS.controls"
 
 
-class LoadedNet(NamedTuple):
-    """A ControlNet that rows can be stepped with."""
-
-    name: str
-    digest: str
-    """sha256 of its files of weights, one after the other."""
-    seconds: float
-    """From when it was asked for."""
+CONTROL_NETS = Kind(
+    "controlnet",
+    "ControlNet",
+    "SETTINGS.controls",
+    "[controls] device_bytes",
+    "controlnet",
+    # Reading a folder of the host, and a copy to the device.
+    MappingProxyType({"storage": LoadCost(0.5, 1e-9)}),
+)
 
 
 class NetFolder(NamedTuple):
@@ -53,9 +55,7 @@ class NetFolder(NamedTuple):
             Overloaded: the folder has another net now.
         """
         if version_of(self.path) != self.version:
-            raise Overloaded(
-                f"{_FIELD}: ControlNet {self.name} has just been replaced; send the edit again"
-            )
+            raise _replaced(self.name)
         return self._class.from_pretrained(
             self.path, torch_dtype=self.dtype, use_safetensors=True, local_files_only=True
         ).eval()
@@ -76,7 +76,7 @@ Bring = Callable[[str, NetFolder], None]
 """`Executor.bring_net`."""
 
 
-class ControlNetLoader:
+class ControlNetLoader(ResourceLoader[ResolvedControl]):
     """Has the executor read folders, one at a time.
 
     Args:
@@ -86,12 +86,9 @@ class ControlNetLoader:
     """
 
     def __init__(self, config: Config, facts: ModelFacts, bring: Bring) -> None:
+        super().__init__(CONTROL_NETS)
         self._config, self._facts, self._bring = config, facts, bring
         self._nets = ControlNets(config, facts)
-        self._pool = ThreadPoolExecutor(1, "controlnets")
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def device_bytes(self, control: ResolvedControl) -> int:
         """That it takes on the device.
@@ -99,13 +96,11 @@ class ControlNetLoader:
         Raises:
             MaskserveError: it is not served, or no longer.
         """
-        net = self._nets.find(control.name, _FIELD)
-        return net.numbers * dtype_of(self._config).itemsize
+        return self._device_bytes(self._nets.find(control.name, CONTROL_NETS.setting))
 
     def typical_bytes(self) -> float:
         """On the device, of one of the folder, on average; 0: it has none."""
-        itemsize = dtype_of(self._config).itemsize
-        sizes = [net.numbers * itemsize for net in self._nets.all() if not net.problem]
+        sizes = [self._device_bytes(net) for net in self._nets.all() if not net.problem]
         return sum(sizes) / len(sizes) if sizes else 0.0
 
     def config(self, control: ResolvedControl) -> Mapping[str, Any]:
@@ -114,43 +109,25 @@ class ControlNetLoader:
         Raises:
             MaskserveError: it is not served, or no longer.
         """
-        return self._nets.find(control.name, _FIELD).config
+        return self._nets.find(control.name, CONTROL_NETS.setting).config
 
     def holds(self, control: ResolvedControl) -> bool:
         """Whether what was loaded is there still."""
         return True
 
-    def load(
-        self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]
-    ) -> None:
-        """Have it loaded; `done` is told in another thread what became of it."""
-        self._pool.submit(self._load, control, done, time.monotonic())
-
-    def _load(
-        self,
-        control: ResolvedControl,
-        done: Callable[[LoadedNet | MaskserveError], None],
-        begin: float,
-    ) -> None:
+    def _brought(self, wanted: ResolvedControl, begin: float) -> Loaded:
+        net = self._nets.find(wanted.name, CONTROL_NETS.setting)
+        if net.version != wanted.version:
+            raise _replaced(net.name)
         try:
-            net = self._nets.find(control.name, _FIELD)
-            if net.version != control.version:
-                raise Overloaded(
-                    f"{_FIELD}: ControlNet {control.name} has just been replaced; "
-                    "send the edit again"
-                )
             digest = self._loaded(net)
-            done(LoadedNet(net.name, digest, time.monotonic() - begin))
-        except MaskserveError as error:
-            done(error)
-        except ValueError as error:
-            done(InvalidRequest(_FIELD, f"ControlNet {control.name}: {error}"))
-        except MemoryError as error:
-            _log.warning("ControlNet %s could not be loaded: %s", control.name, error)
-            done(Overloaded(f"{_FIELD}: there is no memory for ControlNet {control.name} now"))
-        except Exception:
-            _log.exception("ControlNet %s could not be loaded", control.name)
-            done(EngineFailed(f"{_FIELD}: ControlNet {control.name} could not be loaded"))
+        except ValueError as error:  # in a sentence of its own
+            raise InvalidRequest(CONTROL_NETS.setting, f"ControlNet {net.name}: {error}") from error
+        nbytes = self._device_bytes(net)
+        return Loaded(digest, nbytes, time.monotonic() - begin, nbytes)
+
+    def _device_bytes(self, net: KnownControlNet) -> int:
+        return net.numbers * dtype_of(self._config).itemsize
 
     def _loaded(self, net: KnownControlNet) -> str:
         """Have it brought; its digest."""
@@ -158,6 +135,12 @@ class ControlNetLoader:
         with one_cpu_thread():
             self._bring(net.version, NetFolder(net.name, kind, net.path, net.version, dtype))
         return _digest(net.path)
+
+
+def _replaced(name: str) -> MaskserveError:
+    return Overloaded(
+        f"{CONTROL_NETS.setting}: ControlNet {name} has just been replaced; send the edit again"
+    )
 
 
 def _digest(folder: Path) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from maskserve_core.contracts.keys import name_of
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.worker.residency import Residency, Resource
 from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
-from maskserve_engine.requests.residency import Residency, Resource
 from maskserve_engine.requests.state import RequestState
 
 StepSeconds = Callable[[RequestState], tuple[tuple[float, ...], float]]

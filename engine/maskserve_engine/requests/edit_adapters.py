@@ -14,13 +14,13 @@ from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.registry import lora_work
 from maskserve_core.planning.flops import ModelWork
+from maskserve_core.worker.residency import Resource
+from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, adapters_id
-from maskserve_engine.requests.residency import Resource
 from maskserve_engine.requests.state import RequestState
 
 
@@ -135,7 +135,7 @@ class EditAdapters:
 
     def dropped(self, resource: Resource) -> None:
         """It has to make room."""
-        if resource.kind == CONTROL_NET:
+        if resource.kind == CONTROL_NETS.name:
             assert self.nets is not None
             self.nets.dropped(resource)
             self._executor.drop_net(resource.name)
@@ -148,4 +148,5 @@ class EditAdapters:
         """What its LoRAs, which are here, add to the model's work."""
         assert self.loras is not None
         work, facts = self._adapter.work(*job.moments.shape[1:]), self._adapter.facts
-        return [lora_work(facts, work, self.loras.layers(lora)) for lora in job.request.used_loras]
+        loaded = map(self.loras.loaded, job.request.used_loras)
+        return [lora_work(facts, work, each.layers) for each in loaded]

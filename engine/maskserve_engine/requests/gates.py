@@ -16,11 +16,11 @@ from typing import Protocol
 from maskserve_core.contracts.reuse_levels import levels_of
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.worker.residency import Resource
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.residency import Resource
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.requests.ways import Ways

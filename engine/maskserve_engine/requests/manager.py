@@ -21,10 +21,10 @@ from maskserve_core.errors import (
     Overloaded,
     guarded,
 )
+from maskserve_core.worker.loading import Loaded
+from maskserve_core.worker.residency import Resource
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import Run, Ticket
-from maskserve_engine.adapters.control_net_loader import LoadedNet
-from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.batch.own_anchors import OwnPlan
@@ -51,7 +51,6 @@ from maskserve_engine.requests.gates import (
 from maskserve_engine.requests.late_rows import LateRows
 from maskserve_engine.requests.own_anchors import own_bytes
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.residency import Resource
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.requests.ways import Ways
@@ -237,7 +236,7 @@ class RequestManager:
         for request_id in self.residency.arrived(Resource(TEMPLATE, key)):
             self._resume(self.edits.pop(request_id))
 
-    def lora_came(self, lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
+    def lora_came(self, lora: Lora, outcome: Loaded | MaskserveError) -> None:
         """A LoRA is on the device, or will not be: who waited for it goes on, or is answered."""
         loras = self.adapters.loras
         assert loras is not None
@@ -261,7 +260,7 @@ class RequestManager:
             else:
                 self._resume(self.edits.pop(request_id))
 
-    def net_came(self, control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
+    def net_came(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
         """A ControlNet is on the device, or will not be: who waited goes on, or is answered."""
         nets = self.adapters.nets
         assert nets is not None

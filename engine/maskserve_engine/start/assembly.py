@@ -16,13 +16,15 @@ from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.errors import MaskserveError
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.cost_profile import read_profile
+from maskserve_core.worker.loading import Loaded
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.policies import policy_of
+from maskserve_core.worker.residency import Residency
 from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
+from maskserve_engine.adapters.control_net_loader import CONTROL_NETS, ControlNetLoader
 from maskserve_engine.adapters.control_net_loader import Bring as BringNet
-from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
 from maskserve_engine.adapters.fuse import served_form
-from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
+from maskserve_engine.adapters.lora_loader import LORAS, Bring, LoraLoader
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.base.mailbox import Inbox, OutputThread
 from maskserve_engine.cache.loader import HostMover
@@ -48,16 +50,13 @@ from maskserve_engine.loop.step_planner import StepPlanner
 from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books
-from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
 from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor
-from maskserve_engine.requests.loras import KIND as LORA
 from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.residency import Residency
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
@@ -183,10 +182,10 @@ def assemble(
     def arrived(key: str) -> None:
         commands.put(lambda: manager.arrived(key))
 
-    def lora_came(lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
+    def lora_came(lora: Lora, outcome: Loaded | MaskserveError) -> None:
         commands.put(lambda: manager.lora_came(lora, outcome))
 
-    def net_came(control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
+    def net_came(control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
         commands.put(lambda: manager.net_came(control, outcome))
 
     cache = store = None
@@ -222,7 +221,10 @@ def assemble(
         config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
     )
 
-    budgets = {LORA: config.adapters.device_bytes, CONTROL_NET: config.controls.device_bytes}
+    budgets = {
+        LORAS.name: config.adapters.device_bytes,
+        CONTROL_NETS.name: config.controls.device_bytes,
+    }
     residency = Residency(
         config.engine.max_waiting, budgets, lambda resource: adapters.dropped(resource)
     )

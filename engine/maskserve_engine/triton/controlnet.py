@@ -23,7 +23,7 @@ from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.tensor_io import read_array_or_none, read_bytes
-from maskserve_engine.adapters.control_net_loader import LoadedNet
+from maskserve_core.worker.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_service import ControlNetService
 
@@ -70,8 +70,8 @@ class ControlNetFrontend:
                 "version": str(version),
             }:
 
-                def done(outcome: LoadedNet | MaskserveError) -> None:
-                    if isinstance(outcome, LoadedNet):
+                def done(outcome: Loaded | MaskserveError) -> None:
+                    if isinstance(outcome, Loaded):
                         _reply(answer, {"digest": outcome.digest})
                     else:
                         answer.fail(outcome)

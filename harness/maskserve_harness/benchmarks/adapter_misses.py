@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config, ModelConfig
 from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import MaskserveError
+from maskserve_core.worker.loading import Loaded
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.adapters.lora_loader import LoadedLora
-from maskserve_engine.requests.loras import KIND, Loras
-from maskserve_engine.requests.residency import Residency, Resource
+from maskserve_core.worker.residency import Residency, Resource
+from maskserve_engine.adapters.lora_loader import LORAS
+from maskserve_engine.requests.loras import Loras
 
 NBYTES = 1000
 WARM = 0.1
@@ -70,14 +71,14 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
     """Of the production books: share of the calls, the first apart, that have to wait for their
     adapter, and loads per call, with what is brought back before anybody asks for it.
     """
-    residency = Residency(1, {KIND: service.slots * NBYTES}, lambda gone: books.dropped(gone))
+    residency = Residency(1, {LORAS.name: service.slots * NBYTES}, lambda gone: books.dropped(gone))
     loader = _AtOnce()
     config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
     books = Loras(config, residency, loader, lambda lora, outcome: None, Observations())
     missed = 0
     for number, adapter in enumerate(calls):
         lora = Lora(name=f"a{adapter}", version=f"v{adapter}")
-        there = residency.state(Resource(KIND, lora.version)) == "here"
+        there = residency.state(Resource(LORAS.name, lora.version)) == "here"
         books.hold("edit", (lora,))
         loader.arrive(books)
         books.let_go("edit")
@@ -111,7 +112,7 @@ class _AtOnce:
     def arrive(self, books: Loras) -> None:
         while self._asked:
             self.loads += 1
-            loaded = LoadedLora("", NBYTES, 0.0, NBYTES, "storage")
+            loaded = Loaded("", NBYTES, 0.0, NBYTES, "storage")
             books.arrived(self._asked.pop(), loaded)
 
     def file_bytes(self, lora: Lora) -> int:
@@ -123,7 +124,7 @@ class _AtOnce:
     def on_host(self) -> tuple[()]:
         return ()
 
-    def load(self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None]) -> None:
+    def load(self, lora: Lora, done: Callable[[Loaded | MaskserveError], None]) -> None:
         self._asked.append(lora)
 
     def close(self) -> None:

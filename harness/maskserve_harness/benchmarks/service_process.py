@@ -24,7 +24,7 @@ from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import MaskserveError
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
-from maskserve_engine.adapters.control_net_loader import LoadedNet
+from maskserve_core.worker.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.transport import Connection as Denoiser
@@ -47,10 +47,10 @@ class DirectCalls:
             case {"op": "attach"}:
                 return dict(service.attach(op["dtype"]))
             case {"op": "load"}:
-                found: list[LoadedNet | MaskserveError] = []
+                found: list[Loaded | MaskserveError] = []
                 came = threading.Event()
 
-                def done(outcome: LoadedNet | MaskserveError) -> None:
+                def done(outcome: Loaded | MaskserveError) -> None:
                     found.append(outcome)
                     came.set()
 
@@ -96,10 +96,16 @@ class _Loader:
     def device_bytes(self, control: ResolvedControl) -> int:
         return 0
 
+    def typical_bytes(self) -> float:
+        return 0.0
+
+    def holds(self, control: ResolvedControl) -> bool:
+        return True
+
     def load(self, control: ResolvedControl, done: Any) -> None:
         def load() -> None:
             self._bring(control.version, self._family)
-            done(LoadedNet(control.name, "", 0.0))
+            done(Loaded("", 0, 0.0))
 
         threading.Thread(target=load).start()
 

@@ -12,10 +12,11 @@ from maskserve_core.config import Config, ModelConfig
 from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import MaskserveError
 from maskserve_core.routing.adapters import AdapterView
+from maskserve_core.worker.loading import Loaded
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.adapters.lora_loader import LoadedLora
-from maskserve_engine.requests.loras import ESTIMATES, KIND, Loras
-from maskserve_engine.requests.residency import Residency
+from maskserve_core.worker.residency import Residency
+from maskserve_engine.adapters.lora_loader import LORAS
+from maskserve_engine.requests.loras import Loras
 
 NBYTES = 125 << 20
 """Of a file: rank 16 on every linear layer of FLUX's blocks, in half precision."""
@@ -45,11 +46,11 @@ class WorkerLoras:
     ) -> None:
         self._tiers, self._at = tiers, at
         self._source = _Source(self, tiers.host_slots)
-        budget = {KIND: tiers.slots * NBYTES}
+        budget = {LORAS.name: tiers.slots * NBYTES}
         residency = Residency(1, budget, lambda gone: self._books.dropped(gone))
         config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
         self._books = Loras(config, residency, self._source, lambda *_: None, Observations())
-        self._costs = ESTIMATES
+        self._costs = LORAS.estimates
         """What a worker says until it has measured: so every load takes what routing expects."""
         self._arrivals: dict[str, float] = {}
         """Name → when it will be here, of those on their way."""
@@ -90,7 +91,7 @@ class WorkerLoras:
         seconds = self._costs[source].seconds(NBYTES)
         del self._arrivals[lora.name]
         self._source.keep(lora.name)
-        self._books.arrived(lora, LoadedLora("", NBYTES, seconds, NBYTES, source))
+        self._books.arrived(lora, Loaded("", NBYTES, seconds, NBYTES, source))
 
 
 class _Source:
@@ -120,7 +121,7 @@ class _Source:
     def on_host(self) -> tuple[AdapterFile, ...]:
         return self._listed
 
-    def load(self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None]) -> None:
+    def load(self, lora: Lora, done: Callable[[Loaded | MaskserveError], None]) -> None:
         self._owner.begin_load(lora)
 
     def close(self) -> None:

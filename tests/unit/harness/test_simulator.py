@@ -12,7 +12,7 @@ import pytest
 
 from maskserve_core.config import CacheConfig, ModelConfig
 from maskserve_core.routing import POLICIES
-from maskserve_engine.requests.loras import ESTIMATES
+from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_harness.simulator.capacity import at_load, capacity
 from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.command import main
@@ -291,7 +291,7 @@ def test_a_lora_is_waited_for_once_and_the_policy_may_know_where_it_is() -> None
     assert [replace(each, loras=()) for each in after] == before
     cluster = Cluster(Scenario(with_loras, workers=1, loras=LoraTiers(slots=2)), HARDWARE)
     cluster.run(after)
-    load = ESTIMATES["storage"].seconds(NBYTES)
+    load = LORAS.estimates["storage"].seconds(NBYTES)
     seen = set()
     for job in cluster.jobs:
         first = job.request.loras not in seen

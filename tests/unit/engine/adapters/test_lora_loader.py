@@ -20,7 +20,8 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_engine.adapters.lora_loader import LoadedLora, LoraLoader
+from maskserve_core.worker.loading import Loaded
+from maskserve_engine.adapters.lora_loader import LoraLoader
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_harness.checkout import DEMO_MODEL
 from tests.fakes.loras import lora, write
@@ -61,11 +62,11 @@ def taken() -> Taken:
 
 
 @pytest.fixture
-def load(tmp_path: Path, taken: Taken) -> Iterator[Callable[[Lora], LoadedLora | MaskserveError]]:
+def load(tmp_path: Path, taken: Taken) -> Iterator[Callable[[Lora], Loaded | MaskserveError]]:
     loader = LoraLoader(config_of(tmp_path), taken)
-    answers: queue.Queue[LoadedLora | MaskserveError] = queue.Queue()
+    answers: queue.Queue[Loaded | MaskserveError] = queue.Queue()
 
-    def loaded(asked: Lora) -> LoadedLora | MaskserveError:
+    def loaded(asked: Lora) -> Loaded | MaskserveError:
         loader.load(asked, answers.put)
         return answers.get(timeout=30)
 
@@ -86,7 +87,7 @@ def load(tmp_path: Path, taken: Taken) -> Iterator[Callable[[Lora], LoadedLora |
 def test_each_failure_is_told_in_one_sentence_and_the_next_load_works(
     tmp_path: Path,
     taken: Taken,
-    load: Callable[[Lora], LoadedLora | MaskserveError],
+    load: Callable[[Lora], Loaded | MaskserveError],
     error: Exception,
     told: type[MaskserveError],
     sentence: str,
@@ -101,7 +102,7 @@ def test_each_failure_is_told_in_one_sentence_and_the_next_load_works(
     assert "secret" not in str(answer)
     taken.fails = None
     again = load(asked)
-    assert isinstance(again, LoadedLora)
+    assert isinstance(again, Loaded)
     assert (again.nbytes, again.source) == (7, "host")
     caplog.clear()  # what operators read
 
@@ -115,10 +116,10 @@ def test_what_a_file_holds_is_known_and_how_large_files_are(tmp_path: Path, take
     try:
         nbytes = (tmp_path / "store" / "good.safetensors").stat().st_size
         eventually("sizes are known", lambda: loader.typical_bytes() == nbytes)
-        answers: queue.Queue[LoadedLora | MaskserveError] = queue.Queue()
+        answers: queue.Queue[Loaded | MaskserveError] = queue.Queue()
         loader.load(asked, answers.put)
         loaded = answers.get(timeout=30)
-        assert isinstance(loaded, LoadedLora)
+        assert isinstance(loaded, Loaded)
         assert loaded.file_bytes == nbytes
         assert loaded.layers == taken.numbers
     finally:
@@ -126,7 +127,7 @@ def test_what_a_file_holds_is_known_and_how_large_files_are(tmp_path: Path, take
 
 
 def test_a_file_that_is_gone_or_bad_ends_its_own_load_alone(
-    tmp_path: Path, load: Callable[[Lora], LoadedLora | MaskserveError]
+    tmp_path: Path, load: Callable[[Lora], Loaded | MaskserveError]
 ) -> None:
     config, store = config_of(tmp_path), tmp_path / "store"
     for name in ("gone", "good"):
@@ -144,4 +145,4 @@ def test_a_file_that_is_gone_or_bad_ends_its_own_load_alone(
     bad = load(nan)
     assert isinstance(bad, InvalidRequest)
     assert "adapter nan" in str(bad)
-    assert isinstance(load(good), LoadedLora)
+    assert isinstance(load(good), Loaded)

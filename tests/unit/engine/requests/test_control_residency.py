@@ -11,10 +11,11 @@ import pytest
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.contracts.status_record import AdapterStatus, WorkerStatus
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_core.worker.loading import Loaded
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.adapters.control_net_loader import LoadedNet
-from maskserve_engine.requests.control_nets import ESTIMATES, KIND, EditControlNets
-from maskserve_engine.requests.residency import Residency, Resource
+from maskserve_core.worker.residency import Residency, Resource
+from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
+from maskserve_engine.requests.control_nets import EditControlNets
 
 ROOM = 10
 
@@ -41,7 +42,7 @@ class Folder:
         return control.name not in self.gone
 
     def load(
-        self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]
+        self, control: ResolvedControl, done: Callable[[Loaded | MaskserveError], None]
     ) -> None:
         self.loads.append(control.name)
         self.gone.discard(control.name)
@@ -54,7 +55,7 @@ class Books:
     def __init__(self, **sizes: int) -> None:
         self.folder = Folder(sizes)
         self.dropped: list[str] = []
-        self.residency = Residency(8, {KIND: ROOM}, self._drop)
+        self.residency = Residency(8, {CONTROL_NETS.name: ROOM}, self._drop)
         self.seen = Observations()
         self.nets = EditControlNets(self.residency, self.folder, lambda *_: None, self.seen)
 
@@ -63,7 +64,8 @@ class Books:
         self.nets.dropped(resource)
 
     def come(self, name: str, seconds: float = 1.0) -> None:
-        self.nets.arrived(control(name), LoadedNet(name, f"sha of {name}", seconds))
+        nbytes = self.folder.sizes[name]
+        self.nets.arrived(control(name), Loaded(f"sha of {name}", nbytes, seconds, nbytes))
 
     def edit(self, *names: str) -> tuple[str, ...]:
         """An edit from its begin to its end; what had to be brought."""
@@ -119,14 +121,14 @@ def test_what_an_edit_holds_is_never_dropped_and_who_comes_later_is_told_so() ->
         books.nets.hold("second", [control("b")])
     assert books.dropped == []
     books.nets.let_go("first")
-    assert books.nets.hold("second", [control("b")]) == (Resource(KIND, "b"),)
+    assert books.nets.hold("second", [control("b")]) == (Resource(CONTROL_NETS.name, "b"),)
     assert books.dropped == ["a"]
 
 
 def test_records_list_what_is_here_and_what_is_coming_and_count_the_rest() -> None:
     books = Books(a=6, b=4, c=5)
     assert books.nets.listed() == ()
-    assert books.nets.typical_bytes == 5
+    assert books.nets.typical_bytes() == 5
     books.nets.hold("one", [control("a"), control("b")])
     books.come("b", seconds=2.0)
     listed = books.nets.listed()
@@ -157,7 +159,7 @@ def test_what_went_with_its_service_is_brought_anew() -> None:
 def test_loads_are_priced_by_what_they_took() -> None:
     books = Books(a=2, b=8)
     told = WorkerStatus("w", "m", "ready", 4, 16, controlnet_loads=books.nets.costs.published)
-    assert WorkerStatus.from_json(told.to_json()).controlnet_loads == ESTIMATES
+    assert WorkerStatus.from_json(told.to_json()).controlnet_loads == CONTROL_NETS.estimates
     for name, seconds in (("a", 1.2), ("b", 1.8)):
         books.nets.hold(name, [control(name)])
         books.come(name, seconds)
@@ -181,4 +183,6 @@ def test_books_match_whatever_is_asked_for() -> None:
                     books.come(each.name)
         books.residency.check_integrity()
         held = books.nets.listed()
-        assert sum(each.nbytes for each in held) == books.residency.nbytes(KIND) <= ROOM
+        assert (
+            sum(each.nbytes for each in held) == books.residency.nbytes(CONTROL_NETS.name) <= ROOM
+        )

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from maskserve_core.errors import Overloaded
+from maskserve_core.worker.residency import Resource
 from maskserve_engine.requests.gates import AdaptersHere, DoneInTime, WayChosen
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.residency import Resource
 
 NET, LORA = Resource("controlnet", "n"), Resource("lora", "l")
 

@@ -25,7 +25,8 @@ from maskserve_core.errors import (
 )
 from maskserve_core.models.registry import lora_work
 from maskserve_core.triton.metric_table import ENGINE_METRICS
-from maskserve_engine.adapters.lora_loader import Bring, LoadedLora
+from maskserve_core.worker.loading import Loaded
+from maskserve_engine.adapters.lora_loader import Bring
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
@@ -76,7 +77,7 @@ class Held:
             nbytes = self._bring(lora.version, self.factors(lora.name))
             layers = {path: each.numbers for path, each in self.factors(lora.name).items()}
             digest = f"digest-of-{lora.name}"
-            done(LoadedLora(digest, nbytes, 0.5, self.nbytes, "storage", layers))
+            done(Loaded(digest, nbytes, 0.5, self.nbytes, "storage", layers))
 
         threading.Thread(target=work, daemon=True).start()
 

@@ -9,8 +9,9 @@ from maskserve_core.config import AdaptersConfig, Config, ModelConfig
 from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.requests.loras import KIND, Loras
-from maskserve_engine.requests.residency import Residency
+from maskserve_core.worker.residency import Residency
+from maskserve_engine.adapters.lora_loader import LORAS
+from maskserve_engine.requests.loras import Loras
 
 
 class Files:
@@ -40,7 +41,7 @@ def books(budget: int) -> Loras:
     config = Config(
         model=ModelConfig(dtype="bfloat16"), adapters=AdaptersConfig(device_bytes=budget)
     )
-    residency = Residency(64, {KIND: budget})
+    residency = Residency(64, {LORAS.name: budget})
     return Loras(config, residency, Files(), lambda _, outcome: None, Observations())
 
 

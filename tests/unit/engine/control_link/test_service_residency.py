@@ -1,0 +1,190 @@
+"""Which ControlNets a service keeps for its denoisers, and what makes room for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from maskserve_core.config import Config, ControlsConfig, ModelConfig
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_core.worker.loading import Done, Loaded
+from maskserve_engine.control_service import ControlNetService
+from maskserve_engine.families.adapter import Adapter
+
+ROOM = 10
+
+
+class Source:
+    """A loader whose loads end when they are told to; a name's last digit is its bytes."""
+
+    def __init__(self, config: Config, facts: object, bring: Any) -> None:
+        self._bring = bring
+        self.under_way: dict[str, Done] = {}
+
+    def device_bytes(self, control: ResolvedControl) -> int:
+        return int(control.name[-1])
+
+    def typical_bytes(self) -> float:
+        return 0.0
+
+    def holds(self, control: ResolvedControl) -> bool:
+        return True
+
+    def load(self, control: ResolvedControl, done: Done) -> None:
+        assert control.name not in self.under_way
+        self.under_way[control.name] = done
+
+    def come(self, name: str) -> None:
+        self._bring(name, self)
+        self.under_way.pop(name)(Loaded(f"sha of {name}", int(name[-1]), 1.0, int(name[-1])))
+
+    def fail(self, name: str) -> None:
+        self.under_way.pop(name)(EngineFailed("it is broken"))
+
+    def read(self) -> Source:
+        return self
+
+    def to(self, device: object) -> Source:
+        return self
+
+    def close(self) -> None:
+        """It has nothing open."""
+
+
+class Family:
+    facts = None
+
+    def control_net(self, model: object) -> object:
+        return model
+
+
+@dataclass
+class Rig:
+    service: ControlNetService
+    source: Source
+
+    def attach(self) -> str:
+        return self.service.attach("float32")["session"]
+
+    def load(self, session: str, name: str) -> list[Loaded | MaskserveError]:
+        """What is said of it, once it is."""
+        told: list[Loaded | MaskserveError] = []
+        self.service.load(session, ResolvedControl(name=name, version=name, image=0), told.append)
+        return told
+
+    def here(self, session: str, name: str) -> list[Loaded | MaskserveError]:
+        told = self.load(session, name)
+        if name in self.source.under_way:
+            self.source.come(name)
+        return told
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    config = Config(
+        model=ModelConfig(device="cpu", dtype="float32"),
+        controls=ControlsConfig(device_bytes=ROOM),
+    )
+    service = ControlNetService(
+        config, tmp_path / "controls", cast(Any, Source), cast(Adapter, Family())
+    )
+    yield Rig(service, cast(Source, service._loader))
+    service.close()
+    service._residency.check_integrity()
+
+
+def test_all_who_ask_for_one_are_told_when_its_one_load_ends(rig: Rig) -> None:
+    one, other = rig.attach(), rig.attach()
+    told = [rig.load(one, "a4"), rig.load(other, "a4"), rig.load(one, "a4")]
+    assert told == [[], [], []]
+    rig.source.come("a4")
+    assert [[each.digest for each in some if isinstance(each, Loaded)] for some in told] == [
+        ["sha of a4"]
+    ] * 3
+    assert rig.load(other, "a4") != []
+    assert rig.service.counts()["nets"] == 1
+
+
+def test_what_any_denoiser_holds_stays_and_what_none_holds_makes_room(rig: Rig) -> None:
+    one, other = rig.attach(), rig.attach()
+    rig.here(one, "a5")
+    rig.here(other, "a5")
+    rig.here(one, "b4")
+    rig.service.drop(one, "a5")
+    with pytest.raises(Overloaded, match="no room for ControlNet c5"):
+        rig.load(one, "c5")
+    rig.service.drop(other, "a5")
+    assert rig.load(one, "c5") == []
+    rig.source.come("c5")
+    assert set(rig.service._own) == {"b4", "c5"}
+
+
+def test_the_least_used_per_byte_goes_first(rig: Rig) -> None:
+    session = rig.attach()
+    for _ in range(5):
+        rig.here(session, "often4")
+        rig.service.drop(session, "often4")
+    rig.here(session, "seldom4")  # the one used last, and yet the one to go
+    rig.service.drop(session, "seldom4")
+    rig.here(session, "new4")
+    assert set(rig.service._own) == {"often4", "new4"}
+
+
+def test_a_load_that_fails_is_told_and_tried_anew_and_holds_nothing(rig: Rig) -> None:
+    session = rig.attach()
+    told = rig.load(session, "a9")
+    rig.source.fail("a9")
+    assert [str(error) for error in told] == ["[ENGINE_FAILED] it is broken"]
+    assert rig.here(session, "b9")
+    rig.service.drop(session, "b9")
+    assert rig.here(session, "a9")
+
+
+def test_a_session_that_ends_lets_go(rig: Rig) -> None:
+    one, other = rig.attach(), rig.attach()
+    rig.here(one, "a9")
+    with pytest.raises(Overloaded):
+        rig.load(other, "b9")
+    with rig.service._door:
+        rig.service._forget(one)
+    assert rig.here(other, "b9")
+
+
+def test_threads_that_load_and_drop_keep_the_books(rig: Rig) -> None:
+    names, stop = ["a3", "b3", "c4", "d5"], threading.Event()
+
+    def come() -> None:
+        while not stop.is_set():
+            for name in list(rig.source.under_way):
+                rig.source.come(name)
+
+    coming = threading.Thread(target=come)
+    coming.start()
+
+    def use(session: str, seed: int) -> None:
+        for turn in range(60):
+            name = names[(seed + turn * (seed + 1)) % len(names)]
+            try:
+                rig.load(session, name)
+            except Overloaded:
+                continue
+            finally:
+                rig.service.drop(session, name)
+
+    users = [threading.Thread(target=use, args=(rig.attach(), n)) for n in range(4)]
+    for each in users:
+        each.start()
+    for each in users:
+        each.join()
+    stop.set()
+    coming.join()
+    for name in list(rig.source.under_way):
+        rig.source.come(name)
+    rig.service._residency.check_integrity()
+    assert sum(int(name[-1]) for name in rig.service._own) <= ROOM
