@@ -41,7 +41,7 @@ from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots, aligned
 from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.families.control_batches import NetBatch, NetStep, Residual
+from maskserve_engine.families.control import NetBatch, NetStep, Residual
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.stages.cpu_threads import limit_threads
@@ -73,7 +73,7 @@ class _Session:
     rows: dict[str, _Row] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     """Versions of ControlNets; each is held for `_owner` of it."""
-    batch: tuple[int, NetBatch[Any]] | None = None
+    batch: tuple[int, NetBatch] | None = None
     """The number of the last ask's batch, and what was kept of it."""
     connected: bool = False
 

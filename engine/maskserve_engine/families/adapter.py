@@ -21,7 +21,7 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.control_batches import NetBatch
+from maskserve_engine.families.control import NetBatch, NetRow
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 
 
@@ -223,7 +223,7 @@ class Adapter(Protocol):
         """Have a row add what a service says."""
         ...
 
-    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any:
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> NetRow:
         """A row whose base is elsewhere, as a service holds it.
 
         Args:
@@ -232,7 +232,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def net_batch(self) -> NetBatch[Any]:
+    def net_batch(self) -> NetBatch:
         """What runs nets beside such rows."""
         ...
 

@@ -56,11 +56,11 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import control_work, unet_work
 from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.base.job import ControlInput
+from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.flux.blocks import AHEAD
 from maskserve_engine.families.flux.control import (
     FluxControlNet,
     FluxNetInput,
-    FluxRowControl,
     spread,
 )
 from maskserve_engine.families.flux.weights import FluxWeights
@@ -127,7 +127,7 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
             hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
         control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
         given = FluxNetInput(control, net, hint, row.text, row.guidance)
-        row.residuals = FluxRowControl((given,), every)
+        row.residuals = RowControl((given,), every)
     without, with_control, all_dense = _in_turn(bench, (plain, ours, dense), refresh, args)
     tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
     full = [_control_count(FLUX_DEV, (19, 38), (5, 10), 128, n) for n in (refresh, 1)]

@@ -19,14 +19,13 @@ from maskserve_core.models.unet import control_work, unet_work
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.unet.control import (
-    PassControl,
     ServedPass,
     UnetControlNet,
-    UnetNetBatch,
     UnetNetInput,
     UnetNetRow,
-    UnetRowControl,
+    UnetNets,
     UnetServedControl,
 )
 from maskserve_harness.benchmarks.service_process import PATIENCE_S, alone_on, service_process
@@ -67,8 +66,8 @@ class _Unet:
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> UnetNetRow:
         return UnetNetRow.of(opening, nets)
 
-    def net_batch(self) -> UnetNetBatch:
-        return UnetNetBatch()
+    def net_batch(self) -> NetBatch:
+        return NetBatch(UnetNets())
 
 
 def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
@@ -119,7 +118,7 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
     net = UnetControlNet.of(build_net(PRESET), bench.model, 4)
     with torch.inference_mode():
         given = UnetNetInput.made(control, net, picture, texts, (pooled, sizes))
-    beside.control = UnetRowControl((given,), (PassControl(),))
+    beside.control = RowControl((given,))
     arrays = {"texts": texts, "micro.0": pooled, "micro.1": sizes, "picture.0": picture}
     facts = OpeningFacts((OpenedControl.of(control),), tuple(served.timesteps_ahead))
     row = service.open(Opening(facts, arrays))

@@ -42,7 +42,7 @@ from maskserve_engine.control_link.served import (
     new_batch,
 )
 from maskserve_engine.control_link.transport import Answered, Connection, Lost
-from maskserve_engine.families.control_batches import NetStep, Residual, Send
+from maskserve_engine.families.control import NetStep, Residual, Send
 from maskserve_harness.benchmarks.control_service import PRESET, flops
 from maskserve_harness.benchmarks.service_process import PipeCalls, service_process
 from maskserve_harness.benchmarks.unet_rig import UNETS
@@ -122,7 +122,7 @@ class Nets:
     def control_net(self, model: Any) -> Any:
         return model
 
-    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> int:
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any:
         return len(nets)
 
     def net_batch(self) -> _NetBatch:
@@ -130,13 +130,13 @@ class Nets:
 
 
 class _NetBatch:
-    """As `unet.control.UnetNetBatch`, which tells all when a net has done."""
+    """As `families.control.NetBatch` of a UNet, which tells all when a net has done."""
 
     def __init__(self, nets: Nets) -> None:
         self._nets, self._device = nets, EmulatedDevice()
         self._added = [torch.zeros(n, dtype=torch.uint8) for n in nets.sizes]
 
-    def run(self, rows: Sequence[NetStep[int]], send: Send) -> None:
+    def run(self, rows: Sequence[NetStep], send: Send) -> None:
         for each in rows:
             self._device.launch(each.row * self._nets.seconds + self._nets.sent_s)
             self._device.wait()

@@ -29,7 +29,6 @@ from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.transport import Connection as Denoiser
 from maskserve_engine.control_service import ControlNetService
-from maskserve_engine.families.control_batches import NetBatch
 from maskserve_engine.stages.loader import dtype_of
 
 PATIENCE_S = 120.0
@@ -84,7 +83,7 @@ class Family(Protocol):
 
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any: ...
 
-    def net_batch(self) -> NetBatch[Any]: ...
+    def net_batch(self) -> Any: ...
 
 
 class _Loader:

@@ -22,13 +22,12 @@ from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
+from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.batch import UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetTemplate
 from maskserve_engine.families.unet.control import (
-    PassControl,
     UnetControlNet,
     UnetNetInput,
-    UnetRowControl,
 )
 from maskserve_engine.families.unet.forward import PassInput, added_embedding, micro_conditioning
 from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
@@ -186,9 +185,8 @@ class UnetBench:
                 torch.from_numpy(np.setdiff1d(np.arange(count), row.inactive.active[level]))
                 for level, count in enumerate(self.work.tokens)
             ]
-        row.control = UnetRowControl(
-            (own,), (PassControl(),), tuple([ids.to(self.device) for ids in others]), refresh
-        )
+        there = tuple([ids.to(self.device) for ids in others])
+        row.control = RowControl((own._replace(others=there),), refresh)
 
     def step(self, rows: Sequence[UnetRow], kind: str, exchange: Exchange | None = None) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks."""

@@ -15,6 +15,7 @@ from maskserve_engine.batch.forward import Transformer
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.flow.adapter import FlowAdapter
 from maskserve_engine.families.flow.batch import FlowBatch
 from maskserve_engine.families.flow.preparation import PATCH
@@ -28,13 +29,11 @@ from maskserve_engine.families.flux.blocks import (
     vectors,
 )
 from maskserve_engine.families.flux.control import (
-    FluxControlled,
     FluxControlNet,
-    FluxNetBatch,
     FluxNetInput,
     FluxNetRow,
-    FluxRowControl,
-    Nets,
+    FluxNets,
+    controlled,
 )
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place, low_rank
@@ -50,9 +49,9 @@ class FluxBatch(FlowBatch[FluxWeights]):
         self._controlled = tuple(
             (row, row.residuals)
             for row in rows
-            if isinstance(row, FlowRow) and isinstance(row.residuals, FluxRowControl)
+            if isinstance(row, FlowRow) and isinstance(row.residuals, RowControl)
         )
-        self._nets = Nets() if self._controlled else None
+        self._nets = FluxNets() if self._controlled else None
 
     @staticmethod
     def steps_ahead(passes: int) -> int:
@@ -70,11 +69,11 @@ class FluxBatch(FlowBatch[FluxWeights]):
     def at_step(self, weights: FluxWeights, vectors: Vectors) -> FluxStep:
         return FluxStep(weights, vectors)
 
-    def _run_nets(self, nets: Nets) -> None:
+    def _run_nets(self, nets: FluxNets) -> None:
         """Have ControlNets say what they add to this step."""
         nets.run(
             [
-                FluxControlled(
+                controlled(
                     control,
                     row.model_input(),
                     [step.timestep for step in row.walk(row.step)[:AHEAD]],
@@ -130,7 +129,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         keep it anew.
         """
         control = row.residuals if isinstance(row, FlowRow) else None
-        missed = isinstance(control, FluxRowControl) and control.exact and control.kept
+        missed = isinstance(control, RowControl) and control.missed
         return None if missed else super().carried(row)
 
     def control_net(self, model: Any) -> FluxControlNet:
@@ -156,7 +155,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             ]
             if inputs:
                 exact = job.request.settings.reproducible
-                row.residuals = FluxRowControl(tuple(inputs), self._control_refresh, exact)
+                row.residuals = RowControl(tuple(inputs), self._control_refresh, exact)
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         prepared = self._preparation.prepared(job)
@@ -186,8 +185,8 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         with torch.inference_mode():
             return FluxNetRow.of(opening, nets)
 
-    def net_batch(self) -> FluxNetBatch:
-        return FluxNetBatch()
+    def net_batch(self) -> NetBatch:
+        return NetBatch(FluxNets())
 
 
 def _in_order(row: FlowRow, tokens: Tensor) -> Tensor:

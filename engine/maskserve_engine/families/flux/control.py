@@ -2,17 +2,14 @@
 
 A net is a shorter FLUX whose blocks' outputs, each through a product of its own, are added to the
 hidden states of the base. It runs on the same packed blocks as the base does (`batch.forward`).
-
-Beside a cached row a net computes the row's active tokens, too, as its additions to the others are
-read by nobody. The others enter as keys and values, as in the base. They cannot come from the
-template's entries, which know nothing of the control picture: the net computes all tokens at one
-step in so many and keeps them with the edit.
+Beside a cached row the inactive tokens enter as keys and values, as in the base: those that the net
+has kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -27,7 +24,7 @@ from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.families.control_batches import NetStep, Residual, Send
+from maskserve_engine.families.control import Asked, Controlled, Nets, RowControl, Said
 from maskserve_engine.families.flux.blocks import AHEAD, FluxStep, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.layers.linear import Linear, linear
@@ -171,7 +168,6 @@ class KeptKV:
     tokens (`Capture`), for the steps that compute the active ones (`InactiveTokens`).
 
     Args:
-        step: of the row.
         active: tokens, the first ones of the image.
         cis: [m, head_dim / 2] of the others.
     """
@@ -179,8 +175,8 @@ class KeptKV:
     text = False
     """A net computes its text at every step."""
 
-    def __init__(self, step: int, active: int, cis: Tensor) -> None:
-        self.step, self.active, self.cis = step, active, cis
+    def __init__(self, active: int, cis: Tensor) -> None:
+        self.active, self.cis = active, cis
         self._blocks: dict[int, KvSource] = {}
 
     def hidden(self, block: int, hidden: Tensor) -> None:
@@ -202,131 +198,30 @@ class KeptKV:
         return self._blocks[block]
 
 
-@dataclass(slots=True, eq=False)
-class FluxRowControl:
-    """The residuals of one row (`batch.packing.Residuals`), computed before each of its steps."""
+class FluxNets(Nets[FluxNetInput]):
+    """Nets over rows of which the base is given a `RowInput`."""
 
-    inputs: tuple[FluxNetInput, ...]
-    refresh: int = 1
-    """Steps from one that computes all tokens to the next."""
-    exact: bool = False
-    """Whether the edit is the same wherever it runs: what is kept of its steps counts."""
-    added: dict[int, Tensor] = field(default_factory=dict)
-    """By the base's block."""
-    kept: dict[int, KeptKV] = field(default_factory=dict)
-    """By the number of the input, of a cached row."""
-
-    def after(self, number: int) -> Tensor | None:
-        return self.added.get(number)
-
-
-Told = Callable[[Sequence[tuple[FluxRowControl, Sequence[int]]]], None]
-"""Takes rows, each with places of the base at which nothing more will be added to `added`."""
-
-
-class FluxControlled(NamedTuple):
-    """A row with control that is about to take a step."""
-
-    control: FluxRowControl
-    row: RowInput
-    """What the base is given of it."""
-    timesteps: Sequence[float]
-    """Of this step and of those behind it."""
-    step: int
-    steps: int
-
-
-class Asked(NamedTuple):
-    """A row that a net is run for."""
-
-    row: FluxControlled
-    number: int
-    """Of the row's input."""
-    own: FluxNetInput
-    scale: float
-    """Of the step."""
-
-    def given(self) -> RowInput:
-        """What the net is to compute: of a cached row the active tokens, or, where what is kept of
-        the others is old, all of them, with a `KeptKV` that sees them.
-
-        A step that is tried again, as one of a batch that failed is, does again what it did.
-        """
-        row, control, step = self.row.row, self.row.control, self.row.step
-        rest, kept = row.rest, control.kept.get(self.number)
-        if rest is None:
-            return self.own.of(row)
-        if kept is not None and 0 < step - kept.step < control.refresh:
-            return self.own.of(replace(row, rest=kept))
-        fresh = KeptKV(step, len(row.tokens), rest.cis) if control.refresh > 1 else None
-        tokens, cis = torch.cat((row.tokens, rest.tokens())), torch.cat((row.cis, rest.cis))
-        return self.own.of(replace(row, tokens=tokens, cis=cis, rest=None, capture=fresh))
-
-
-class Nets:
-    """ControlNets beside a batch, for as long as the same rows go on."""
+    in_parts, stacked = True, False
 
     def __init__(self) -> None:
         self._vectors: dict[tuple[int, ...], tuple[int, tuple[Vectors, ...]]] = {}
         """By net and the rows' inputs: the first row's step when they were computed, and those of
         it and of the steps behind it."""
 
-    def run(self, rows: Sequence[FluxControlled], told: Told | None = None) -> None:
-        """Have what ControlNets add to the next step of these rows in their `FluxRowControl`. Each
-        net runs once, over all rows that have it.
-
-        Args:
-            rows: at least one.
-            told: of what is whole while later blocks of the nets still run.
-        """
-        asked: dict[int, list[Asked]] = {}
-        for each in rows:
-            each.control.added.clear()
-            for number, own in enumerate(each.control.inputs):
-                scale = own.control.scale_at(each.step, each.steps)
-                if scale:
-                    asked.setdefault(id(own.net), []).append(Asked(each, number, own, scale))
-        last = {id(each.row.control): net for net, same in asked.items() for each in same}
-        for net, same in asked.items():
-            whole = {id(each.row.control): each.row.control for each in same}
-            self._run(
-                same[0].own.net,
-                same,
-                [control for key, control in whole.items() if told and last[key] == net],
-                told,
-            )
-
-    def _run(
-        self,
-        net: FluxControlNet,
-        same: Sequence[Asked],
-        whole: Sequence[FluxRowControl],
-        told: Told | None,
-    ) -> None:
-        """Run a net for all rows that have it.
-
-        Args:
-            net: to run.
-            same: its rows.
-            whole: of those the ones for which no net runs after it.
-            told: as of `run`.
-        """
-        inputs = [each.given() for each in same]
+    def say(self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]]) -> Iterator[Said]:
+        inputs = [_given(each) for each in same]
         packed = Packed(inputs)
         found = net.samples(packed, self._vectors_of(net, same, packed))
         for places, by_row in zip(net.places, found, strict=True):
-            for (row, _, _, scale), sample in zip(same, by_row, strict=True):
-                scaled = sample[: len(row.row.tokens)] * scale
-                for place in places:
-                    before = row.control.added.get(place)
-                    row.control.added[place] = scaled if before is None else before + scaled
-            if told is not None:
-                told([(control, places) for control in whole])
+            active = zip(same, by_row, strict=True)
+            yield places, [[sample[: len(each.row.given.tokens)]] for each, sample in active]
         for each, given in zip(same, inputs, strict=True):
-            if isinstance(given.capture, KeptKV):
-                each.row.control.kept[each.number] = given.capture
+            if each.keeps:
+                each.keep(given.capture)
 
-    def _vectors_of(self, net: FluxControlNet, same: Sequence[Asked], packed: Packed) -> Vectors:
+    def _vectors_of(
+        self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
+    ) -> Vectors:
         """Those of the step, computed for up to AHEAD steps at once."""
         key, step = (id(net), *(id(each.own) for each in same)), same[0].row.step
         begin, kept = self._vectors.get(key, (step, ()))
@@ -338,6 +233,32 @@ class Nets:
             begin, kept = step, vectors(net.weights, emb)
             self._vectors[key] = begin, kept
         return kept[step - begin]
+
+
+def _given(asked: Asked[FluxNetInput]) -> RowInput:
+    """What the net is to compute: of a cached row the active tokens, or, where what is kept of the
+    others is old, all of them, with a `KeptKV` that sees them.
+    """
+    row: RowInput = asked.row.given
+    rest = row.rest
+    if rest is None:
+        return asked.own.of(row)
+    if asked.kept is not None:
+        return asked.own.of(replace(row, rest=asked.kept))
+    fresh = KeptKV(len(row.tokens), rest.cis) if asked.keeps else None
+    tokens, cis = torch.cat((row.tokens, rest.tokens())), torch.cat((row.cis, rest.cis))
+    return asked.own.of(replace(row, tokens=tokens, cis=cis, rest=None, capture=fresh))
+
+
+def controlled(
+    control: RowControl[FluxNetInput],
+    row: RowInput,
+    timesteps: Sequence[float],
+    step: int,
+    steps: int,
+) -> Controlled[FluxNetInput]:
+    """A row that is about to take a step; `row` is what the base is given of it."""
+    return Controlled(control, row, row.rest is not None, timesteps, step, steps)
 
 
 class _Sent(NamedTuple):
@@ -362,7 +283,7 @@ class _Sent(NamedTuple):
 class FluxNetRow:
     """A row whose base is elsewhere, as a ControlNet service holds it."""
 
-    control: FluxRowControl
+    control: RowControl[FluxNetInput]
     base: RowInput
     """Of the base's input what nets ask for; no tokens, and text only to be counted."""
     cis: Tensor
@@ -383,59 +304,14 @@ class FluxNetRow:
         text = arrays["embeds"].new_empty(facts.text, 0)
         cis = torch.view_as_complex(arrays["cis"])
         base = RowInput(none, text, arrays["pooled"], None, cis)
-        return cls(FluxRowControl(tuple(inputs), facts.refresh), base, cis, facts.timesteps)
+        return cls(RowControl(tuple(inputs), facts.refresh), base, cis, facts.timesteps)
 
-    def at(self, step: int, tokens: Tensor, computed: int) -> FluxControlled:
-        """The row as it is about to take a step.
-
-        Args:
-            step: of the row.
-            tokens: [N, channels] its latents, those that the base computes first.
-            computed: of them.
-        """
-        own, rest = tokens.split((computed, len(tokens) - computed))
+    def at(self, step: int, sample: Tensor, computed: int) -> Controlled[FluxNetInput]:
+        """See `NetRow`; `sample` is [N, channels], the tokens that the base computes first."""
+        own, rest = sample.split((computed, len(sample) - computed))
         text = len(self.base.text)
         cis, others = self.cis.split((text + computed, len(self.cis) - text - computed))
         sent = _Sent(others, rest) if len(rest) else None
         row = replace(self.base, tokens=own, cis=cis, rest=sent)
         ahead = self.timesteps[step : step + AHEAD]
-        return FluxControlled(self.control, row, ahead, step, len(self.timesteps))
-
-
-class FluxNetBatch:
-    """See `families.control_batches.NetBatch`."""
-
-    def __init__(self) -> None:
-        self._nets = Nets()
-
-    def run(self, rows: Sequence[NetStep[FluxNetRow]], send: Send) -> None:
-        names = {id(each.row.control): each.name for each in rows}
-        left = {each.name: each.row.control for each in rows}
-        sent: dict[str, set[int]] = {name: set() for name in left}
-
-        def told(whole: Sequence[tuple[FluxRowControl, Sequence[int]]]) -> None:
-            found = []
-            for control, places in whole:
-                name = names[id(control)]
-                found += [Residual(name, *run) for run in _runs(control, places)]
-                sent[name].update(places)
-            send(found)
-
-        self._nets.run([each.row.at(each.step, each.sample, each.computed) for each in rows], told)
-        rest = []
-        for name, control in left.items():  # where a deeper net ran before the last one
-            places = sorted(control.added.keys() - sent[name])
-            rest += [Residual(name, *run) for run in _runs(control, places)]
-        if rest:
-            send(rest)
-
-
-def _runs(control: FluxRowControl, places: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
-    """(first place, last place, what is added at both and between them)."""
-    begin = 0
-    for i, place in enumerate(places):
-        here = control.added[place]
-        following = places[i + 1] if i + 1 < len(places) else None
-        if following != place + 1 or control.added[following] is not here:
-            yield places[begin], place, here
-            begin = i + 1
+        return controlled(self.control, row, ahead, step, len(self.timesteps))

@@ -26,16 +26,15 @@ from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.families.control import NetBatch, PassResiduals, RowControl
 from maskserve_engine.families.unet.batch import Row, UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetInputs
 from maskserve_engine.families.unet.control import (
-    PassControl,
     ServedPass,
     UnetControlNet,
-    UnetNetBatch,
     UnetNetInput,
     UnetNetRow,
-    UnetRowControl,
+    UnetNets,
     UnetServedControl,
     others_of,
 )
@@ -241,7 +240,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         if isinstance(row, UnetPrimingRow):
             return ()
         control = row.control
-        missed = isinstance(control, UnetRowControl) and control.exact and control.kept
+        missed = isinstance(control, RowControl) and control.missed
         return None if missed else (row.state,)
 
     def follow(self, row: UnetRow | UnetPrimingRow, carried: tuple[Any, ...], steps: int) -> None:
@@ -273,17 +272,15 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
                 others = others_of(row.inactive.active, row.latents.shape[1:])
             given = (*self._given(row, job, acts), others)
             text, micro, pictures, others = moved(given, self.device)
-            inputs = [
+            made = (
                 UnetNetInput.made(control, nets[control.net], picture, text, micro)
                 for control, picture in zip(acts, pictures, strict=True)
-            ]
-            passes = tuple([PassControl() for _ in text])
-            row.control = UnetRowControl(
-                tuple(inputs),
-                passes,
-                tuple(others),
+            )
+            row.control = RowControl(
+                tuple([each._replace(others=tuple(others)) for each in made]),
                 self._control_refresh,
                 job.request.settings.reproducible,
+                tuple([PassResiduals() for _ in text]),
             )
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
@@ -313,8 +310,8 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> UnetNetRow:
         return UnetNetRow.of(opening, nets)
 
-    def net_batch(self) -> UnetNetBatch:
-        return UnetNetBatch()
+    def net_batch(self) -> NetBatch:
+        return NetBatch(UnetNets())
 
     def _given(
         self, row: Any, job: EditJob, acts: Sequence[ControlInput]

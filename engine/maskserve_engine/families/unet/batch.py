@@ -13,11 +13,12 @@ from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.served import RowAsk, ask_service, new_batch
+from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.control import (
-    UnetControlled,
     UnetNets,
-    UnetRowControl,
+    UnetSample,
     UnetServedControl,
+    controlled,
 )
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.graphs import UnetStep
@@ -163,10 +164,9 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
                 count = own[0].numel() if row.active is None else len(row.active[0])
                 ahead = partial(latents_ahead, row)
                 asked.append(RowAsk(control.served, row.step, own, count, ahead))
-            elif isinstance(control, UnetRowControl):
-                here.append(
-                    UnetControlled(control, own, row.active, row.timestep, row.step, row.steps)
-                )
+            elif isinstance(control, RowControl):
+                given = UnetSample(own, row.active)
+                here.append(controlled(control, given, row.timestep, row.step, row.steps))
         ask_service(asked, self._number)
         self._nets.run(here)
 

@@ -1,18 +1,15 @@
 """ControlNetModels beside a UNet, over the passes of the rows that have control.
 
 A net is a copy of the UNet's way down and of its middle; its feature maps, each through a
-convolution of its own, are added to those of the base. It runs by the same walk (`forward`).
-
-Beside a cached row the net's stacks compute the active tokens, as those of the base do; its
-convolutions run on the whole picture. What the others are in a stack cannot come from the
-template's entries, which know nothing of the control picture: the net computes all tokens at one
-step in so many and keeps their keys and values, and what the stack hands on of them, with the edit.
+convolution of its own, are added to those of the base. It runs by the same walk (`forward`). Beside
+a cached row its stacks compute the active tokens, as those of the base do; its convolutions run on
+the whole picture. Kept of the others are their keys and values, and what a stack hands on of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,7 +23,14 @@ from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.control_batches import NetStep, Residual, Send
+from maskserve_engine.families.control import (
+    Asked,
+    Controlled,
+    Nets,
+    PassResiduals,
+    RowControl,
+    Said,
+)
 from maskserve_engine.families.unet.forward import (
     PackedPasses,
     PassInput,
@@ -104,6 +108,8 @@ class UnetNetInput(NamedTuple):
     """[C, h, w] what the net has read from the picture."""
     passes: tuple[PassInput, ...]
     """Of the prompt, then of the negative one; all tokens computed."""
+    others: tuple[Tensor, ...] = ()
+    """Level → [m] ids of a cached row's inactive tokens; none of a dense one."""
 
     @classmethod
     def made(
@@ -175,42 +181,6 @@ class KeptTokens:
         self._sources[block, part] = KvSource(taken)
 
 
-class KeptPasses(NamedTuple):
-    """Of all passes of a row in one net."""
-
-    step: int
-    """Of the row, when it was computed."""
-    passes: tuple[KeptTokens, ...]
-
-
-@dataclass(slots=True, eq=False)
-class PassControl:
-    """The residuals of one pass of a row (`batch.packing.Residuals`)."""
-
-    added: dict[int, Tensor] = field(default_factory=dict)
-    """By the place in the UNet."""
-
-    def after(self, number: int) -> Tensor | None:
-        return self.added.get(number)
-
-
-@dataclass(slots=True, eq=False)
-class UnetRowControl:
-    """What ControlNets add to one row, computed before each of its steps."""
-
-    inputs: tuple[UnetNetInput, ...]
-    passes: tuple[PassControl, ...]
-    """The prompt's, then the negative prompt's."""
-    others: tuple[Tensor, ...] = ()
-    """Level → [m] ids of a cached row's inactive tokens; none of a dense one."""
-    refresh: int = 1
-    """Steps from one that computes all tokens to the next."""
-    exact: bool = False
-    """Whether what is kept may not be computed anew at another step (`reproducible`)."""
-    kept: dict[int, KeptPasses] = field(default_factory=dict)
-    """By the number of the input, of a cached row."""
-
-
 class ServedPass(NamedTuple):
     """The residuals of one pass of a row whose nets a service runs."""
 
@@ -224,7 +194,7 @@ class ServedPass(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class UnetServedControl:
-    """As `UnetRowControl`, of a row whose nets a service runs."""
+    """As `RowControl`, of a row whose nets a service runs."""
 
     served: ServedRow
     passes: tuple[ServedPass, ...]
@@ -234,7 +204,7 @@ class UnetServedControl:
 class _Rest:
     """`stack.InactivePassTokens` of one pass in one net, whatever is kept of it at the time."""
 
-    control: UnetRowControl
+    control: RowControl[UnetNetInput]
     number: int
     """Of the input."""
     half: int
@@ -242,59 +212,28 @@ class _Rest:
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         assert wanted is None, "a net's passes have no tile"
-        return self.control.kept[self.number].passes[self.half].source(block, part)
+        found: KvSource = self.control.kept[self.number].tokens[self.half].source(block, part)
+        return found
 
 
-class UnetControlled(NamedTuple):
-    """A row with control that is about to take a step."""
+class UnetSample(NamedTuple):
+    """What the base is given of a row."""
 
-    control: UnetRowControl
     sample: Tensor
-    """[channels, h, w] the latents as the base is given them."""
+    """[channels, h, w] of the latents."""
     active: Mapping[int, Ids] | None
     """Level → ids of the tokens that the base computes; None: all."""
-    timestep: float
-    step: int
-    steps: int
 
 
-class AskedPasses(NamedTuple):
-    """A row that a net is run for."""
-
-    row: UnetControlled
-    number: int
-    """Of the row's input."""
-    own: UnetNetInput
-    scale: float
-    """Of the step."""
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the net computes the active tokens alone: what is kept of the others is not old.
-
-        A step that is tried again, as one of a batch that failed is, does again what it did.
-        """
-        kept = self.row.control.kept.get(self.number)
-        if self.row.active is None or kept is None:
-            return False
-        return 0 < self.row.step - kept.step < self.row.control.refresh
-
-    def given(self) -> list[PassInput]:
-        """The passes as the net is to compute them."""
-        if not self.sparse:
-            return list(self.own.passes)
-        return [
-            replace(each, active=self.row.active, rest=_Rest(self.row.control, self.number, half))
-            for half, each in enumerate(self.own.passes)
-        ]
-
-    def keeps(self) -> KeptPasses | None:
-        """What is to see all tokens of a cached row, and to be kept; None: nothing."""
-        control, own = self.row.control, self.own
-        if self.row.active is None or self.sparse or control.refresh == 1:
-            return None
-        seeing = [KeptTokens(control.others, own.net.levels) for _ in own.passes]
-        return KeptPasses(self.row.step, tuple(seeing))
+def controlled(
+    control: RowControl[UnetNetInput],
+    given: UnetSample,
+    timestep: float,
+    step: int,
+    steps: int,
+) -> Controlled[UnetNetInput]:
+    """A row that is about to take a step."""
+    return Controlled(control, given, given.active is not None, (timestep,), step, steps)
 
 
 class _Run(NamedTuple):
@@ -305,69 +244,63 @@ class _Run(NamedTuple):
     """[P, C, h, w]"""
 
 
-class UnetNets:
-    """ControlNets beside a batch, for as long as the same rows go on."""
+class UnetNets(Nets[UnetNetInput]):
+    """Nets over rows of one latent shape, of which the base is given a `UnetSample`."""
+
+    in_parts, stacked = False, True
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, ...], _Run] = {}
         """By net, the rows' inputs, and which of them compute the active tokens alone."""
 
-    def run(self, rows: Sequence[UnetControlled]) -> None:
-        """Have what ControlNets add to the next step of these rows, of one latent shape, in their
-        `UnetRowControl`. Each net runs once, over the passes of all rows that have it.
-        """
-        asked: dict[int, list[AskedPasses]] = {}
-        for each in rows:
-            for own in each.control.passes:
-                own.added.clear()
-            for number, given in enumerate(each.control.inputs):
-                scale = given.control.scale_at(each.step, each.steps)
-                if scale:
-                    asked.setdefault(id(given.net), []).append(
-                        AskedPasses(each, number, given, scale)
-                    )
-        for same in asked.values():
-            self._run(same[0].own.net, same)
-
-    def _run(self, net: UnetControlNet, same: Sequence[AskedPasses]) -> None:
+    def say(self, net: UnetControlNet, same: Sequence[Asked[UnetNetInput]]) -> Iterator[Said]:
         run = self._packed(net, same)
-        passes = [(each, own) for each in same for own in each.row.control.passes]
-        sample = torch.stack([each.row.sample for each, _ in passes])
-        timesteps = torch.tensor([each.row.timestep for each, _ in passes])
+        counts = [len(each.own.passes) for each in same]
+        rows = [each.row for each, count in zip(same, counts, strict=True) for _ in range(count)]
+        sample = torch.stack([row.given.sample for row in rows])
+        timesteps = torch.tensor([row.timesteps[0] for row in rows])
         [timesteps] = to_device([timesteps], sample.device)
-        fresh = [each.keeps() for each in same]
-        seeing = [
-            own
-            for each, kept in zip(same, fresh, strict=True)
-            for own in (kept.passes if kept else [None] * len(each.own.passes))
+        fresh = [
+            [KeptTokens(each.own.others, net.levels) if each.keeps else None for _ in range(count)]
+            for each, count in zip(same, counts, strict=True)
         ]
-        captures = [(i, i + 1, own) for i, own in enumerate(seeing) if own is not None]
+        seeing = enumerate(chain.from_iterable(fresh))
+        captures = [(i, i + 1, own) for i, own in seeing if own is not None]
         maps = maps_of_net(net.weights, run.packed, sample, run.hints, timesteps, captures)
         for each, kept in zip(same, fresh, strict=True):
-            if kept is not None:
-                each.row.control.kept[each.number] = kept
+            if each.keeps:
+                each.keep(kept)
         for number, (out, map) in enumerate(zip(net.outs, maps, strict=True)):
-            for (each, own), added in zip(passes, out(map), strict=True):
-                before, scaled = own.added.get(number), added * each.scale
-                own.added[number] = scaled if before is None else before + scaled
+            yield (number,), [each.unbind() for each in out(map).split(counts)]
 
-    def _packed(self, net: UnetControlNet, same: Sequence[AskedPasses]) -> _Run:
-        key = (id(net), *[id(each.own) for each in same], *[each.sparse for each in same])
+    def _packed(self, net: UnetControlNet, same: Sequence[Asked[UnetNetInput]]) -> _Run:
+        key = (id(net), *[id(each.own) for each in same], *[each.kept is None for each in same])
         if key not in self._runs:
             hints = [each.own.hint for each in same for _ in each.own.passes]
-            sample, depth = same[0].row.sample, len(net.weights.down_blocks)
+            sample, depth = same[0].row.given.sample, len(net.weights.down_blocks)
             height, width = sample.shape[1:]
-            given = list(chain.from_iterable(each.given() for each in same))
+            given = list(chain.from_iterable(map(_given, same)))
             packed = PackedPasses(given, (height, width), depth, sample.device)
             self._runs[key] = _Run(packed, torch.stack(hints))
         return self._runs[key]
+
+
+def _given(asked: Asked[UnetNetInput]) -> list[PassInput]:
+    """The passes as the net is to compute them."""
+    if asked.kept is None:
+        return list(asked.own.passes)
+    active, control = asked.row.given.active, asked.row.control
+    return [
+        replace(each, active=active, rest=_Rest(control, asked.number, half))
+        for half, each in enumerate(asked.own.passes)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnetNetRow:
     """A row whose base is elsewhere, as a ControlNet service holds it."""
 
-    control: UnetRowControl
+    control: RowControl[UnetNetInput]
     active: Mapping[int, Ids] | None
     """Level → ids of the tokens that the base computes where it reads an entry; None: it reads
     none.
@@ -385,40 +318,15 @@ class UnetNetRow:
             for i, each in enumerate(facts.controls)
         ]
         ids = [arrays[name].cpu().numpy() for name in sorted(arrays) if name.startswith("active.")]
-        active, others = dict(enumerate(ids)) or None, list[Tensor]()
+        active = dict(enumerate(ids)) or None
         if active is not None:
             others = others_of(active, inputs[0].hint.shape[1:])
-        passes = tuple([PassControl() for _ in texts])
-        there = tuple([each.to(texts.device) for each in others])
-        control = UnetRowControl(tuple(inputs), passes, there, facts.refresh)
-        return cls(control, active, facts.timesteps)
+            there = tuple([each.to(texts.device) for each in others])
+            inputs = [each._replace(others=there) for each in inputs]
+        passes = tuple([PassResiduals() for _ in texts])
+        return cls(RowControl(tuple(inputs), facts.refresh, passes=passes), active, facts.timesteps)
 
-
-class UnetNetBatch:
-    """See `families.control_batches.NetBatch`."""
-
-    def __init__(self) -> None:
-        self._nets = UnetNets()
-
-    def run(self, rows: Sequence[NetStep[UnetNetRow]], send: Send) -> None:
-        self._nets.run(
-            [
-                UnetControlled(
-                    each.row.control,
-                    each.sample,
-                    each.row.active if each.computed < each.sample[0].numel() else None,
-                    each.row.timesteps[each.step],
-                    each.step,
-                    len(each.row.timesteps),
-                )
-                for each in rows
-            ]
-        )
-        for each in rows:
-            passes = each.row.control.passes
-            send(
-                [
-                    Residual(each.name, place, place, torch.stack([p.added[place] for p in passes]))
-                    for place in passes[0].added
-                ]
-            )
+    def at(self, step: int, sample: Tensor, computed: int) -> Controlled[UnetNetInput]:
+        """See `NetRow`; `sample` is [channels, h, w]."""
+        given = UnetSample(sample, self.active if computed < sample[0].numel() else None)
+        return controlled(self.control, given, self.timesteps[step], step, len(self.timesteps))

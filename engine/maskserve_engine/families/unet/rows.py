@@ -16,8 +16,9 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
+from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
-from maskserve_engine.families.unet.control import UnetRowControl, UnetServedControl
+from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.surroundings import Surroundings
@@ -114,7 +115,7 @@ class UnetRow:
     row's active tokens is never read."""
     condition: Tensor | None
     blend: UnetBlend | None
-    control: UnetRowControl | UnetServedControl | None = None
+    control: RowControl[UnetNetInput] | UnetServedControl | None = None
     """None: no ControlNet."""
     adapters: Adapters = ()
     inactive: UnetInactive | None = None

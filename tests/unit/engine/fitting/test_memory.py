@@ -22,9 +22,9 @@ from maskserve_core.models.unet import control_work as unet_control_work
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine.batch.graphs import KEPT, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
-from maskserve_engine.families.unet.control import UnetRowControl
 from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, sized
 from maskserve_engine.start.assembly import assemble
@@ -293,12 +293,12 @@ def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
     bench.control(row, net, 7)
     bench.step([row], "kv")
     control = row.control
-    assert isinstance(control, UnetRowControl)
+    assert isinstance(control, RowControl)
     held = tensor_bytes((control.passes[0].added, control.inputs[0].hint))
     work = unet_control_work(dict(net.weights.model.config), bench.side, bench.side)
     assert held == 4 * work.beside
     if mask is not None:
-        kept = tensor_bytes([each._sources for each in control.kept[0].passes])
+        kept = tensor_bytes([each._sources for each in control.kept[0].tokens])
         assert 0.8 * memory.kept_values(work) <= kept / 4 <= memory.kept_values(work)
 
 

@@ -13,14 +13,15 @@ import torch
 from maskserve_core.config import Config
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.forward import State
+from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.control import (
-    FluxControlled,
     FluxControlNet,
-    FluxRowControl,
-    Nets,
+    FluxNetInput,
+    FluxNets,
+    controlled,
 )
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
@@ -77,7 +78,7 @@ def controlled_job(
 
 def with_nets(replay: Replay, row: Any, job: EditJob, nets: dict[str, Any], refresh: int) -> Any:
     replay.adapter.control(row, job, nets)
-    assert isinstance(row.residuals, FluxRowControl)
+    assert isinstance(row.residuals, RowControl)
     row.residuals.refresh = refresh
     return row
 
@@ -105,19 +106,19 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     row = cast(FlowRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
     with_nets(replay, row, job, nets, 100)
     run_until(replay, row, 2)
-    control = cast(FluxRowControl, row.residuals)
+    control = cast(RowControl[FluxNetInput], row.residuals)
     control.kept.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
     timestep = row.walk(row.step)[0].timestep
-    now = FluxControlled(control, row.model_input(), [timestep], row.step, row.steps)
-    assert now.row.rest is not None
+    now = controlled(control, row.model_input(), [timestep], row.step, row.steps)
+    assert now.sparse
     with torch.inference_mode():
         control.kept.clear()
-        Nets().run([now])
-        whole = {place: added.clone() for place, added in control.added.items()}
-        Nets().run([now._replace(step=now.step + 1)])
+        FluxNets().run([now])
+        whole = {place: added.clone() for place, added in control.passes[0].added.items()}
+        FluxNets().run([now._replace(step=now.step + 1)])
     assert [kept.step for kept in control.kept.values()] == [now.step]
-    for place, added in control.added.items():
+    for place, added in control.passes[0].added.items():
         expected = whole[place][: len(added)].numpy()
         assert np.abs(added.numpy() - expected).max() <= tolerance(expected)
 

@@ -20,9 +20,10 @@ from PIL import Image
 
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.cache.entries import PARTS
+from maskserve_engine.families.control import Controlled
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.control import UnetControlled, UnetNets
+from maskserve_engine.families.unet.control import UnetNetInput, UnetNets, UnetSample, controlled
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import UnetRow
@@ -196,7 +197,7 @@ def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
         model.adapter.control(row, job, {"net": own})
         assert row.control is not None
         sample, timestep = torch.randn(row.latents.shape), float(rng.uniform(1, 900))
-        rows.append(UnetControlled(row.control, sample, None, timestep, 0, row.steps))
+        rows.append(controlled(row.control, UnetSample(sample, None), timestep, 0, row.steps))
         pixels = torch.from_numpy(job.controls[0].picture).permute(2, 0, 1)[None] / 255
         for given in (job.conditioning, job.negative)[: len(row.control.passes)]:
             assert given is not None
@@ -281,11 +282,10 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     assert row.control is not None
     assert row.inactive is not None
     sample = PackedLatents([row]).samples()[0, : len(row.latents)]
-    now = UnetControlled(
-        row.control, sample, row.inactive.active, row.timestep, row.step, row.steps
-    )
+    given = UnetSample(sample, row.inactive.active)
+    now = controlled(row.control, given, row.timestep, row.step, row.steps)
 
-    def added(of: UnetControlled) -> list[dict[int, torch.Tensor]]:
+    def added(of: Controlled[UnetNetInput]) -> list[dict[int, torch.Tensor]]:
         with torch.inference_mode():
             UnetNets().run([of])
         return [dict(each.added) for each in of.control.passes]
@@ -293,7 +293,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     whole = added(now)
     assert [kept.step for kept in row.control.kept.values()] == [now.step] * 2
     alone = added(now._replace(step=now.step + 1))
-    later = added(now._replace(step=now.step + 1, timestep=now.timestep / 2))
+    later = added(now._replace(step=now.step + 1, timesteps=(now.timesteps[0] / 2,)))
     assert [kept.step for kept in row.control.kept.values()] == [now.step] * 2
     for mine, all_tokens, other in zip(alone, whole, later, strict=True):
         for place, expected in all_tokens.items():
@@ -303,7 +303,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     row.control.kept.clear()
     row.control.refresh = 1
     every = added(now._replace(step=now.step + 1))
-    dense = added(now._replace(step=now.step + 1, active=None))
+    dense = added(now._replace(step=now.step + 1, given=UnetSample(sample, None), sparse=False))
     assert not row.control.kept
     for mine, all_tokens in zip(every, dense, strict=True):
         assert all(torch.equal(mine[place], all_tokens[place]) for place in all_tokens)

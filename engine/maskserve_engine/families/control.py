@@ -1,0 +1,267 @@
+"""ControlNets beside the rows of a batch: what is the same for every family.
+
+Before a step each net runs once, over all rows that have it; what its blocks say, times the row's
+scale, is added behind those of the base. Beside a cached row a net computes all tokens at one step
+in `refresh` and keeps with the edit what the inactive ones are in its blocks, for no template's
+entry knows of the control picture; at the steps between it computes the active ones. How a net
+runs, and what is kept, the family says (`Nets.say`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.base.job import ControlInput
+
+
+class NetInput(Protocol):
+    """What a net is given of one edit, made once."""
+
+    @property
+    def control(self) -> ControlInput: ...
+
+    @property
+    def net(self) -> Any: ...
+
+
+I = TypeVar("I", bound=NetInput)  # noqa: E741
+
+
+class KeptOfNet(NamedTuple):
+    """What a net has kept of a cached row's inactive tokens."""
+
+    step: int
+    """Of the row, when all tokens were computed."""
+    tokens: Any
+    """The family's."""
+
+
+@dataclass(slots=True, eq=False)
+class PassResiduals:
+    """What is added to one pass of a row (`batch.packing.Residuals`)."""
+
+    added: dict[int, Tensor] = field(default_factory=dict)
+    """By the place in the base."""
+
+    def after(self, number: int) -> Tensor | None:
+        return self.added.get(number)
+
+
+@dataclass(slots=True, eq=False)
+class RowControl(Generic[I]):
+    """The ControlNets of one row, and what they add to its next step."""
+
+    inputs: tuple[I, ...]
+    refresh: int = 1
+    """Steps from one that computes all tokens to the next."""
+    exact: bool = False
+    """Whether what is kept may not be computed anew at another step (`reproducible`)."""
+    passes: tuple[PassResiduals, ...] = field(default_factory=lambda: (PassResiduals(),))
+    """The prompt's, then the negative prompt's where one model call answers both."""
+    kept: dict[int, KeptOfNet] = field(default_factory=dict)
+    """By the number of the input, of a cached row."""
+
+    def after(self, number: int) -> Tensor | None:
+        """Of a row with one pass."""
+        [own] = self.passes
+        return own.after(number)
+
+    @property
+    def missed(self) -> bool:
+        """Whether the row would be another if it went on without what is kept."""
+        return self.exact and bool(self.kept)
+
+
+class Controlled(NamedTuple, Generic[I]):
+    """A row with control that is about to take a step."""
+
+    control: RowControl[I]
+    given: Any
+    """What the base is given of it, as the family's nets read it."""
+    sparse: bool
+    """Whether the base computes the active tokens alone."""
+    timesteps: Sequence[float]
+    """Of this step and of some behind it."""
+    step: int
+    steps: int
+
+
+class Asked(NamedTuple, Generic[I]):
+    """A row that a net is run for."""
+
+    row: Controlled[I]
+    number: int
+    """Of the row's input."""
+    own: I
+    scale: float
+    """Of the step."""
+
+    @property
+    def kept(self) -> Any | None:
+        """What the inactive tokens are, if it is not old: then the net computes the active ones.
+
+        A step that is tried again, as one of a batch that failed is, does again what it did.
+        """
+        kept = self.row.control.kept.get(self.number)
+        if not self.row.sparse or kept is None:
+            return None
+        return kept.tokens if 0 < self.row.step - kept.step < self.row.control.refresh else None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this step's inactive tokens are to be kept."""
+        return self.row.sparse and self.kept is None and self.row.control.refresh > 1
+
+    def keep(self, tokens: Any) -> None:
+        self.row.control.kept[self.number] = KeptOfNet(self.row.step, tokens)
+
+
+Said = tuple[Sequence[int], Sequence[Sequence[Tensor]]]
+"""Places of the base at which a net's output is added, and it: per row, per pass."""
+Told = Callable[[Sequence[tuple[RowControl[Any], Sequence[int]]]], None]
+"""Takes rows, each with places of the base at which nothing more will be added."""
+
+
+class Nets(ABC, Generic[I]):
+    """ControlNets beside a batch, for as long as the same rows go on."""
+
+    in_parts: ClassVar[bool]
+    """Whether the base can use what is whole while later blocks of a net still run."""
+    stacked: ClassVar[bool]
+    """Whether a service sends a row's passes as one tensor [passes, ...]; else there is one."""
+
+    @abstractmethod
+    def say(self, net: Any, same: Sequence[Asked[I]]) -> Iterator[Said]:
+        """Run a net over its rows, and have them keep (`Asked.keep`) what they are to.
+
+        Yields:
+            behind each of its blocks what it says.
+        """
+
+    def run(self, rows: Sequence[Controlled[I]], told: Told | None = None) -> None:
+        """Have what ControlNets add to the next step of these rows in their `RowControl`.
+
+        Args:
+            rows: of one batch.
+            told: of what is whole while later blocks of the nets still run.
+        """
+        asked: dict[int, list[Asked[I]]] = {}
+        for row in rows:
+            for each in row.control.passes:
+                each.added.clear()
+            for number, own in enumerate(row.control.inputs):
+                scale = own.control.scale_at(row.step, row.steps)
+                if scale:
+                    asked.setdefault(id(own.net), []).append(Asked(row, number, own, scale))
+        last = {id(each.row.control): net for net, same in asked.items() for each in same}
+        for net, same in asked.items():
+            controls = {id(each.row.control): each.row.control for each in same}
+            whole = [control for key, control in controls.items() if last[key] == net]
+            for places, by_row in self.say(same[0].own.net, same):
+                for asks, samples in zip(same, by_row, strict=True):
+                    for residuals, sample in zip(asks.row.control.passes, samples, strict=True):
+                        _add(residuals.added, places, sample * asks.scale)
+                if told is not None:
+                    told([(control, places) for control in whole])
+
+
+def _add(added: dict[int, Tensor], places: Sequence[int], sample: Tensor) -> None:
+    for place in places:
+        before = added.get(place)
+        added[place] = sample if before is None else before + sample
+
+
+# Nets over rows whose base is in another process: what a ControlNet service asks of a family.
+
+
+class NetRow(Protocol):
+    """A row whose base is elsewhere."""
+
+    @property
+    def control(self) -> RowControl[Any]: ...
+
+    def at(self, step: int, sample: Tensor, computed: int) -> Controlled[Any]:
+        """The row as it is about to take a step; arguments as `NetStep` has them."""
+        ...
+
+
+class NetStep(NamedTuple):
+    """A row that is about to take a step elsewhere."""
+
+    name: str
+    row: Any
+    """A `NetRow`, as the family has made it."""
+    step: int
+    sample: Tensor
+    """What nets are given of the base's latents."""
+    computed: int
+    """Tokens of them that the base computes; of FLUX the first ones."""
+
+
+class Residual(NamedTuple):
+    """What is added to a row."""
+
+    row: str
+    first: int
+    last: int
+    """At each place of the base from the first to the last."""
+    added: Tensor
+
+
+Send = Callable[[Sequence[Residual]], None]
+"""Takes what is whole while later blocks of the nets still run."""
+
+
+class NetBatch:
+    """ControlNets beside the rows of one batch, for as long as the same rows go on.
+
+    Args:
+        nets: of the rows' family.
+    """
+
+    def __init__(self, nets: Nets[Any]) -> None:
+        self._nets = nets
+
+    def run(self, rows: Sequence[NetStep], send: Send) -> None:
+        """Each net runs once, over all rows that have it."""
+        names = {id(each.row.control): each.name for each in rows}
+        left = {each.name: set[int]() for each in rows}
+
+        def told(whole: Sequence[tuple[RowControl[Any], Sequence[int]]]) -> None:
+            found: list[Residual] = []
+            for control, places in whole:
+                name = names[id(control)]
+                found += self._residuals(name, control, places)
+                left[name].update(places)
+            send(found)
+
+        asked = [each.row.at(each.step, each.sample, each.computed) for each in rows]
+        self._nets.run(asked, told if self._nets.in_parts else None)
+        rest: list[Residual] = []
+        for each in rows:  # where a deeper net ran before the last one, or nothing was told
+            control = each.row.control
+            places = sorted(control.passes[0].added.keys() - left[each.name])
+            rest += self._residuals(each.name, control, places)
+        if rest:
+            send(rest)
+
+    def _residuals(
+        self, name: str, control: RowControl[Any], places: Sequence[int]
+    ) -> Iterator[Residual]:
+        """What is the same at places one behind the other is one."""
+        first, begin = control.passes[0].added, 0
+        for i, place in enumerate(places):
+            following = places[i + 1] if i + 1 < len(places) else None
+            if following == place + 1 and first[following] is first[place]:
+                continue
+            each = [own.added[place] for own in control.passes]
+            yield Residual(
+                name, places[begin], place, torch.stack(each) if self._nets.stacked else each[0]
+            )
+            begin = i + 1
