@@ -30,23 +30,14 @@ FIRST_READ = 256 * 1024
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
+    name: bits
+    for bits, names in (
+        (8, "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0"),
+        (16, "U16 I16 F16 BF16"),
+        (32, "U32 I32 F32"),
+        (64, "U64 I64 F64 C64"),
+    )
+    for name in names.split()
 }
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 _Size = Annotated[int, Meta(ge=0, le=2**53)]
