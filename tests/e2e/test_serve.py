@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from maskserve_serving.files import running_files
 from maskserve_serving.ports import Ports, check_free, free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from tests.support.calls import Grpc, InferenceServerException, Pending, pixels, plain_edit
 from tests.support.eventually import eventually
+from tests.support.faults.supervisor_faults import running_files
 
 SERVE = [sys.executable, "-m", "maskserve_client.cli", "serve"]
 # Loading takes seven seconds on a free machine, and a minute on a busy one.
