@@ -194,10 +194,8 @@ def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> 
     paint(page)
     expect(page.locator("#done")).not_to_be_visible()
     expect(page.locator("#stop")).not_to_be_visible()
-    page.get_by_role("button", name="a red star").click()  # a word that the demo model knows
-    prompt = page.get_by_label("What is to be there")
-    expect(prompt).to_have_value("a red star")
-    prompt.focus()
+    expect(page.locator("#chips")).to_have_count(0)  # words are of models that know few
+    page.get_by_label("What is to be there").fill("a red star")
     page.keyboard.press("Enter")  # as good as the button
     expect(page.locator("#stop")).to_be_visible()
     expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
@@ -245,7 +243,6 @@ def test_it_is_used_at_the_width_of_a_phone(page: Page) -> None:
     page.set_viewport_size({"width": 420, "height": 900})
     pick(page)
     paint(page, STROKE[:2])
-    expect(page.locator("#editor .said")).to_contain_text("shows little in so small a mask")
     wide = page.evaluate("document.documentElement.scrollWidth")
     assert wide <= 420
 

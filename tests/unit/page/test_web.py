@@ -20,9 +20,11 @@ from PIL import Image
 from maskserve_client.events import EditResult, Event, Progress
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.soaking.pictures import png_file
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.web import (
+    _WORDS,
     _Pictures,
     _pictures,
     _Session,
@@ -259,6 +261,13 @@ def test_what_the_cache_saved_is_said() -> None:
     assert "<script>" not in summary({**meta, "worker": "<script>"})
     assert "10% of the tokens were computed" in said
     assert "<td>denoise</td><td>900 ms</td>" in said
+
+
+def test_the_demo_model_knows_the_words_that_are_shown() -> None:
+    for words in _WORDS["demo"]:
+        _, colour, shape = words.split()
+        assert colour in COLOURS
+        assert shape in SHAPES
 
 
 def test_the_model_is_known_or_not() -> None:
