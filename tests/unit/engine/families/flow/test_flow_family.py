@@ -86,7 +86,7 @@ class ToyStep:
     model: Toy
     scale: Tensor
     """[R]"""
-    block_count, two_streams, resident_bytes, writes = BLOCKS, 0, 0, (False,) * BLOCKS
+    block_count, two_streams, placed_bytes, writes = BLOCKS, 0, 0, (False,) * BLOCKS
 
     def take(self, rows: Sequence[int]) -> ToyStep:
         return ToyStep(self.model, self.scale[list(rows)])
