@@ -246,7 +246,7 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     (tmp_path / "vae" / "config.json").write_text("{}")
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text("{}")
-    with pytest.raises(ServeError, match="vae/config.json: block_out_channels is missing"):
+    with pytest.raises(ServeError, match=r"vae/config.json: block_out_channels is missing"):
         resolve_model(str(tmp_path))
 
 

@@ -28,6 +28,7 @@ from tests.fakes.jobs import config_of
 class Vaes(Encoder):
     """An encoder of pictures alone."""
 
+    text_encoders = {}  # noqa: RUF012
     text_models = {}  # noqa: RUF012
 
     def encode_prompts(self, prompts: Any) -> list[Any]:
