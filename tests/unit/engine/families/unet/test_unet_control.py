@@ -320,7 +320,7 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
         replay.step([row], ("kv",) * served.adapter.blocks)
         computed.append(kept.kept[0].step)
     assert computed == [step - step % 3 for step in range(row.steps)]
-    [source] = kept.kept[0].passes
+    [source] = kept.kept[0].tokens
     keys, values = source.source(0, "kv").parts
     level = served.nets["one"].levels[0]
     others = len(kept.others[level])
