@@ -323,9 +323,9 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
     [source] = kept.kept[0].tokens
     keys, values = source.source(0, "kv").parts
     level = served.nets["one"].levels[0]
-    others = len(kept.others[level])
-    assert len(keys.data) == len(values.data) == others
-    assert len(kept.others[0]) == tokens.total - tokens.active
+    others = [len(ids) for ids in kept.inputs[0].others]
+    assert len(keys.data) == len(values.data) == others[level]
+    assert others[0] == tokens.total - tokens.active
 
 
 @pytest.mark.parametrize("refresh", [1, 2])
