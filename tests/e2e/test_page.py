@@ -207,7 +207,7 @@ def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> 
     assert 0 < left < 100 * STROKE[0][0] / SIDE, "the line begins left of the edit"
     line.focus()
     page.keyboard.press("Home")
-    assert "0%" in (shown.get_attribute("style") or "").split()
+    assert (shown.get_attribute("style") or "").replace(" ", "") == "--at:0%;"
     facts = page.locator("#facts")
     expect(facts).to_contain_text("steps")
     expect(facts).to_contain_text("denoise")
