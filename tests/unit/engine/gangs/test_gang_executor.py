@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -403,8 +404,11 @@ def test_devices_above_the_models_heads_are_refused_in_a_sentence(
 
 
 def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:
-    config = config_for(tiny_fill, 2)
-    absent = structs.replace(config, model=structs.replace(config.model, path=str(tmp_path)))
+    config, folder = config_for(tiny_fill, 2), tmp_path / "model"
+    shutil.copytree(tiny_fill, folder)
+    for weights in (folder / "transformer").glob("*.safetensors"):
+        weights.unlink()  # what the denoiser's own process does not read
+    absent = structs.replace(config, model=structs.replace(config.model, path=str(folder)))
     with pytest.raises(ConfigError, match="a rank did not start"):
         load_engine(absent)
 
