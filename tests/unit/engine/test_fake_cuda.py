@@ -213,8 +213,9 @@ def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int) -> 
         log.kernels[f"maskserve.{name}.default"] for name in ("shrink_map", "shrink", "expand")
     )
     # 16 blocks with queries, keys and values as one product and 5 others, two ends of each stack,
-    # and what 22 ResNets read of the time; the prompts' keys and values are kept.
-    assert (convolved, multiplied) == (66, 16 * 6 + 16 * 2 + 22)
+    # and what 22 ResNets read of the time, which two layers embed; the prompts' keys and values are
+    # kept.
+    assert (convolved, multiplied) == (66, 16 * 6 + 16 * 2 + 22 + 2)
     assert expanded == convolved + multiplied
     assert log.kernels["convolution.default"] == convolved
 
