@@ -18,7 +18,7 @@ import torch
 
 from maskserve_core.planning.flops import FeatureMap
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.cache.loader import Selection
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet import surroundings as module
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.surroundings import Surroundings
@@ -54,7 +54,7 @@ for format, seed in itertools.product(("model", "int8", "float8", "int4"), range
         own = torch.from_numpy(tile[each.level].of_template(strided=each.strided))
         return torch.cat([own + half * math.prod(sizes[each.level]) for half in range(halves)])
 
-    class Entry:
+    class Entry(Handle):
         def __init__(self, whole):
             self.whole = whole
 
