@@ -33,6 +33,7 @@ COMMANDS = {
     # The quality of pictures.
     "eval_quality": "quality.command",
     "profile_lora": "quality.profile_lora",
+    "unet_adapters": "quality.unet_adapters",
     # The code itself.
     "module_index": "documents.module_index",
     "way_of_an_edit": "benchmarks.way_of_an_edit",

@@ -101,7 +101,7 @@ def _transparent(picture: Picture) -> bytes:
     mask[..., 3] = 255
     mask[top:bottom, left:right, 3] = 0
     mask[top:bottom, left : (left + right) // 2, :3] = 255
-    return _encoded(mask, "PNG")
+    return encoded(mask, "PNG")
 
 
 def _outputs() -> Iterator[Case]:
@@ -111,7 +111,7 @@ def _outputs() -> Iterator[Case]:
     yield _case("output-base64", picture, "http", output_encoding="base64")
     for kind in ("JPEG", "WEBP"):
         case = _case(f"source-{kind.lower()}", picture, "http")
-        yield _with(case, IMAGE=_encoded(picture.pixels, kind))
+        yield _with(case, IMAGE=encoded(picture.pixels, kind))
 
 
 def _cached() -> Iterator[Case]:
@@ -174,7 +174,7 @@ def _refused() -> Iterator[Case]:
     yield _case("refused-true-cfg", picture, "stream", true_cfg_scale=2.0)
 
 
-def _encoded(pixels: Any, kind: str) -> bytes:
+def encoded(pixels: Any, kind: str) -> bytes:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, kind)
     return out.getvalue()

@@ -1,0 +1,181 @@
+"""What a LoRA, a ControlNet and both cost cached edits of the demo UNet, against its dense ones.
+
+96 held-out edits by class (those classes that are cached by default, and edits with an outline of
+their own) are made dense and cached, with neither, with the LoRA `unet-ninth-colour`, with the net
+`unet-outline`, with both. Of every second edit that names a colour the colour is the one that the
+LoRA teaches. Control pictures are outlines inside the mask.
+
+    OMP_NUM_THREADS=1 python scripts/bench unet_adapters --json unet_adapters.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.config_file import config_of
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.models.control_nets import ControlNets
+from maskserve_engine.base.job import ControlInput, EngineEvent, Failed, FinalEvent
+from maskserve_harness.benchmarks.direct import Direct
+from maskserve_harness.benchmarks.timing import hardware
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.demo_model import looks, outlines
+from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_harness.demo_model.scenes import Edit, place
+from maskserve_harness.quality.metrics import by_class, compare
+from maskserve_harness.recording.edits import encoded
+from maskserve_harness.reports import about, write_json
+
+DENSE: Final = ("strip", "most")
+"""Classes that run dense by default."""
+WAYS: Final = {"neither": (False, False), "LoRA": (True, False), "control": (False, True),
+               "both": (True, True)}  # fmt: skip
+OUTLINED: Final = 16
+EACH: Final = 8
+
+Picture = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One edit with its control picture."""
+
+    edit: Edit
+    control: Picture
+
+
+def asked_by_class(each: int, outlined: int) -> dict[str, list[Asked]]:
+    """The edits, by class."""
+    classes = {"outlined": [Asked(d.edit, d.control) for d in outlines.outlined_edits(outlined)]}
+    for name in CLASSES:
+        if name not in DENSE:
+            classes[name] = [Asked(edit, _outline(edit)) for edit in edits_of(name, each)]
+    return {
+        name: [_taught(asked) if i % 2 else asked for i, asked in enumerate(some)]
+        for name, some in classes.items()
+    }
+
+
+def _outline(edit: Edit) -> Picture:
+    centre, radius = place(edit.mask)
+    return outlines.Drawn(edit.shape or "circle", centre, 0.8 * radius, 0.3).picture(
+        edit.mask.shape
+    )
+
+
+def _taught(asked: Asked) -> Asked:
+    """The same in the colour that the LoRA teaches; no judge knows that colour."""
+    edit = asked.edit
+    if edit.colour is None or edit.colour not in edit.prompt:
+        return asked
+    prompt = edit.prompt.replace(edit.colour, looks.NINTH)
+    return replace(asked, edit=replace(edit, prompt=prompt, colour=None, shape=None))
+
+
+class Worker:
+    """The demo UNet in this process, all whose edits may be cached."""
+
+    def __init__(self, steps: int) -> None:
+        assets = CHECKOUT / "assets"
+        config = config_of(
+            {
+                "model": {"path": str(assets / "models" / "demo-unet"), "torch_threads": 1},
+                "adapters": {"store": str(assets / "adapters")},
+                "controls": {"folder": str(assets / "controlnets")},
+                "cache": {"dense_above_ratio": 1.0},
+                "engine": {"max_rows": 8},
+            }
+        )
+        self.steps = steps
+        self.direct = Direct(config)
+        self.net = ControlNets(config, self.direct.facts).find("unet-outline", "controls").version
+
+    def pictures(
+        self, some: Sequence[Asked], *, lora: bool, control: bool, cache: str
+    ) -> list[Picture]:
+        """The edits' pictures, pasted into their sources."""
+        jobs = []
+        for seed, asked in enumerate(some):
+            settings: dict[str, Any] = {
+                "seed": seed, "num_inference_steps": self.steps, "cache": cache, "strength": 1.0,
+                "request_id": f"{cache}-{lora}-{control}-{seed}",
+            }  # fmt: skip
+            if lora:
+                settings["loras"] = [{"name": "unet-ninth-colour"}]
+            edit = asked.edit
+            mask = edit.mask.astype(np.uint8) * np.uint8(255)
+            [job] = self.direct.jobs(
+                [(encoded(edit.source, "PNG"), encoded(mask, "PNG"), edit.prompt)], settings
+            )
+            if control:
+                net = ResolvedControl(name="unet-outline", version=self.net, image=0)
+                job = replace(
+                    job,
+                    request=replace(job.request, controls=(net,)),
+                    controls=(ControlInput(self.net, asked.control),),
+                )
+            jobs.append(job)
+        done: list[FinalEvent | None] = [None] * len(jobs)
+        left = threading.Semaphore(0)
+        for i, job in enumerate(jobs):
+
+            def sink(event: EngineEvent, i: int = i) -> None:
+                if isinstance(event, Failed):
+                    print(event.error)
+                elif isinstance(event, FinalEvent):
+                    done[i] = event
+                if isinstance(event, FinalEvent | Failed):
+                    left.release()
+
+            self.direct.engine.submit(job, sink)
+        for _ in jobs:
+            left.acquire()
+        made = []
+        for asked, final in zip(some, done, strict=True):
+            assert final is not None
+            pixels = self.direct.decoder.decode(final.latents)
+            made.append(np.where(asked.edit.mask[..., None], pixels, asked.edit.source))
+        return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--each", type=int, default=EACH, help="edits of a class")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    classes = asked_by_class(args.each, 2 * args.each)
+    worker = Worker(args.steps)
+    found: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
+    single: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
+    for name, some in classes.items():
+        for way, (lora, control) in WAYS.items():
+            dense, cached = (
+                worker.pictures(some, lora=lora, control=control, cache=cache)
+                for cache in ("off", "require")
+            )
+            made = found[way][name] = compare([each.edit for each in some], cached, dense)
+            single[way][name] = [round(each.psnr_in_mask, 1) for each in made]
+            print(name, way, json.dumps(single[way][name]), flush=True)
+    report = {
+        **about(hardware(torch.device("cpu"))),
+        "steps": args.steps,
+        "ways": {way: by_class(some) for way, some in found.items()},
+        "edits": single,
+    }
+    for way, figures in report["ways"].items():
+        print(way, {k: v for k, v in figures.items() if k != "classes"})
+    write_json(report, args.json)
+    worker.direct.engine.close(grace_s=1.0)
+    return 0
