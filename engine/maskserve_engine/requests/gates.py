@@ -116,7 +116,8 @@ class TemplateHere:
             self._primings.begin(edit.job, urgent=waits, due=due)
         if not waits:
             return ()
-        if self._cache.is_coming(route.key):
+        # What was coming may have come since, on another thread, whose word of it is still unread.
+        if route.coming or self._cache.is_coming(route.key):
             return (Resource(TEMPLATE, route.key),)
         settings = edit.job.request.settings
         if settings.insists:

@@ -44,6 +44,8 @@ class Route:
     """Where the template lay, when cached."""
     prime: bool = False
     """Whether the template should now be primed."""
+    coming: bool = False
+    """Whether it was being primed or fetched when this was chosen: who waits is told of its end."""
     dense_for: str = ""
     """What has it run dense: `mask_ratio` or `mask_side` of its mask, or `memory`, that its own
     anchors lacked; empty where nothing has."""
@@ -73,6 +75,8 @@ class Sight:
     """Where the template lies; None: it is not primed."""
     priming: bool
     """Whether it is being primed."""
+    coming: bool
+    """Whether it is worth waiting for, see `TemplateCache.is_coming`."""
     may_prime: bool
     """Whether it can be primed now: it is not on its way, and priming it was not put off."""
     worth_priming: bool
@@ -274,6 +278,7 @@ class TemplateCache:
             first,
             None if priming else self.store.locate(key, anchors),
             priming,
+            coming,
             not coming and self._reuse.may_prime(key),
             not coming and self._reuse.worth_priming(key),
         )

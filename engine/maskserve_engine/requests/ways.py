@@ -114,10 +114,16 @@ class Ways:
             ready = self._cache.fetch(sight)
             mode: ExecutionMode = "wait" if insists and not ready else "cached"
             return Route(
-                mode, "hit", sight.key, sight.reads, sight.tier, dense_steps=sight.dense_steps
+                mode,
+                "hit",
+                sight.key,
+                sight.reads,
+                sight.tier,
+                coming=not ready,
+                dense_steps=sight.dense_steps,
             )
         if insists:
-            return Route("wait", "hit", sight.key, prime=sight.may_prime)
+            return Route("wait", "hit", sight.key, prime=sight.may_prime, coming=sight.coming)
         return None
 
     def _behind_priming(self, edit: RequestState, sight: Sight) -> Route | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from maskserve_engine.cache.loader import Arrival, HostMover
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.templates import Sight
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually
@@ -273,6 +275,31 @@ def test_who_insists_has_its_template_primed_again_when_it_goes_before_the_edit_
     assert "dense" not in final.meta["kinds"]
     assert np.array_equal(final.latents, expected.latents)
     assert engine.cache.counters()["cache_hits_total"] == 2
+
+
+def test_a_fetch_that_ends_while_it_is_decided_how_an_edit_runs_is_waited_for(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = edit(engine, job(encoder, 16, "first", cache="require"))
+    sink, store, seen = Sink(), engine.cache.store, threading.Event()
+    sight = engine.cache.sight
+
+    def sight_just_before_it_ends(*args: Any, **named: Any) -> Sight:
+        found = sight(*args, **named)
+        if engine.cache.is_coming(found.key):
+            seen.set()
+            assert store.settle(30.0)
+        return found
+
+    def evict_while_it_queues() -> None:
+        accept(engine, job(encoder, 16, "again", cache="require"), sink)
+        monkeypatch.setattr(engine.cache, "sight", sight_just_before_it_ends)
+        store.lower._files.submit(seen.wait)
+        assert engine.cache.evict(expected.meta["template_id"]) > 0
+
+    engine.ask(evict_while_it_queues).result(30)
+    assert np.array_equal(sink.final().latents, expected.latents)
+    assert seen.is_set()
 
 
 def test_an_edit_whose_template_goes_again_and_again_is_told(

@@ -23,7 +23,7 @@ from maskserve_core.adapters.storage import Storage
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.contracts.status_record import WorkerStatus
-from maskserve_core.files.store import FileStore, chosen_victims
+from maskserve_core.files.store import FileStore, chosen_victims, make_private
 from maskserve_core.worker.admission import Gate, InFlight
 from maskserve_core.worker.status import StatusReader, StatusWriter
 from maskserve_core.worker.templates import TemplateFolder
@@ -140,6 +140,7 @@ def _put_moments(folder: Path, number: int) -> None:
 
 
 def _put_status(folder: Path, number: int) -> None:
+    make_private(folder)  # whose folder is gone has nobody to read it: it does not come back
     writer = StatusWriter(folder / "status")
     writer.write(WorkerStatus(str(number), "m", "ready", max_rows=1, max_waiting=1))
     writer.close()
