@@ -110,14 +110,24 @@ def window_sum(
     return out
 
 
-def cover(values: Bytes2D, size: int, axis: int) -> Bytes2D:
-    """Resample one axis to `size` places, each the maximum of all that it overlaps."""
-    source = values.shape[axis]
-    if source == size:
+def cover(
+    values: Bytes2D, size: int, axis: int, *, of: int | None = None, each: int = 1
+) -> Bytes2D:
+    """Resample one axis to `size` places, each the maximum of all that it overlaps.
+
+    Args:
+        values: what lies there.
+        size: places.
+        axis: of `values`.
+        of: pixels that `values` stands for; None: one per value.
+        each: pixels per value; the last may stand for fewer.
+    """
+    source = values.shape[axis] if of is None else of
+    if source == size and each == 1:
         return values
     # Place j covers [j·source/size, (j+1)·source/size); integers keep the edges exact.
-    edges = np.arange(size + 1, dtype=np.int64) * source
-    first, last = edges[:-1] // size, -(-edges[1:] // size) - 1
+    edges, step = np.arange(size + 1, dtype=np.int64) * source, size * each
+    first, last = edges[:-1] // step, -(-edges[1:] // step) - 1
     covered: Bytes2D = np.take(values, first, axis=axis)
     for offset in range(1, int((last - first).max()) + 1):
         covered = np.maximum(covered, np.take(values, np.minimum(first + offset, last), axis=axis))
@@ -202,8 +212,8 @@ def edit_region(
 ) -> Bytes2D:
     """The edit mask of `build_masks`, and a little more round it, for a fraction of the work.
 
-    The selection is reduced to about the model's size before it grows. Where it fades out, what is
-    too faint in its corners is counted in.
+    The selection is reduced to about the model's size before it grows: a region reaches up to two
+    model pixels farther. Where it fades out, what is too faint in its corners is counted in.
 
     Args:
         mask: decoded mask.
@@ -219,17 +229,20 @@ def edit_region(
         InvalidRequest: naming MASK or SETTINGS.mask_mode.
     """
     part = selected(mask, mode)
-    factor = max(1, min(side // to for side, to in zip(part.shape, model_size, strict=True)))
+    source = part.shape
+    factor = max(1, min(side // to for side, to in zip(source, model_size, strict=True)))
     for axis in (0, 1):
         if factor > 1:
             part = np.maximum.reduceat(part, np.arange(0, part.shape[axis], factor), axis=axis)
     if not part.any():
         raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, mode))
-    # One more, as the last of the reduced places may stand for less than the others.
-    margin = -(-(dilate + feather) // factor) + (factor > 1)
+    margin = -(-(dilate + feather) // factor)
     for axis in (0, 1):
         part = grow(part, margin, margin, axis)
-    return edit_mask(part.view(np.uint8), model_size)
+    region = part.view(np.uint8)
+    for axis, (side, to) in enumerate(zip(source, model_size, strict=True)):
+        region = cover(region, to, axis, of=side, each=factor)
+    return _full(region)
 
 
 def selected(mask: DecodedMask, mode: str) -> Bools:
