@@ -12,7 +12,7 @@ import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of
+from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation
@@ -130,7 +130,7 @@ class ClusterControl:
         admin names another client's edit as `status` shows it.
         """
         others = client.admin and scope_of(name) != NO_SCOPE
-        request_id = name if others else request_id_of(name, client.scope)
+        request_id = edit_of(name) if others else request_id_of(name, client.scope)
         if self._dispatcher.cancel(request_id):
             return {"cancelled": True}
         answers = await self._everywhere({"op": "cancel", "request_id": request_id}, client)

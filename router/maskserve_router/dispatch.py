@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 
 from maskserve_core.contracts.due_times import OK, due_by_size
+from maskserve_core.contracts.keys import tried
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -69,10 +70,10 @@ class Dispatcher:
         if call is None:
             return False
         call.cancelled = True
-        self._pending.cancel(request_id)
+        self._pending.cancel(call.sent_as)
         for worker in self._pool.workers.values():
-            if request_id in worker.sent:
-                worker.sent[request_id].end(Cancelled("the edit was cancelled"))
+            if call.sent_as in worker.sent:
+                worker.sent[call.sent_as].end(Cancelled("the edit was cancelled"))
         return True
 
     def forget_home(self, template_id: str) -> None:
@@ -167,10 +168,11 @@ class Dispatcher:
         """
         if call.cancelled:
             raise Cancelled("the edit was cancelled")
+        call.sent_as = tried(call.request_id, call.tries + 1)
         patience_s = 0.0 if failure is None else self._config.faults.retry_wait_s
         try:
             return await self._pending.enter(
-                call.request_id, edit, call.arrival, call.deadline, avoid, patience_s
+                call.sent_as, edit, call.arrival, call.deadline, avoid, patience_s
             )
         except NoWorkerAvailable:
             if failure is None:

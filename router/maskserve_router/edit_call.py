@@ -16,7 +16,7 @@ from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of, scoped
+from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS, Contract
 from maskserve_core.errors import InvalidRequest
@@ -59,6 +59,8 @@ class EditCall:
     arrival: float = field(default_factory=time.monotonic)
     worker: str = ""
     """Where it was last sent."""
+    sent_as: str = field(init=False)
+    """The request id of the present try: a worker may still hold the one before."""
     tries: int = 0
     restarts: int = 0
     """Tries that failed after the client had seen events of them."""
@@ -66,6 +68,9 @@ class EditCall:
     """When it is due by its size if it does not say so; None: at no time, or it is not known."""
     cancelled: bool = False
     """By its id: it is not sent any more."""
+
+    def __post_init__(self) -> None:
+        self.sent_as = self.request_id
 
     @property
     def deadline(self) -> float | None:
@@ -120,7 +125,7 @@ class EditCall:
     def encoded(self) -> bytes:
         """The request to send now: its deadline counts from the client's sending."""
         if self.settings is not None:
-            settings = self.settings
+            settings = structs.replace(self.settings, request_id=self.sent_as)
             if settings.deadline_ms is not None:
                 passed_ms = int(1e3 * (time.monotonic() - self.arrival))
                 settings = structs.replace(
@@ -283,10 +288,14 @@ def request_id_of(name: str, scope: str) -> str:
     Raises:
         InvalidRequest: it names another client's edit.
     """
-    if scope_of(name) != NO_SCOPE and scope_of(name) != scope:
-        raise InvalidRequest(
-            "SETTINGS.request_id", "has a part before '!'", "letters, digits, or any of . _ : / -"
-        )
+    for part, foreign in (
+        ("before '!'", scope_of(name) not in (NO_SCOPE, scope)),
+        ("behind '~'", edit_of(name) != name),
+    ):
+        if foreign:
+            raise InvalidRequest(
+                "SETTINGS.request_id", f"has a part {part}", "letters, digits, or any of . _ : / -"
+            )
     return scoped(scope, name_of(name))
 
 

@@ -54,6 +54,8 @@ class Faulty(EmulatedWorker):
         """Streams that it ends without an error in place of the answer."""
         self.fails_answered = False
         """Ends streams by an error behind their answer."""
+        self.keeps_ids = False
+        """Takes no id a second time, as a worker that has not yet let go of what was withdrawn."""
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, Any]] = []
         self._awake = asyncio.Event()
@@ -109,6 +111,12 @@ class Faulty(EmulatedWorker):
         if message.model_name != "control":
             self.headers.append(dict(context.invocation_metadata()))
             self.seen.append(json.loads(message.raw_input_contents[3][4:]))
+            if (
+                self.keeps_ids
+                and [e["request_id"] for e in self.seen].count(self.seen[-1]["request_id"]) > 1
+            ):
+                text = "[INVALID_REQUEST] SETTINGS.request_id: names an edit that is in flight"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
             await self._working.wait()
             asked = self.seen[-1].get("template_id")
             if self.lacks is not None and asked == self.lacks:

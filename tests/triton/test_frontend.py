@@ -673,6 +673,20 @@ def test_a_late_cancel_spares_the_next_edit_of_the_same_id(api: FakeTriton, conf
     withdrawals.close()
 
 
+def test_a_cancel_ends_all_tries_of_an_edit(api: FakeTriton, config: Config) -> None:
+    """A router that gave the worker up has sent the edit again when that came back."""
+    api.models["denoiser"] = lambda call: [reply(META=b"{}")]
+    calls, tries = Calls(), [call_named(api, name) for name in ("k1!mine", "k1!mine~2")]
+    other = call_named(api, "k2!mine~2")
+    for call in (*tries, other):
+        calls.add(call)
+    withdrawals = Withdrawals(api, config.runtime_dir, "edit", calls)
+    assert withdrawals.withdraw_by_id("k1!mine")
+    assert [call.answer.done for call in (*tries, other)] == [True, True, False]
+    assert not withdrawals.withdraw_by_id("k1!mine~2")
+    withdrawals.close()
+
+
 def test_an_edit_that_cannot_be_answered_holds_up_no_other_withdrawal(
     api: FakeTriton, config: Config
 ) -> None:

@@ -2,9 +2,10 @@
 
 Where clients are told apart by API keys, a router puts the client's scope before the request id:
 `k3f0…!my-edit`. To a worker that is one id as any other, so two clients may use the same name at a
-time and neither can cancel the other's edit. META leaves the scope out. A registered template has
-scopes as its owners. A cached activation is named by everything that its values depend on (design
-§4 "Key").
+time and neither can cancel the other's edit. Behind it the router puts the number of the try, from
+the second on: `my-edit~2`. The worker that it is sent to may still hold the first, which was given
+up before the worker was. META leaves both out. A registered template has scopes as its owners. A
+cached activation is named by everything that its values depend on (design §4 "Key").
 """
 
 from __future__ import annotations
@@ -57,9 +58,19 @@ def scope_of(request_id: str) -> str:
     return request_id.rpartition("!")[0]
 
 
+def tried(request_id: str, number: int) -> str:
+    """The id of an edit's first, second … try."""
+    return f"{request_id}~{number}" if number > 1 else request_id
+
+
+def edit_of(request_id: str) -> str:
+    """The id of an edit by that of one of its tries."""
+    return request_id.partition("~")[0]
+
+
 def name_of(request_id: str) -> str:
     """The client's own name of an id that a worker was given."""
-    return request_id.rpartition("!")[2]
+    return edit_of(request_id).rpartition("!")[2]
 
 
 LAYOUT_VERSION = 2

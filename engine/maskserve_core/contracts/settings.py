@@ -56,9 +56,9 @@ TemplateId = Annotated[
 ]
 RequestId = Annotated[
     str,
-    Meta(  # a router's `scope`, then the client's own name
-        pattern=rf"\A({SCOPE.pattern}!)?[A-Za-z0-9._:/-]{{1,128}}\Z",
-        max_length=161,
+    Meta(  # a router's `scope`, the client's own name, a router's number of the try
+        pattern=rf"\A({SCOPE.pattern}!)?[A-Za-z0-9._:/-]{{1,128}}(~[0-9]{{1,4}})?\Z",
+        max_length=166,
         description="1 to 128 letters, digits, or any of . _ : / -",
     ),
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
+from maskserve_core.contracts.keys import edit_of
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import MAX_DEADLINE_MS, EditSettings
 from maskserve_core.errors import InvalidRequest, MaskserveError
@@ -64,8 +65,9 @@ class Calls:
     def __contains__(self, call: Call) -> bool:
         return self._calls.get(call.request_id) is call
 
-    def get(self, request_id: str) -> Call | None:
-        return self._calls.get(request_id)
+    def tries_of(self, request_id: str) -> list[Call]:
+        """All that are there of an edit."""
+        return [call for call in self.all() if edit_of(call.request_id) == edit_of(request_id)]
 
     def all(self) -> list[Call]:
         with self._lock:

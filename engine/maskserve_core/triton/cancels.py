@@ -87,8 +87,9 @@ class Withdrawals:
 
     def withdraw_by_id(self, request_id: str) -> bool:
         """Withdraw an edit that somebody cancels; False if it is answered or not here."""
-        call = self._calls.get(request_id)
-        return call is not None and self.withdraw(call, Cancelled("the edit was cancelled"))
+        error = Cancelled("the edit was cancelled")
+        withdrawn = [self.withdraw(call, error) for call in self._calls.tries_of(request_id)]
+        return any(withdrawn)
 
     def withdraw(self, call: Call, error: MaskserveError) -> bool:
         """Answer an edit with `error` and have its row freed; False when it was answered already.

@@ -369,6 +369,8 @@ def test_a_second_try_is_the_same_edit_with_what_is_left_of_its_time():
     assert second["deadline_ms"] in range(49_000, 50_001)
     kept = make_edit_call(message_of({**TENSORS, "SETTINGS": b'{"seed":5,"request_id":"x"}'}), 1)
     assert settings_of(kept.encoded()) == {"seed": 5, "request_id": "x"}
+    with pytest.raises(InvalidRequest, match="has a part behind '~'"):
+        make_edit_call(message_of({**TENSORS, "SETTINGS": b'{"request_id":"x~2"}'}), 1)
 
 
 def test_a_prompt_is_private_if_the_edit_or_its_key_says_so():

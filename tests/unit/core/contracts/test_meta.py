@@ -48,4 +48,5 @@ def test_other_events_stay_as_they_are(name: str) -> None:
 def test_a_routers_scope_is_not_told() -> None:
     progress = json.loads(event_meta("progress", 1, 2, "k3f0!my-edit"))
     assert progress["request_id"] == "my-edit"
-    assert json.loads(event_meta("progress", 1, 2, "my-edit"))["request_id"] == "my-edit"
+    for sent_as in ("my-edit", "k1!my-edit", "k1!my-edit~2", "my-edit~12"):
+        assert json.loads(event_meta("progress", 1, 2, sent_as))["request_id"] == "my-edit"
