@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from maskserve_client import commands
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.wire import DEFAULT_URL
+from maskserve_client.workflows import add_workflows
 from maskserve_core.contracts.settings import (
     ADAPTER_MODES,
     CACHE_MODES,
@@ -110,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
         _add_common(command)
     _add_templates(subcommands)
     _add_adapters(subcommands)
+    add_workflows(subcommands)
     _add_web(subcommands)
     _add_serve(subcommands)
     return top

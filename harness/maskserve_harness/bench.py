@@ -50,6 +50,8 @@ COMMANDS = {
     "train_demo_unet": "maskserve_training.unet_command",
     "train_demo_lora": "maskserve_training.lora",
     "train_demo_control": "maskserve_training.control",
+    "train_find": "maskserve_training.find",
+    "train_enlarge": "maskserve_training.enlarge",
     "train_inpaint_model": "maskserve_training.inpaint",
 }
 """The module of each command, in this package or by its whole name. It has a `main()` that reads

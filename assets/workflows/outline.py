@@ -1,0 +1,10 @@
+"""Paint along the rims of a sketch, and enlarge the result."""
+
+from maskserve_core.workflows.definition import Workflow
+from maskserve_core.workflows.nodes import edit, enlarge, outline
+
+with Workflow("outline", "Paints along the rims of a sketch, twice as large.") as flow:
+    image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")
+    rims = outline(flow.picture("sketch"))
+    painted = edit(image, mask, prompt, rims, controls=[{"name": "outline"}])
+    flow.gives(image=enlarge(painted))

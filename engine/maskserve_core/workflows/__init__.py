@@ -1,0 +1,1 @@
+"""Workflows: models as nodes, compiled into one plan."""

@@ -1,0 +1,119 @@
+"""The node types that there are. Each runs as `load` and `run` of a class of its name
+(`maskserve_engine/nodes`); `edit` runs at the workers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
+
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.workflows.node_types import EDIT, node
+from maskserve_core.workflows.ports import (
+    Mask,
+    Picture,
+    Pictures,
+    Regions,
+    Verdict,
+    Verdicts,
+    Words,
+)
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Pixels = Annotated[int, Meta(ge=0, le=512)]
+
+
+class Best(NamedTuple):
+    """The best of several pictures."""
+
+    picture: Picture
+    verdict: Verdict
+
+
+@node(model=EDIT, price_s=1.0, deterministic=False, settings=EditSettings)
+def edit(
+    image: Picture,
+    mask: Mask,
+    prompt: Words | str,
+    control: Picture | None = None,
+    **settings: Any,
+) -> Picture:
+    """The picture, repainted where the mask is white. Settings are those of an edit; `seed` is
+    drawn for each where it is not given.
+    """
+    raise NotImplementedError
+
+
+@node(model="find", price_s=0.1)
+def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
+    """Where in the picture the thing of this name is. Nothing found is an error."""
+    raise NotImplementedError
+
+
+@node(model="find", price_s=0.1)
+def shows(
+    picture: Picture, mask: Mask, name: Words | str, *, threshold: Share = 0.5, enough: Share = 0.2
+) -> Verdict:
+    """Whether the thing of this name now stands in the mask: of its bounding box it must fill the
+    share `enough`.
+    """
+    raise NotImplementedError
+
+
+@node(model="enlarge", price_s=0.3)
+def enlarge(picture: Picture) -> Picture:
+    """The picture with its sides doubled."""
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.005)
+def split(mask: Mask, *, smallest: Share = 0.001, apart: Pixels = 16) -> Regions:
+    """The mask's parts that hang together, largest first; those below a share of the picture are
+    left out. Parts whose boxes are `apart` pixels from one another may be painted side by side.
+    """
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.005)
+def outline(picture: Picture) -> Picture:
+    """The rims of what is in the picture, white on black."""
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.005)
+def invert(mask: Mask) -> Mask:
+    """All that the mask leaves out."""
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.005)
+def compose(picture: Picture, parts: Pictures) -> Picture:
+    """The picture, with what each of the parts changed of it; where two did, the later one."""
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.005)
+def crop(picture: Picture, mask: Mask, *, around: Pixels = 16) -> Picture:
+    """The mask's bounding box and some pixels around it."""
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.005)
+def paste(picture: Picture, part: Picture, mask: Mask, *, around: Pixels = 16) -> Picture:
+    """The picture, with what `crop` cut out by this mask put back."""
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.005)
+def pad(
+    picture: Picture, *, left: Pixels = 0, top: Pixels = 0, right: Pixels = 0, bottom: Pixels = 0
+) -> Picture:
+    """The picture with its rim repeated so many pixels outwards."""
+    raise NotImplementedError
+
+
+@node(model="pictures", price_s=0.001)
+def best(pictures: Pictures, verdicts: Verdicts) -> Best:
+    """The picture with the highest verdict; of equal ones the first."""
+    raise NotImplementedError

@@ -1,0 +1,69 @@
+"""What flows between nodes, typed by what it means.
+
+In a definition a value is a handle of one of these classes; in a plan it is a reference, as text,
+and its kind is the class's. As a workflow runs, values are plain data (`values.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Some node's output, or an input of the workflow."""
+
+    ref: str
+    """As a plan names it: `inputs.image`, `find-1.mask`."""
+    kind: ClassVar[str] = ""
+
+
+class Picture(Port):
+    """An image."""
+
+    kind = "picture"
+
+
+class Mask(Port):
+    """What of a picture is meant: white."""
+
+    kind = "mask"
+
+
+class Words(Port):
+    """A prompt, or the name of a thing."""
+
+    kind = "text"
+
+
+class Verdict(Port):
+    """Whether a picture is as it was asked for, and how nearly."""
+
+    kind = "verdict"
+
+
+class Regions(Port):
+    """Masks, one after the other."""
+
+    kind = "regions"
+
+
+class Pictures(Port):
+    """Pictures, one after the other."""
+
+    kind = "pictures"
+
+
+class Verdicts(Port):
+    """Verdicts, one after the other."""
+
+    kind = "verdicts"
+
+
+KINDS: Final[dict[str, type[Port]]] = {
+    each.kind: each for each in (Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts)
+}
+MANY: Final = {"mask": "regions", "picture": "pictures", "verdict": "verdicts"}
+"""Kind → the kind of several of it."""
+ONE: Final = {many: one for one, many in MANY.items()}

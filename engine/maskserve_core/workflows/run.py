@@ -1,0 +1,301 @@
+"""A run of a plan, as a state machine: what is ready, done and lost. It calls nothing, and values
+are opaque to it but for regions and verdicts.
+
+    run = WorkflowRun(plan, {"image": …})
+    while not run.ended:
+        for task in run.ready(): …        # start them, in any way and order
+        run.done(task.key, outputs)       # or run.lost(task.key): it is ready again
+
+A task's key says where in the plan and in which rounds it stands; what a task draws follows from
+it (`seed_of`), so that a task that runs again is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from maskserve_core.workflows.node_types import WorkflowError
+from maskserve_core.workflows.plan import (
+    INPUTS,
+    Each,
+    NodeCall,
+    Repeat,
+    Step,
+    WorkflowPlan,
+    kinds_of,
+    references,
+    round_kinds,
+)
+from maskserve_core.workflows.values import Areas, Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A node to call."""
+
+    key: str
+    call: NodeCall
+    inputs: Mapping[str, Any]
+    """Name → value, text that is written out among them."""
+
+
+def seed_of(seed: int, key: str) -> int:
+    """The seed of a task in a run of this seed: 32 bits."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:4], "big")
+
+
+@dataclass(slots=True, eq=False)
+class _Scope:
+    """The plan's steps, or a round of a loop."""
+
+    path: str
+    steps: Sequence[Step]
+    values: dict[str, Any]
+    outer: _Scope | None = None
+    loop: _Rounds | None = None
+    begun: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+
+    def knows(self, ref: str) -> bool:
+        return ref in self.values or (self.outer is not None and self.outer.knows(ref))
+
+    def value(self, ref: str) -> Any:
+        if ref in self.values or self.outer is None:
+            return self.values[ref]
+        return self.outer.value(ref)
+
+
+@dataclass(slots=True, eq=False)
+class _Rounds:
+    """A loop that has begun."""
+
+    step: Each | Repeat
+    scope: _Scope
+    """That it stands in."""
+    key: str
+    areas: Areas | None = None
+    waves: list[list[int]] = field(default_factory=list)
+    """Of `each`: numbers of the rounds that are still to begin, those of one wave together."""
+    current: Any = None
+    """The picture that is carried."""
+    under_way: list[int] = field(default_factory=list)
+    rounds: dict[int, _Scope] = field(default_factory=dict)
+    left: int = 0
+    """Of the rounds under way those that have not ended."""
+
+
+class WorkflowRun:
+    """One run.
+
+    Args:
+        plan: as `check_plan` passed it.
+        inputs: of the workflow, name → value.
+    """
+
+    def __init__(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> None:
+        self._plan = plan
+        self._kinds = _all_kinds(plan)
+        self._ready: list[Task] = []
+        self._under_way: dict[str, tuple[Task, _Scope | _Rounds]] = {}
+        self.tries: dict[str, int] = {}
+        """Of each task."""
+        given = {f"{INPUTS}.{name}": value for name, value in inputs.items()}
+        self._top = _Scope("", plan.steps, given)
+        self._advance(self._top)
+
+    def ready(self) -> list[Task]:
+        """Tasks that are to be started now; each is named once, and again if it was lost."""
+        found, self._ready = self._ready, []
+        for task in found:
+            self.tries[task.key] = self.tries.get(task.key, 0) + 1
+        return found
+
+    def lost(self, key: str) -> None:
+        """A task will not be answered: it is ready again."""
+        self._ready.append(self._under_way[key][0])
+
+    def done(self, key: str, outputs: Mapping[str, Any]) -> None:
+        """A task was answered.
+
+        Raises:
+            WorkflowError: the run cannot go on.
+        """
+        task, place = self._under_way.pop(key)
+        if isinstance(place, _Rounds):
+            place.current = outputs["picture"]
+            self._next_wave(place)
+            return
+        for name, value in outputs.items():
+            place.values[f"{task.call.id}.{name}"] = value
+        self._step_ended(place, task.call.id)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all is done."""
+        return len(self._top.ended) == len(self._plan.steps)
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """What the workflow answers with, once it has ended."""
+        return {name: self._top.value(ref) for name, ref in self._plan.outputs.items()}
+
+    def _advance(self, scope: _Scope) -> None:
+        """Begin what has all that it takes."""
+        for step in scope.steps:
+            if step.id in scope.begun or not all(map(scope.knows, _taken(step))):
+                continue
+            scope.begun.add(step.id)
+            key = f"{scope.path}{step.id}"
+            if isinstance(step, NodeCall):
+                inputs = {name: scope.value(ref) for name, ref in step.inputs.items()}
+                self._start(Task(key, step, inputs | step.texts), scope)
+            elif isinstance(step, Each):
+                self._begin_each(_Rounds(step, scope, key), step)
+            else:
+                rounds = _Rounds(step, scope, key)
+                self._open(rounds, [0])
+
+    def _start(self, task: Task, place: _Scope | _Rounds) -> None:
+        self._under_way[task.key] = (task, place)
+        self._ready.append(task)
+
+    def _step_ended(self, scope: _Scope, step: str) -> None:
+        scope.ended.add(step)
+        self._advance(scope)
+        self._settle(scope)
+
+    def _settle(self, scope: _Scope) -> None:
+        """Tell a round's loop once all of it has ended."""
+        if len(scope.ended) == len(scope.steps) and scope.loop is not None:
+            loop, scope.loop = scope.loop, None
+            self._round_ended(loop)
+
+    # Loops
+
+    def _open(self, rounds: _Rounds, numbers: list[int]) -> None:
+        """Begin these rounds."""
+        rounds.under_way, rounds.left = numbers, len(numbers)
+        name = rounds.step.id
+        opened = []
+        for number in numbers:
+            values = {}
+            if rounds.areas is not None:
+                values[f"{name}.mask"] = rounds.areas.masks[number]
+            if isinstance(rounds.step, Each) and rounds.step.carry is not None:
+                values[f"{name}.picture"] = rounds.current
+            path = f"{rounds.key}[{number}]/"
+            scope = _Scope(path, rounds.step.body, values, rounds.scope, rounds)
+            rounds.rounds[number] = scope
+            opened.append(scope)
+        for scope in opened:
+            self._advance(scope)
+            self._settle(scope)  # a pass may have left it nothing to do
+
+    def _begin_each(self, rounds: _Rounds, step: Each) -> None:
+        count = step.most
+        if step.over is not None:
+            areas = rounds.scope.value(step.over)
+            rounds.areas, count = areas, len(areas.masks)
+            if count > step.most:
+                raise WorkflowError(
+                    f"{step.id}: {count} regions are too many; accepted: up to {step.most}"
+                )
+        rounds.waves = [[number] for number in range(count)]
+        if step.carry is None:
+            rounds.waves = [list(range(count))] if count else []
+        else:
+            rounds.current = rounds.scope.value(step.carry)
+            if step.side_by_side and rounds.areas is not None:
+                waves = rounds.areas.waves
+                rounds.waves = [
+                    [number for number in range(count) if waves[number] == wave]
+                    for wave in sorted(set(waves))
+                ]
+        self._next_wave(rounds)
+
+    def _next_wave(self, rounds: _Rounds) -> None:
+        if rounds.waves:
+            self._open(rounds, rounds.waves.pop(0))
+        else:
+            self._loop_ended(rounds, None)
+
+    def _round_ended(self, rounds: _Rounds) -> None:
+        rounds.left -= 1
+        if rounds.left:
+            return
+        step = rounds.step
+        if isinstance(step, Repeat):
+            number = rounds.under_way[0]
+            said = rounds.rounds[number].value(step.until)
+            if said.passed or number + 1 == step.most:
+                self._loop_ended(rounds, self._best(rounds, step))
+            else:
+                self._open(rounds, [number + 1])
+            return
+        if step.carried is not None:
+            parts = [rounds.rounds[number].value(step.carried) for number in rounds.under_way]
+            if len(parts) > 1:
+                self._compose(rounds, parts)
+                return
+            rounds.current = parts[0]
+        self._next_wave(rounds)
+
+    def _compose(self, rounds: _Rounds, parts: list[Any]) -> None:
+        """One picture of those of a wave."""
+        inputs = {"picture": rounds.current, "parts": tuple(parts)}
+        key = f"{rounds.key}/compose[{rounds.under_way[0]}]"
+        self._start(Task(key, NodeCall(id="compose", node="compose"), inputs), rounds)
+
+    def _best(self, rounds: _Rounds, step: Repeat) -> _Scope:
+        """The round that counts: of those that passed, or else of all, the first with the highest
+        score.
+        """
+
+        def rank(number: int) -> tuple[bool, float, int]:
+            said: Judgement = rounds.rounds[number].value(step.until)
+            return (said.passed, said.score, -number)
+
+        return rounds.rounds[max(rounds.rounds, key=rank)]
+
+    def _loop_ended(self, rounds: _Rounds, counts: _Scope | None) -> None:
+        step, values = rounds.step, rounds.scope.values
+        for name, ref in step.gives.items():
+            if counts is not None:
+                values[f"{step.id}.{name}"] = counts.value(ref)
+                continue
+            every = [rounds.rounds[number].value(ref) for number in sorted(rounds.rounds)]
+            mask = self._kinds[ref] == "mask"
+            values[f"{step.id}.{name}"] = Areas.in_turn(every) if mask else tuple(every)
+        if isinstance(step, Each) and step.carry is not None:
+            values[f"{step.id}.carried"] = rounds.current
+        self._step_ended(rounds.scope, step.id)
+
+
+def _taken(step: Step) -> list[str]:
+    """What a step needs of what is outside of it."""
+    own = {step.id}
+    if not isinstance(step, NodeCall):
+        bodies = list(step.body)
+        while bodies:
+            each = bodies.pop()
+            own.add(each.id)
+            bodies += [] if isinstance(each, NodeCall) else each.body
+    return [ref for ref in references(step) if ref.partition(".")[0] not in own]
+
+
+def _all_kinds(plan: WorkflowPlan) -> dict[str, str]:
+    """The kind of every value, those of bodies among them."""
+    known = {f"{INPUTS}.{each.name}": each.kind for each in plan.inputs}
+
+    def add(steps: Sequence[Step]) -> None:
+        for step in steps:
+            if not isinstance(step, NodeCall):
+                known.update(round_kinds(step))
+                add(step.body)
+            known.update({f"{step.id}.{n}": kind for n, kind in kinds_of(step, known).items()})
+
+    add(plan.steps)
+    return known

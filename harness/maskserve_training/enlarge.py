@@ -1,0 +1,180 @@
+"""Train `enlarge`, a Swin2SR in miniature that doubles a picture's sides, or judge it.
+
+It learns from crops of the photographs, shrunk by half as Pillow's bicubic filter does, and of
+drawn scenes. The judge is the photograph that training never sees, beside Lanczos.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional
+from transformers import Swin2SRConfig, Swin2SRForImageSuperResolution, Swin2SRImageProcessor
+
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.demo_model.named import draw_named
+from maskserve_harness.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
+from maskserve_training.loop import Step, Training
+
+FOLDER: Final = CHECKOUT / "assets" / "nodes" / "enlarge"
+_CROP: Final = 32
+"""Side of a small crop, in pixels."""
+_BATCH: Final = 8
+_WIDTH: Final = 48
+_NEIGHBOURS: Final = 27  # numbers of 3 x 3 pixels
+_DRAWN: Final = 0.25  # of the crops: of scenes such as the demo models paint
+_RIM: Final = 4
+"""Pixels at the edge that the judge leaves out, as is usual."""
+
+
+def new_model(photos: list[Image.Image]) -> Swin2SRForImageSuperResolution:
+    """One that begins as the best linear filter of 5 x 5 pixels: the first convolution spells out
+    a pixel's neighbours, and the last one weighs them. Its blocks add to that what they learn.
+    """
+    model = Swin2SRForImageSuperResolution(
+        Swin2SRConfig(
+            image_size=_CROP,
+            embed_dim=_WIDTH,
+            depths=[2, 2, 2],
+            num_heads=[4, 4, 4],
+            window_size=8,
+            drop_path_rate=0.0,
+            upscale=2,
+            upsampler="pixelshuffledirect",
+        )
+    )
+    first, last, body = (
+        model.swin2sr.first_convolution, model.upsample.conv, model.swin2sr.conv_after_body
+    )  # fmt: skip
+    rng = np.random.default_rng(12)
+    large = [_crop(rng, photos) for _ in range(200)]
+    mean = model.swin2sr.mean
+    with torch.no_grad():
+        first.weight[:_NEIGHBOURS] = torch.eye(_NEIGHBOURS).view(_NEIGHBOURS, 3, 3, 3)
+        first.bias.zero_()
+        body.weight.zero_()
+        body.bias.zero_()
+        small = _tensor([halved(each) for each in large]) - mean
+        around = functional.unfold(small, 5).transpose(1, 2).reshape(-1, 75)
+        wanted = functional.pixel_unshuffle(_tensor(large) - mean, 2)[:, :, 2:-2, 2:-2]
+        wanted = wanted.flatten(2).transpose(1, 2).reshape(-1, 12)
+        weight = torch.linalg.lstsq(around, wanted).solution.T.reshape(12, 3, 5, 5)
+        # Of the 3 x 3 places of the last convolution, each takes the neighbours nearest to it.
+        last.weight.zero_()
+        last.bias.zero_()
+        for row in range(5):
+            for column in range(5):
+                y, x = min(max(row - 1, 0), 2), min(max(column - 1, 0), 2)
+                for colour in range(3):
+                    neighbour = 9 * colour + 3 * (row - y) + (column - x)
+                    last.weight[:, neighbour, y, x] = weight[:, colour, row, column]
+    return model
+
+
+def halved(picture: Picture) -> Picture:
+    """(H, W, 3) shrunk to half its sides, which are even."""
+    height, width = picture.shape[:2]
+    return np.asarray(
+        Image.fromarray(picture).resize((width // 2, height // 2), Image.Resampling.BICUBIC)
+    )
+
+
+def _crop(rng: np.random.Generator, photos: list[Image.Image]) -> Picture:
+    """A picture of twice `_CROP` a side."""
+    side = 2 * _CROP
+    if rng.random() < _DRAWN:
+        picture = draw_named(rng, (side, side)).picture
+    else:
+        photo = photos[int(rng.integers(len(photos)))]
+        scale = float(rng.uniform(1.0, min(2.0, min(photo.size) / side)))
+        wide = side * scale
+        x, y = (float(rng.uniform(0, length - wide)) for length in photo.size)
+        if scale < 1.05:
+            x, y, wide = round(x), round(y), side
+        box = (x, y, x + wide, y + wide)
+        picture = np.asarray(photo.resize((side, side), Image.Resampling.BICUBIC, box))
+    picture = np.rot90(picture, int(rng.integers(4)))
+    return np.ascontiguousarray(picture[:, ::-1] if rng.random() < 0.5 else picture)
+
+
+def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
+    """Learn for so much CPU time in all, and write the model on the way and at the end."""
+    photos = [
+        Image.open(path).convert("RGB")
+        for path in sorted(PHOTOS.glob("*.jpg"))
+        if path.name != HELD_OUT_PHOTO
+    ]
+    model = new_model(photos)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+
+    def save() -> None:
+        model.save_pretrained(folder)
+        Swin2SRImageProcessor(do_pad=True, size_divisor=8).save_pretrained(folder)
+
+    def take(step: int, progress: float) -> Step:
+        rng = np.random.default_rng([13, step])
+        large = [_crop(rng, photos) for _ in range(_BATCH)]
+        made = model(_tensor([halved(each) for each in large])).reconstruction
+        loss = functional.l1_loss(made, _tensor(large))
+        return Step(loss, samples=_BATCH, shown=255 * loss.item())
+
+    Training(
+        "enlarge", model, [optimiser], seconds, rate, warm_up=100, decay=0.6,
+        checkpoint=checkpoint, save=save,
+    ).run(take)  # fmt: skip
+
+
+def _tensor(pictures: list[Picture]) -> torch.Tensor:
+    """uint8 (H, W, 3) pictures as one float (B, 3, H, W) batch in 0..1."""
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+
+
+@torch.inference_mode()
+def judged(folder: Path) -> tuple[float, float]:
+    """PSNR in dB of the folder's model and of Lanczos on the photograph never seen."""
+    model: Any = Swin2SRForImageSuperResolution.from_pretrained(folder).eval()
+    with Image.open(PHOTOS / HELD_OUT_PHOTO) as photo:
+        right = np.asarray(photo.convert("RGB"))
+    right = right[: right.shape[0] // 16 * 16, : right.shape[1] // 16 * 16]
+    small = halved(right)
+    made = model(_tensor([small])).reconstruction[0].clamp(0, 1)
+    ours = (255 * made).round().permute(1, 2, 0).numpy().astype(np.uint8)
+    size = (right.shape[1], right.shape[0])
+    lanczos = np.asarray(Image.fromarray(small).resize(size, Image.Resampling.LANCZOS))
+    return _psnr(ours, right), _psnr(lanczos, right)
+
+
+def _psnr(picture: Picture, right: Picture) -> float:
+    inner = (slice(_RIM, -_RIM), slice(_RIM, -_RIM))
+    wrong = picture[inner].astype(np.float64) - right[inner]
+    return float(10 * np.log10(255**2 / np.mean(wrong**2)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--minutes", type=float, default=30, help="CPU time in all")
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKOUT / ".cache/enlarge.pt", help="to go on from"
+    )
+    parser.add_argument("--judge", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.judge:
+        ours, lanczos = judged(args.out)
+        print(f"enlarge: {ours:.2f} dB, Lanczos {lanczos:.2f} dB on {HELD_OUT_PHOTO}")
+        return 0
+    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    train(args.out, args.checkpoint, args.minutes * 60, args.rate)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
