@@ -128,7 +128,7 @@ def _model(told: str, model: Figures) -> list[str]:
     lines += [f"- {way}: {rate:.2f}" for way, rate in model["own_tuning"].items()]
     if not model["tuning"]:
         lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4;"]
-        link = "[`make bench-full`](../rivals-full/README.md) tunes it for this model, too."
+        link = "`make bench-full` ([results](../rivals-full/results.json)) tunes it here, too."
         return [*lines, link, ""]
     lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
     lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
