@@ -211,17 +211,12 @@ class GrpcServer:
         return handlers
 
     async def _infer(self, raw: bytes, context: Context) -> bytes:
-        try:
-            headers = _headers(context)
-            with ExitStack() as held:
-                message = await self._front.parse(raw, headers, held)
-                return await self._front.infer(
-                    message, len(raw), headers, context.time_remaining(), "grpc"
-                )
-        except (MaskserveError, Failure) as error:
-            await _abort(context, error)
-        except Exception as error:
-            await _abort(context, guarded("", error))
+        headers = _headers(context)
+        with ExitStack() as held:
+            message = await self._front.parse(raw, headers, held)
+            return await self._front.infer(
+                message, len(raw), headers, context.time_remaining(), "grpc"
+            )
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
         answers: _Answers = asyncio.Queue(maxsize=1)
@@ -321,10 +316,12 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                             await _write(context, await handler.unary_unary(request, context))
                     else:
                         raise NotSupported("call", "is not served")
-            except (MaskserveError, Failure) as error:
-                await _abort(context, error)
             except StopAsyncIteration:
-                await _abort(context, InvalidRequest("call", "has no message", "one"))
+                _refuse(context, InvalidRequest("call", "has no message", "one"))
+            except (MaskserveError, Failure) as error:
+                _refuse(context, error)
+            except Exception as error:
+                _refuse(context, guarded("", error))
 
         return grpc.stream_stream_rpc_method_handler(
             serve, handler.request_deserializer, handler.response_serializer
@@ -358,15 +355,10 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 def _answering(
     do: Callable[[Any], Awaitable[Message]],
 ) -> Callable[[Any, Context], Awaitable[Message]]:
-    """A handler that answers with what `do` gives, or with its error."""
+    """A handler that answers with what `do` gives."""
 
-    async def handle(request: Any, context: Context) -> Message:
-        try:
-            return await do(request)
-        except (MaskserveError, Failure) as error:
-            await _abort(context, error)
-        except Exception as error:
-            await _abort(context, guarded("", error))
+    async def handle(request: Any, _: Context) -> Message:
+        return await do(request)
 
     return handle
 
@@ -378,10 +370,7 @@ def _answering_client(
     """The same for what is told to holders of keys alone."""
 
     async def handle(request: Any, context: Context) -> Message:
-        async def told(asked: Any) -> Message:
-            return await do(asked, who(_headers(context)))
-
-        return await _answering(told)(request, context)
+        return await do(request, who(_headers(context)))
 
     return handle
 
@@ -404,11 +393,17 @@ async def _write(context: Context, answer: Any) -> None:
         raise DeadlineExceeded("the client does not read its answers") from None
 
 
-async def _abort(context: Context, error: MaskserveError | Failure) -> NoReturn:
+def _refuse(context: Context, error: MaskserveError | Failure) -> None:
+    """The call ends with this error.
+
+    `context.abort` is not for calls whose messages are large: grpc keeps the exception that it
+    raises, and by its traceback the message, long after the call.
+    """
     seconds = retry_after(error)
-    trailing = (("retry-after", str(seconds)),) if seconds is not None else ()
-    await context.abort(grpc_status(error), text_of(error), trailing)
-    raise AssertionError("abort raises")
+    if seconds is not None:
+        context.set_trailing_metadata((("retry-after", str(seconds)),))
+    context.set_code(grpc_status(error))
+    context.set_details(text_of(error))
 
 
 def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 import zlib
 from collections.abc import AsyncGenerator
@@ -52,7 +53,7 @@ class Bodies:
         coming = self._coming(request)
         if encoding in ("gzip", "deflate"):
             coming = self._inflated(coming, client)
-        parts: list[bytes] = []
+        body = io.BytesIO()  # gives what was written without a copy of all of it
         size = 0
         async with aclosing(coming):
             async for part in coming:
@@ -60,8 +61,8 @@ class Bodies:
                 if size > most:
                     raise InvalidRequest("body", f"is over {most} bytes", f"up to {most}")
                 held.enter_context(self._admission.hold(client, len(part)))
-                parts.append(part)
-        return await self._turns.run(client, size, b"".join, parts)
+                body.write(part)
+        return body.getvalue()
 
     async def _coming(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The body's parts as the client sends them. Every part brings as much time as it may take

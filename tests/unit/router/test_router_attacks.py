@@ -9,6 +9,7 @@ import logging
 import resource
 import threading
 import tracemalloc
+import weakref
 import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
@@ -26,7 +27,7 @@ from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.worker.logs import Repeats
 from maskserve_harness.soaking.pictures import png_file
-from maskserve_router import grpc_server, http_inference, http_server
+from maskserve_router import front, grpc_server, http_inference, http_server
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, Http
 from maskserve_router.descriptors import connections, raise_limit
@@ -64,6 +65,32 @@ def http_parts(raw: bytes) -> tuple[bytes, dict[str, str]]:
     head, _, body = raw.partition(b"\r\n\r\n")
     lines = [line.split(": ", 1) for line in head.decode().split("\r\n")[2:]]
     return body, {name: value for name, value in lines if name != "Content-Length"}
+
+
+# What a client sent goes when it is answered.
+
+
+async def test_a_message_that_was_refused_is_kept_by_nobody(monkeypatch: pytest.MonkeyPatch):
+    """Kept by grpc: what `context.abort` raised, and by its traceback the message, of 40 MiB."""
+
+    class Large:
+        """What has come of the message when it is refused."""
+
+    held: list[weakref.ref[Large]] = []
+
+    def parse(raw: bytes) -> pb.ModelInferRequest:
+        large = Large()
+        held.append(weakref.ref(large))
+        raise InvalidRequest("inputs", "are refused")
+
+    monkeypatch.setattr(front, "parse_request", parse)
+    async with cluster() as (router, _), calling(router) as call:
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError, match="inputs: are refused") as refused:
+                await call(edit())
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await until("what came of them goes", lambda: all(each() is None for each in held))
+    assert len(held) == 3
 
 
 # What the client sent is never the worker's fault.
