@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -55,9 +55,12 @@ Attack: TypeAlias = Callable[[Target], Awaitable[Iterable[str]]]
 """Gives how its requests ended, in words."""
 
 
-async def run(target: Target, until: float, report: Path) -> None:
-    """Every attack again and again until that time; what came of them goes into a file."""
-    found: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in ATTACKS}
+async def run(target: Target, until: float, report: Path, names: Sequence[str] = ()) -> None:
+    """Attacks of these names, or all, again and again until that time; what came of them goes into
+    a file.
+    """
+    chosen = [attack for attack in ATTACKS if not names or attack.__name__ in names]
+    found: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in chosen}
 
     async def again(attack: Attack, rng: random.Random) -> None:
         while time.time() < until:
@@ -68,14 +71,14 @@ async def run(target: Target, until: float, report: Path) -> None:
                 found[attack.__name__][type(error).__name__] += 1
             await asyncio.sleep(rng.uniform(1.0, 5.0))
 
-    await asyncio.gather(*(again(each, random.Random(i)) for i, each in enumerate(ATTACKS)))
+    await asyncio.gather(*(again(each, random.Random(i)) for i, each in enumerate(chosen)))
     report.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 
-def main(target: Target, until: float, report: Path) -> None:
+def main(target: Target, until: float, report: Path, names: Sequence[str] = ()) -> None:
     """`run`, as the whole of a process."""
     os.nice(15)
-    asyncio.run(run(target, until, report))
+    asyncio.run(run(target, until, report, names))
 
 
 # What requests are made of

@@ -14,6 +14,9 @@ times, and a fourth key attacks in every known way; the JSON's `summary` has `lo
 
     python scripts/bench soak --hostile --minutes 10 --json hostile.json
 
+`stages_ms` and `cpu_s` of the same file say where the time went, and `--attacks` or `--without`
+find out which attack takes it.
+
 Writes samples.jsonl, summary.json, soak.png, config.toml and the worker's log into the folder. The
 exit code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends
 the load early and judges what there is; before the worker is ready it stops that.
@@ -28,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.soaking.attacks import ATTACKS
 from maskserve_harness.soaking.hostile import hostile_soak
 from maskserve_harness.soaking.run import Report, SoakOptions, drift, soak, summary
 from maskserve_serving.errors import ServeError
@@ -49,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         if given.hostile:
-            return hostile(options, given.json)
+            names = [attack.__name__ for attack in ATTACKS]
+            chosen = [name for name in given.attacks or names if name not in given.without]
+            return hostile(options, given.json, chosen)
         report = soak(options, StopSignals())
     except ServeError as error:
         print(f"soak.py: {error}", file=sys.stderr)
@@ -62,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def hostile(options: SoakOptions, path: Path | None) -> int:
-    """The soak under attack; the exit code."""
-    told = hostile_soak(options, StopSignals())
+def hostile(options: SoakOptions, path: Path | None, names: Sequence[str]) -> int:
+    """The soak under these attacks; the exit code."""
+    told = hostile_soak(options, StopSignals(), names)
     text = json.dumps(told, indent=2) + "\n"
     for each in {options.out / "hostile.json", path or options.out / "hostile.json"}:
         each.write_text(text, encoding="utf-8")
@@ -81,6 +87,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, help="how long the load lasts (default: 60)")
     add("--hostile", action="store_true", help="attack a router and its worker meanwhile")
+    names = [attack.__name__ for attack in ATTACKS]
+    for flag, told in (("attacks", "of a hostile soak, these alone"), ("without", "all but these")):
+        add(f"--{flag}", nargs="+", choices=names, default=[], metavar="NAME", help=told)
     add("--model", type=Path, default=DEMO_MODEL)
     add("--config", type=Path, help="configuration (TOML); its cache budget is replaced")
     add(

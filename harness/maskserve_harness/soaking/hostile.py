@@ -1,8 +1,9 @@
 """A whole server under attack, beside three clients with keys of their own who just edit.
 
-A supervisor runs a worker and a router. For a while the honest clients are alone; then one key
-attacks in every way of `attacks.ATTACKS`. Each honest edit is reproducible and is held against the
-first of its kind, bit for bit.
+A supervisor runs a worker and a router. The honest clients are alone before and behind the minutes
+in which one key attacks in every way of `attacks.ATTACKS`: what else the machine does then counts
+on both sides. Each honest edit is reproducible and is held against the first of its kind, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 import urllib.request
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from msgspec import toml
 
 from maskserve_core.models.registry import load_facts
@@ -40,8 +43,8 @@ from maskserve_serving.supervisor import Supervisor
 
 _HONEST = ("anna", "ben", "clara")
 _ATTACKER, _WITHDRAWN = "mallory", "gone"
-_CALM_SHARE = 0.25
-"""Of the attacked minutes, how long the honest clients are alone before."""
+_CALM_SHARE = 0.125
+"""Of the attacked minutes, how long the honest clients are alone before, and again behind."""
 _EVERY_S = 6.0
 """Mean time between two edits of one client."""
 _ANSWER_S = 120.0
@@ -57,6 +60,8 @@ class Book:
     """What honest clients were answered; for any thread."""
 
     seconds: list[float] = field(default_factory=list)
+    stages_ms: Counter[str] = field(default_factory=Counter)
+    """Of all of them together: META's `timings_ms`, and the rest of the client's time."""
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -66,6 +71,17 @@ class Book:
             self.seconds += [seconds] if seconds >= 0 else []
             self.lost += [lost] if lost else []
             self.wrong += [wrong] if wrong else []
+
+    def time_went(self, seconds: float, stages_ms: dict[str, float]) -> None:
+        """Of one edit, where its time went."""
+        named = {name: ms for name, ms in stages_ms.items() if name != "load_stall"}
+        with self.lock:
+            self.stages_ms.update({**named, "elsewhere": 1e3 * seconds - sum(named.values())})
+
+    def means(self) -> dict[str, int]:
+        """Milliseconds of an edit in each stage."""
+        edits = max(len(self.seconds), 1)
+        return {name: round(ms / edits) for name, ms in self.stages_ms.items()}
 
     def p95(self) -> float:
         """Seconds; 0 without edits."""
@@ -86,7 +102,9 @@ class Honest:
     def edit_until(self, end: float, stop: StopSignals | threading.Event, book: Book) -> None:
         """Edits until that time of the monotonic clock; returns when all are answered."""
         under_way = []
-        while not stop.wait(self._rng.expovariate(1 / _EVERY_S)) and time.monotonic() < end:
+        while time.monotonic() + (gap := self._rng.expovariate(1 / _EVERY_S)) < end:
+            if stop.wait(gap):
+                break
             under_way.append(self._pool.submit(self._edit, self._rng.randrange(_KINDS), book))
         for edit in under_way:
             edit.result()
@@ -126,6 +144,7 @@ class Honest:
             book.add(wrong=str(problem)[:300])
         else:
             book.add(taken)
+            book.time_went(taken, answer[1]["timings_ms"])
 
 
 def secret(name: str) -> str:
@@ -133,8 +152,15 @@ def secret(name: str) -> str:
     return f"key of {name}"
 
 
-def hostile_soak(options: SoakOptions, stop: StopSignals | threading.Event) -> dict[str, Any]:
+def hostile_soak(
+    options: SoakOptions, stop: StopSignals | threading.Event, names: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run it; the summary.
+
+    Args:
+        options: of the soak.
+        stop: ends it early.
+        names: of the attacks; all without any.
 
     Raises:
         ServeError: the server does not start.
@@ -174,18 +200,24 @@ def hostile_soak(options: SoakOptions, stop: StopSignals | threading.Event) -> d
         seconds = 60 * options.minutes
         _warm_up(clients)
         options.say("honest clients alone")
-        calm = _edited(clients, _CALM_SHARE * seconds, stop)
+        calm, attacked = Book(), Book()
+        cpu = CpuTime({"router": router.pid, "worker": worker.pid})
+        _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
+        cpu.book("alone")
         _write_keys(config, (*_HONEST, _ATTACKER))
         _get(router.ports.metrics, "/reload", post=True)
         options.say("the attacks begin")
         report = options.out / "attacks.json"
         attacker = multiprocessing.get_context("spawn").Process(
-            target=attacks.main, args=(target, time.time() + seconds, report), daemon=True
+            target=attacks.main, args=(target, time.time() + seconds, report, names), daemon=True
         )
         attacker.start()
-        attacked = _edited(clients, seconds, stop)
+        _edit_for(seconds, clients, stop, attacked)
+        cpu.book("attacked")
         attacker.join(90.0)
         attacker.kill()
+        options.say("honest clients alone again")
+        _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
         page = _get(router.ports.metrics, "/metrics")
         for client in clients:
             client.close()
@@ -208,6 +240,8 @@ def hostile_soak(options: SoakOptions, stop: StopSignals | threading.Event) -> d
         "drained": drained,
         "edits": {"alone": len(calm.seconds), "attacked": len(attacked.seconds)},
         "p95_s": {"alone": round(calm.p95(), 3), "attacked": round(attacked.p95(), 3)},
+        "stages_ms": {"alone": calm.means(), "attacked": attacked.means()},
+        "cpu_s": cpu.seconds,
         "problems": [text for book in books for text in (*book.lost, *book.wrong)][:20],
         "attacks": json.loads(report.read_text()) if report.exists() else {},
     }
@@ -246,8 +280,36 @@ class Peak:
                 self._mib = max(self._mib, int(found[1]) // 1024 if found else 0)
 
 
-def _edited(clients: Sequence[Honest], seconds: float, stop: StopSignals | threading.Event) -> Book:
-    book, end = Book(), time.monotonic() + seconds
+class CpuTime:
+    """Processor seconds of processes and all below them, phase by phase."""
+
+    def __init__(self, pids: dict[str, int | None]) -> None:
+        self._pids = pids
+        self._last = self._taken()
+        self.seconds: dict[str, dict[str, float]] = {}
+        """Phase -> name -> seconds."""
+
+    def book(self, phase: str) -> None:
+        """What was taken since the last phase."""
+        now = self._taken()
+        self.seconds[phase] = {name: round(now[name] - self._last[name], 1) for name in now}
+        self._last = now
+
+    def _taken(self) -> dict[str, float]:
+        taken = dict.fromkeys(self._pids, 0.0)
+        for name, pid in self._pids.items():
+            with suppress(psutil.NoSuchProcess):
+                first = psutil.Process(pid)
+                for each in (first, *first.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        taken[name] += sum(each.cpu_times()[:2])
+        return taken
+
+
+def _edit_for(
+    seconds: float, clients: Sequence[Honest], stop: StopSignals | threading.Event, book: Book
+) -> None:
+    end = time.monotonic() + seconds
     threads = [
         threading.Thread(target=client.edit_until, args=(end, stop, book)) for client in clients
     ]
@@ -255,7 +317,6 @@ def _edited(clients: Sequence[Honest], seconds: float, stop: StopSignals | threa
         thread.start()
     for thread in threads:
         thread.join()
-    return book
 
 
 def _warm_up(clients: Sequence[Honest]) -> None:
