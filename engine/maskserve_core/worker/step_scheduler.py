@@ -6,8 +6,8 @@ the simulator run the same code. It is not thread-safe: one thread owns it.
 Order of live tickets: of a free row one of the key that has fewest is next (`core.shares`), and of
 a key's own tickets the one that is due first; one without a due time counts as due PATIENCE_S after
 it came, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
-boundary and a live row that runs is never held back, but for rows that cannot share a step
-(`batch_key`): those take turns.
+boundary. Rows that cannot share a step (`batch_key`) take turns, and so do a key's rows where they
+would hold up another key's (`KeyTurns`); no other live row is ever held back.
 
 Background tickets (priming) are rows of a second class:
 
@@ -36,6 +36,7 @@ from typing import NamedTuple, Protocol
 from maskserve_core.contracts.keys import name_of, scope_of
 from maskserve_core.errors import InvalidRequest, Overloaded
 from maskserve_core.shares import Shares, urgency
+from maskserve_core.worker.key_turns import KeyTurns
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Ticket:
     due: float | None = None
     """When its last step should have ended; unlike after `deadline` it goes on when it has not."""
     seconds: tuple[float, ...] = ()
-    """Predicted of one step by itself on 1, 2, 4 and 8 devices, as far as there are; empty where
-    nobody asks for more than one."""
+    """Predicted of one step by itself on 1, 2, 4 and 8 devices, as far as there are; empty: not
+    known."""
     shared: float = 0.0
     """Of each of `seconds`, what a step costs whatever its rows: several rows pay it once."""
 
@@ -322,6 +323,7 @@ class StepScheduler:
         self._credit = 0.0  # active tokens that priming may compute beside live rows
         self._step = 0
         self._turns: dict[Hashable, int] = {}  # batch key -> step of its last turn
+        self._key_turns = KeyTurns()
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -407,19 +409,25 @@ class StepScheduler:
     def _one_batch(
         self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]
     ) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Of these rows those that may share a step: of several keys the one whose turn is longest
-        ago, so that each moves on in turn.
+        """Of these rows those that may share a step: of several batches the one whose turn is
+        longest ago, so that each moves on in turn; where clients' keys meet, of that key's whose
+        turn it is, and of it no more rows than the keys' shares allow.
         """
+        whose = self._key_turns.next(live)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
         if len(keys) < 2:
             self._turns = dict.fromkeys(keys, self._step)
-            return live, background
+            return live if whose is None else self._key_turns.rows(live, live), background
         self._step += 1
         self._turns = {key: self._turns.get(key, 0) for key in keys}
+        if whose is not None:
+            own = (t.batch_key for t in live if scope_of(t.request_id) == whose)
+            keys = dict.fromkeys(own)
         chosen = min(keys, key=self._turns.__getitem__)
         self._turns[chosen] = self._step
+        batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
         return (
-            tuple(ticket for ticket in live if ticket.batch_key == chosen),
+            batch if whose is None else self._key_turns.rows(batch, live),
             tuple(ticket for ticket in background if ticket.batch_key == chosen),
         )
 

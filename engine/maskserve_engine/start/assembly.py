@@ -57,6 +57,7 @@ from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
@@ -243,7 +244,12 @@ def assemble(
         primings = Primings(
             adapter, cache, scheduler, holds, adapters, lambda key: manager.template_settled(key)
         )
-    books = Books(scheduler, residency, degrees.of if degrees else lambda edit: ((), 0.0))
+
+    def on_one_device(edit: RequestState) -> tuple[tuple[float, ...], float]:
+        line = costs.model.compute
+        return (line.seconds(edit.work.step_flops(edit.mode)),), line.fixed
+
+    books = Books(scheduler, residency, degrees.of if degrees else on_one_device)
     in_time = InTime(config, prices.measured)
     manager = RequestManager(
         config, adapter, holds, output, books, adapters, audits, in_time, primings
