@@ -53,6 +53,7 @@ COMMANDS = {
     "train_find": "maskserve_training.find",
     "train_enlarge": "maskserve_training.enlarge",
     "train_inpaint_model": "maskserve_training.inpaint",
+    "train_demo_edit": "maskserve_training.edit",
 }
 """The module of each command, in this package or by its whole name. It has a `main()` that reads
 `sys.argv`, and its docstring's first paragraph says what it does."""

@@ -40,18 +40,45 @@ class MatmulAttention:
             query = torch.cat([_norm(added[0], attn.norm_added_q), query], dim=1)
             key = torch.cat([_norm(added[1], attn.norm_added_k), key], dim=1)
             value = torch.cat([added[2], value], dim=1)
-        query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
-        key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
-        batch, tokens, heads, width = query.shape
-        query, key, value = (
-            x.transpose(1, 2).reshape(batch * heads, tokens, width) for x in (query, key, value)
-        )
-        weights = torch.bmm(query * width**-0.5, key.transpose(1, 2)).softmax(dim=-1)
-        mixed = torch.bmm(weights.to(value.dtype), value).view(batch, heads, tokens, width)
-        result = mixed.transpose(1, 2).flatten(2)
+        result = _mixed(query, key, value, image_rotary_emb)
         if encoder_hidden_states is None:
             return result
         return attn.to_out[0](result[:, text:]), attn.to_add_out(result[:, :text])
+
+
+class FusedMatmulAttention:
+    """The same for the single blocks of Flux2Transformer2DModel, whose products are one."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """All tokens."""
+        qkv, up = attn.to_qkv_mlp_proj(hidden_states).split(
+            [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1
+        )
+        query, key, value = (x.unflatten(-1, (-1, attn.head_dim)) for x in qkv.chunk(3, dim=-1))
+        query, key = _norm(query, attn.norm_q), _norm(key, attn.norm_k)
+        mixed = _mixed(query, key, value, image_rotary_emb)
+        return attn.to_out(torch.cat([mixed, attn.mlp_act_fn(up)], dim=-1))
+
+
+def _mixed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Any
+) -> torch.Tensor:
+    """Attention over (B, N, heads, width), as (B, N, heads · width)."""
+    query = apply_rotary_emb(query, rotary, sequence_dim=1)
+    key = apply_rotary_emb(key, rotary, sequence_dim=1)
+    batch, tokens, heads, width = query.shape
+    query, key, value = (
+        x.transpose(1, 2).reshape(batch * heads, tokens, width) for x in (query, key, value)
+    )
+    weights = torch.bmm(query * width**-0.5, key.transpose(1, 2)).softmax(dim=-1)
+    mixed = torch.bmm(weights.to(value.dtype), value).view(batch, heads, tokens, width)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def _norm(x: torch.Tensor, norm: torch.nn.RMSNorm) -> torch.Tensor:

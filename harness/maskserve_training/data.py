@@ -83,7 +83,7 @@ def write_part(
     boxes = create("box", np.uint8, 4)
     others = create("other", np.uint8, 6)
     rng = np.random.default_rng([seed, KINDS.index(kind)])
-    kernel = _linear_code(vae)
+    kernel = linear_code(vae)
     for i in range(scenes):
         drawn = _draw(rng, kind, size, 2 * factor)
         scene = drawn.scene
@@ -146,7 +146,7 @@ def _box(touched: Mask) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _linear_code(vae: AutoencoderKL) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_code(vae: AutoencoderKL) -> tuple[torch.Tensor, torch.Tensor]:
     """The encoder as one convolution (weight, bias), normalisation included.
 
     Holds because the encoder is linear in each patch by construction; checked on noise.
