@@ -78,6 +78,20 @@ def tiny_inpaint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_kontext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny FLUX model that takes the source as reference."""
+    from tests.fakes.tiny_model import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny-kontext", "reference")
+
+
+@pytest.fixture(scope="session")
+def tiny_flux(tiny_fill: Path, tiny_inpaint: Path, tiny_kontext: Path) -> dict[str, Path]:
+    """Folders of tiny FLUX models by what they take of an edit."""
+    return {"fill": tiny_fill, "inpaint": tiny_inpaint, "reference": tiny_kontext}
+
+
+@pytest.fixture(scope="session")
 def tiny_unets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of tiny Stable Diffusion models: `sd` and `sdxl`, `base` and `fill`."""
     from tests.fakes.tiny_unet import VARIANTS, build_tiny_unet

@@ -51,6 +51,8 @@ def diffusers_edit(
 
 def diffusers_latents(pipeline: Any, case: Case, **asked: Any) -> NDArray[np.float32]:
     """[C, h, w] of the tiny model's Flux pipeline, before they are decoded."""
+    if type(pipeline).__name__.startswith("FluxKontext"):
+        asked["_auto_resize"] = False  # sizes of pictures are the server's
     tokens = diffusers_edit(
         pipeline,
         case.pixels,

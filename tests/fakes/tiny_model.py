@@ -34,13 +34,18 @@ def build_tiny_model(folder: Path, semantics: str = "fill", seed: int = 0) -> Pa
 
     Args:
         folder: made if missing.
-        semantics: `fill` (FluxFillPipeline) or `inpaint` (FluxInpaintPipeline).
+        semantics: `fill` (FluxFillPipeline), `inpaint` (FluxInpaintPipeline) or `reference`
+            (FluxKontextInpaintPipeline).
         seed: of the random weights; equal seeds give equal files.
     """
+    import diffusers
     import torch
-    from diffusers import FluxFillPipeline, FluxInpaintPipeline
 
-    pipelines = {"fill": FluxFillPipeline, "inpaint": FluxInpaintPipeline}
+    pipelines = {
+        "fill": diffusers.FluxFillPipeline,
+        "inpaint": diffusers.FluxInpaintPipeline,
+        "reference": diffusers.FluxKontextInpaintPipeline,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = pipelines[semantics](**_components(semantics))

@@ -19,7 +19,7 @@ from maskserve_core.adapters.storage import NAME
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
 from maskserve_core.files.safetensors_header import BadHeader, header_of
-from maskserve_core.models.facts import ControlFacts, ModelFacts
+from maskserve_core.models.facts import ModelFacts
 
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"
@@ -118,7 +118,9 @@ def check_config(config: dict[str, Any], facts: ModelFacts) -> None:
     Raises:
         ValueError: it is not; a sentence whose subject is the net.
     """
-    asked: ControlFacts = facts.control
+    asked = facts.control
+    if asked is None:
+        raise ValueError("does not go with the served model, which takes no ControlNets")
     if config.get("_class_name") != asked.net:
         raise ValueError(f"is a {config.get('_class_name')}; the served model takes {asked.net}")
     base = {**facts.denoiser, "in_channels": facts.latent_channels * facts.patch**2}

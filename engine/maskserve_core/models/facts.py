@@ -110,8 +110,8 @@ class ModelFacts:
     """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
     denoiser: dict[str, Any]
     """The transformer's or UNet's config.json, for FLOP counting."""
-    control: ControlFacts
-    """ControlNets that it takes."""
+    control: ControlFacts | None
+    """ControlNets that it takes; None: none."""
     own_stride: float | None = None
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""

@@ -1,4 +1,4 @@
-"""FLUX.1 (dev, schnell, Fill): its pipelines, their defaults, what a folder says, counted work."""
+"""FLUX.1 (dev, schnell, Fill, Kontext): pipelines, their defaults, what a folder says, work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from maskserve_core.models.facts import (
     one_scale,
     read_json,
 )
-from maskserve_core.models.semantics import FILL, INPAINT
+from maskserve_core.models.semantics import FILL, INPAINT, REFERENCE
 from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
 
 PIPELINES = {
@@ -29,6 +29,8 @@ PIPELINES = {
     # diffusers' own FluxInpaintPipeline.from_pretrained does.
     "FluxPipeline": INPAINT,
     "FluxImg2ImgPipeline": INPAINT,
+    "FluxKontextInpaintPipeline": REFERENCE,
+    "FluxKontextPipeline": REFERENCE,
 }
 """By the class in model_index.json: what is served of it."""
 NAME = "FLUX models"
@@ -43,15 +45,17 @@ SETTINGS = (
 DEFAULTS = {
     FILL: EditDefaults(num_inference_steps=50, guidance_scale=30.0),
     INPAINT: EditDefaults(num_inference_steps=28, guidance_scale=7.0),
+    REFERENCE: EditDefaults(num_inference_steps=28, guidance_scale=3.5),
 }
-"""Those of FluxFillPipeline and FluxInpaintPipeline."""
+"""Those of FluxFillPipeline, FluxInpaintPipeline and FluxKontextInpaintPipeline."""
 _FEW_STEPS = 4
 """Of FLUX.1-schnell, which is distilled to as many: no pipeline's signature says so. Each has an
 anchor of its own."""
-_DENSE_STEPS = {FILL: DenseSteps(), INPAINT: DenseSteps(prompt=1, side=1)}
-_OWN_STRIDES = {FILL: 0.35, INPAINT: 0.0}
+_BLENDED = DenseSteps(prompt=1, side=1)
+_DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
+_OWN_STRIDES = {FILL: 0.35, INPAINT: 0.0, REFERENCE: 0.0}
 """What base models' own anchors hold is not measured."""
-_STRIDES = {FILL: ALL_STEPS, INPAINT: 7}
+_STRIDES = {FILL: ALL_STEPS, INPAINT: 7, REFERENCE: 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
 noised like the rest and its activations change with the noise."""
 
@@ -90,7 +94,7 @@ _OUT_LAUNCHES = 1.0
 
 
 def flux_work(
-    config: dict[str, Any], height: int, width: int, *, recorded: bool = False
+    config: dict[str, Any], height: int, width: int, *, recorded: bool = False, references: int = 0
 ) -> ModelWork:
     """Work of a FluxTransformer2DModel.
 
@@ -103,6 +107,7 @@ def flux_work(
         height: latent rows (pixels / VAE scale); tokens are 2x2 latents.
         width: latent columns.
         recorded: whether steps are CUDA graphs.
+        references: pictures of the same size among the context.
     """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     channels = int(config["in_channels"])
@@ -132,13 +137,15 @@ def flux_work(
         token=2.0 * channels * h,
         text=2.0 * int(config["joint_attention_dim"]) * h,
     )
-    tokens = (height // 2) * (width // 2)
+    image = (height // 2) * (width // 2)
+    tokens = image * (1 + references)
     held = _FLUX_HELD * h + 2.0 * int(config["attention_head_dim"])  # and rotary factors, complex
     vectors = (12 * counts[0] + 3 * counts[1] + 2) * h
     return ModelWork(
         family="flux",
         blocks=tuple(blocks),
         tokens=(tokens,),
+        context=tokens - image,
         joint=True,
         before=(embed,),
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=outside),
@@ -281,8 +288,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         own_stride=_OWN_STRIDES[semantics],
         true_cfg=semantics.blends,
         denoiser=transformer,
-        control=CONTROL,
-        skips_steps=True,
+        control=None if semantics.reference else CONTROL,
+        skips_steps=not semantics.reference,
         keeps_placed=True,
         t5=True,
         least_steps=2 if sampler.get("shift_terminal") else 1,
@@ -295,9 +302,9 @@ def records(engine: EngineConfig) -> bool:
 
 
 def count(
-    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool
+    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool, references: int
 ) -> ModelWork:
     """As `flux_work`; ValueError where a halo is given, as there are no convolutions."""
     if halo:
         raise ValueError("halo: a setting of UNets")
-    return flux_work(config, height, width, recorded=recorded)
+    return flux_work(config, height, width, recorded=recorded, references=references)

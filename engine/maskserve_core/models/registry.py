@@ -34,7 +34,15 @@ class FamilyFacts(Protocol):
         """The facts of a folder; `native_resolution` 0: what the folder says."""
 
     def count(
-        self, config: dict[str, Any], height: int, width: int, halo: int, /, *, recorded: bool
+        self,
+        config: dict[str, Any],
+        height: int,
+        width: int,
+        halo: int,
+        /,
+        *,
+        recorded: bool,
+        references: int,
     ) -> ModelWork:
         """The work of its denoiser, as `counted_work`."""
 
@@ -106,7 +114,14 @@ def counted_work(
         halo: as `ModelWork.halo`; 0 for families without convolutions.
         recorded: whether steps are CUDA graphs.
     """
-    return FAMILIES[facts.family].count(facts.denoiser, height, width, halo, recorded=recorded)
+    return FAMILIES[facts.family].count(
+        facts.denoiser,
+        height,
+        width,
+        halo,
+        recorded=recorded,
+        references=int(facts.semantics.reference),
+    )
 
 
 def control_work(

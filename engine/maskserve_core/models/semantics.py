@@ -15,6 +15,9 @@ class Semantics:
     blends: bool
     """Whether latents outside the mask follow the noised source, step by step. The mask is then
     sampled once per latent."""
+    reference: bool = False
+    """Whether the source's latents stand behind the edited ones as further image tokens, which no
+    step moves and no mask covers: the context."""
 
     def __str__(self) -> str:
         return self.name
@@ -22,3 +25,4 @@ class Semantics:
 
 FILL = Semantics("fill", masked_picture=True, blends=False)
 INPAINT = Semantics("inpaint", masked_picture=False, blends=True)
+REFERENCE = Semantics("reference", masked_picture=False, blends=True, reference=True)

@@ -486,7 +486,7 @@ def records(engine: EngineConfig) -> bool:
 
 
 def count(
-    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool
+    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool, references: int
 ) -> ModelWork:
-    """As `unet_work`, with classifier-free guidance."""
+    """As `unet_work`, with classifier-free guidance; they take no `references`."""
     return unet_work(config, height, width, halo=halo, recorded=recorded)

@@ -182,7 +182,7 @@ class ModelWork:
     family: str
     blocks: tuple[BlockWork, ...]
     tokens: tuple[int, ...]
-    """Image tokens per level."""
+    """Image tokens per level, the context's among them."""
     joint: bool
     """Whether text tokens sit in self-attention (FLUX) or only in cross-attention (UNets)."""
     before: tuple[FixedWork, ...]
@@ -201,6 +201,8 @@ class ModelWork:
     beside: float = 0.0
     """Of a ControlNet, numbers that one evaluation of a row has from step to step: what it has read
     of the picture, and what it says to its base."""
+    context: int = 0
+    """Of the image tokens, those of pictures that are only looked at: no mask covers them."""
     copies: int = 1
     heads: int = 0
     """Of attention, which devices that share a row's tokens share; 0: none do (UNets)."""
@@ -249,7 +251,7 @@ class ModelWork:
         """
         if not 0.0 <= mask_ratio <= 1.0:
             raise ValueError(f"mask_ratio: {mask_ratio} is not in 0 to 1")
-        return self.square_row(tuple(mask_ratio * n for n in self.tokens), text)
+        return self.square_row(tuple(mask_ratio * (n - self.context) for n in self.tokens), text)
 
     def square_row(self, active: tuple[float, ...], text: float) -> RowTokens:
         """A row whose active tokens are a square in the middle of the picture, at each level."""

@@ -48,20 +48,21 @@ def pricing_of(
         lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
     """
     per_flop = costs.compute.per_unit
-    tokens = work.tokens[0]
+    tokens = work.tokens[0] - work.context
     few, many = _BETWEEN_TILES if work.halo else (0.0, 1.0)
     flops = {m: work.step_flops([work.row_at(m, text)], "kv") for m in (few, many)}
     per_mask = (flops[many] - flops[few]) / (many - few)
     whole = tuple(float(n) for n in work.tokens)
     loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
     per_byte = costs.loads[HOST.name].per_unit if HOST.name in costs.loads else 0.0
+    spare = loaded * per_byte / work.tokens[0] / steps_per_anchor
     template = anchors * entry_bytes(work, "kv", fmt, copies=halves)
     return Pricing(
         step=costs.compute.fixed,
         dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
-        cached_row=(flops[few] - few * per_mask) * per_flop,
+        cached_row=(flops[few] - few * per_mask) * per_flop + work.context * spare,
         active_token=per_mask * per_flop / tokens,
-        spare_token=loaded * per_byte / tokens / steps_per_anchor,
+        spare_token=spare,
         fetch={
             tier: costs.load_seconds(tier, template)
             for tier in costs.loads

@@ -131,7 +131,9 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
 
     def _loaded(self, net: KnownControlNet) -> str:
         """Have it brought; its digest."""
-        kind, dtype = self._facts.control.net, dtype_of(self._config)
+        takes = self._facts.control
+        assert takes is not None, "the net would have been refused"
+        kind, dtype = takes.net, dtype_of(self._config)
         with one_cpu_thread():
             self._bring(net.version, NetFolder(net.name, kind, net.path, net.version, dtype))
         return _digest(net.path)

@@ -369,6 +369,8 @@ class RowInput:
     """Of a priming row, or of one whose ControlNet computes all tokens."""
     residuals: Residuals | None = None
     """What is added to its hidden states; None: nothing."""
+    still: int = 0
+    """Of the computed tokens, how many of the last ones no step moves."""
 
 
 class Packed:

@@ -47,6 +47,6 @@ def own_bytes(plan: OwnPlan, work: ModelWork, job: EditJob, idle: int, dtype: st
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
     text = [len(each["prompt_embeds"]) if plan.text else 0 for each in texts]
-    each = [(float(idle + count),) for count in text]
+    each = [(float(idle + work.context + count),) for count in text]
     kept = float(block_bytes(work, each, fmt)[:, 1].sum())
     return int(kept * (2 if plan.extrapolates and len(plan.dense) > 1 else 1))

@@ -344,7 +344,8 @@ class EditEncoder:
 
     def _control_moments(self, controls: NDArray[np.uint8] | None) -> NDArray[np.float32]:
         """[pictures, 2C, h, w], where ControlNets are given latents."""
-        if not self._encoder.facts.control.latents or controls is None or not len(controls):
+        takes = self._encoder.facts.control
+        if takes is None or not takes.latents or controls is None or not len(controls):
             return NO_CONTROLS
         return np.stack([self._encoder.moments(picture) for picture in controls])
 

@@ -167,9 +167,10 @@ def named_edits(
         scene = make_object_scene(rng, size, held_out=True)
         wish = draw_named_wish(rng, scene, kind, side=side)
         mask = mask_of(scene.things[wish.number], size)
-        shown = (wish.becomes.colour, wish.becomes.shape) if wish.becomes else (None, None)
-        target = np.where(mask[..., None], finished(scene, wish), scene.drawn(scene.things))
-        edits.append(Edit(scene.drawn(scene.things), mask, wish.prompt, *shown, target))
+        source, thing = scene.drawn(scene.things), wish.becomes
+        target = np.where(mask[..., None], finished(scene, wish), source)
+        colour, shape = (thing.colour, thing.shape) if thing else (None, None)
+        edits.append(Edit(source, mask, wish.prompt, colour, shape, target))
     return edits
 
 

@@ -171,7 +171,9 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
 
     @abstractmethod
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        """[T + height · width, head_dim / 2] complex rotary factors of text and image tokens."""
+        """[T + height · width + R, head_dim / 2] complex rotary factors of text, image tokens and
+        the context, where the model takes any.
+        """
 
     def steps(self, job: EditJob) -> int:
         settings = job.request.settings
@@ -233,14 +235,14 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             ready = self._preparation.prepared(job)
             own = self._preparation.template(job, noise_seed)
             active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
+            outside = index[: len(own.clean) - len(active)]
             with one_cpu_thread():
-                start, rest = ready.inputs.start.take(active), own.take(index)
+                start, rest = ready.inputs.start.take(active), own.take(outside)
             there = (replace(ready.inputs, start=start), rest, active, index)
             inputs, template, active, index = moved(there, self.device)
             ready.selection.sent([index])
             row = self._row(job, inputs)
-            gh, gw = row.grid
-            text, image = row.cis.split((len(row.text), gh * gw))
+            text, image = row.cis.tensor_split((len(row.text),))
             template = self._filled(template)
             row.inactive = FlowInactive(active, index, template, image[index], ready.selection)
             row.cis = torch.cat((text, image[active]))
@@ -250,15 +252,16 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
+            start = ready.inputs.start
+            others = index[: len(start.latents) - len(active)]
             with one_cpu_thread():
-                own, rest = (ready.inputs.start.take(each) for each in (active, index))
-                clean = self._preparation.clean(job).index_select(0, index)
-            there = (replace(ready.inputs, start=own), rest, clean, active, index)
-            inputs, rest, clean, active, index = moved(there, self.device)
+                own, rest = start.take(active), start.take(others)
+                clean = self._preparation.clean(job).index_select(0, others)
+            there = (replace(ready.inputs, start=own), rest, clean, start.context, active, index)
+            inputs, rest, clean, context, active, index = moved(there, self.device)
             row = self._row(job, inputs)
-            gh, gw = row.grid
-            text, image = row.cis.split((len(row.text), gh * gw))
-            outside = OwnOutside(rest.latents, rest.condition, rest.blend, clean)
+            text, image = row.cis.tensor_split((len(row.text),))
+            outside = OwnOutside(rest.latents, rest.condition, rest.blend, clean, context)
             row.inactive = FlowInactive(active, index, outside, image[index], ready.selection)
             row.cis = torch.cat((text, image[active]))
             row.own, row.recorded = OwnAnchors(plan, self.blocks), False
@@ -354,6 +357,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             latents=start.latents,
             condition=start.condition,
             blend=start.blend,
+            context=start.context,
             negative=self._negative(job, inputs.negative),
             first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),

@@ -106,6 +106,7 @@ class FlowBatch(KeptBatch[Row, W]):
         inputs += [rows[i].second_input() for i, _ in self._guided]
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
+        self._still = _still(self.packed)
         self._blends = any(row.blends for row in rows)
         self._recorded = all(row.recorded for row in rows) and not self.packed.residuals
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
@@ -151,6 +152,8 @@ class FlowBatch(KeptBatch[Row, W]):
             velocity = weights.graphs.answer(FlowStep(own, self.packed, kinds))
         else:
             velocity = forward(own, self.packed, kinds)
+        if self._still is not None:
+            velocity.index_fill_(0, self._still, 0.0)
         if self._guided:
             self._guide(velocity)
         with one_cpu_thread():  # so short an operation is done before a second thread has woken
@@ -324,6 +327,20 @@ class _Passes:
             answer = forward(model.take(self.own), self._packed, kinds)
         parts = self._share.gather(answer, [n * self._channels for n in self._lengths])
         return torch.cat([parts[i] for i in self._answered]).view(-1, self._channels)
+
+
+def _still(packed: Packed) -> Tensor | None:
+    """Places of the tokens that no step moves; None: there are none."""
+    spans = packed.layout.narrow.image_stream.spans
+    still = [
+        torch.arange(end - row.still, end)
+        for row, (_, end) in zip(packed.rows, spans, strict=True)
+        if row.still
+    ]
+    if not still:
+        return None
+    [places] = to_device([torch.cat(still)], packed.tokens.device)
+    return places
 
 
 def _asked(row: FlowRow, served: ServedRow) -> RowAsk:

@@ -6,6 +6,7 @@ is served; Fill's extra channels, or what Inpaint blends in after each step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +81,11 @@ class FlowStart:
     """[n, extra channels] for Fill."""
     blend: FlowBlend | None
     """For Inpaint."""
+    context: Tensor | None = None
+    """[R, 4C] of the pictures that are only looked at, where the model takes any."""
 
     def take(self, index: Tensor) -> FlowStart:
+        """Some image tokens, without the context."""
         return FlowStart(
             self.latents.index_select(0, index),
             None if self.condition is None else self.condition.index_select(0, index),
@@ -115,27 +119,21 @@ def start_fill(
 
 
 def start_inpaint(
-    image: Posterior,
-    edit_mask: NDArray[np.uint8],
-    factor: int,
+    clean: Tensor,
+    noise: Tensor,
+    mask: Tensor,
     schedule: Schedule,
-    generator: torch.Generator,
     outside_seed: int | None,
 ) -> FlowStart:
     """FluxInpaintPipeline's preparation; the masked image that it encodes is never used.
 
     Args:
-        image: of the source.
-        edit_mask: [H, W], above 127 = edit.
-        factor: pixels per latent side.
+        clean: [C, h, w] of the source.
+        noise: [C, h, w]
+        mask: [1, h, w], 1 = edit.
         schedule: the row's.
-        generator: of the edit's seed.
         outside_seed: of the noise outside the mask; None: it is the edit's, too.
     """
-    clean = image.sample(generator)
-    noise = draw(clean.shape, generator, clean.dtype)
-    mask = torch.from_numpy(edit_mask > 127).float()[None, None]
-    mask = F.interpolate(mask, size=clean.shape[1:])[0].to(clean.dtype)
     if outside_seed is not None:
         noise = noise_outside(noise, mask, outside_seed)
     latents = _mixed(clean, noise, schedule)
@@ -181,11 +179,14 @@ class FlowTemplate:
     """[n, 4C] the template's own noise."""
     condition: Tensor | None
     """[n, extra channels]: for Fill the unmasked image and an empty mask."""
+    context: Tensor | None = None
+    """[R, 4C] of the pictures that are only looked at, where the model takes any."""
 
     def take(self, index: Tensor) -> FlowTemplate:
+        """Some image tokens, and all of the context."""
         condition = None if self.condition is None else self.condition.index_select(0, index)
         clean, noise = self.clean.index_select(0, index), self.noise.index_select(0, index)
-        return FlowTemplate(clean, noise, condition)
+        return FlowTemplate(clean, noise, condition, self.context)
 
     def filled(self, factor: int) -> FlowTemplate:
         """With what Fill's models take besides; made where it is used, as it says nothing new."""
@@ -193,17 +194,25 @@ class FlowTemplate:
         return replace(self, condition=torch.cat((self.clean, mask), dim=1))
 
     def at(self, sigma: Tensor) -> Tensor:
-        """[n, in_channels] model inputs at `sigma`."""
+        """[n + R, in_channels] model inputs at `sigma`."""
         sigma = sigma.to(self.clean.dtype)
         latents = sigma * self.noise + (1.0 - sigma) * self.clean
-        return latents if self.condition is None else torch.cat((latents, self.condition), dim=1)
+        return model_inputs(latents, self.condition, self.context)
 
 
-def template_inputs(image: Posterior, noise_seed: int) -> FlowTemplate:
+def model_inputs(latents: Tensor, condition: Tensor | None, context: Tensor | None) -> Tensor:
+    """[n + R, in_channels] of latents [n, 4C] and what goes with them, beside and behind."""
+    if condition is not None:
+        latents = torch.cat((latents, condition), dim=1)
+    return latents if context is None else torch.cat((latents, context))
+
+
+def template_inputs(image: Posterior, noise_seed: int, *, reference: bool) -> FlowTemplate:
     """Not `filled` yet; equal for every edit of the same pixels and noise seed."""
     clean = image.mode()
     noise = template_noise(clean.shape, noise_seed, clean.dtype)
-    return FlowTemplate(pack_latents(clean), pack_latents(noise), None)
+    tokens = pack_latents(clean)
+    return FlowTemplate(tokens, pack_latents(noise), None, tokens if reference else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +271,7 @@ class FlowPreparation:
             self.prompt(job.conditioning),
             None if job.negative is None else self.prompt(job.negative),
         )
-        return FlowPrepared(inputs, None, active, _others(job, active), controls)
+        return FlowPrepared(inputs, None, active, self._others(job, active), controls)
 
     def with_ring(self, job: EditJob, ring: int) -> EditJob:
         """See `Adapter.with_ring`."""
@@ -270,13 +279,14 @@ class FlowPreparation:
         if not isinstance(job.prepared, FlowPrepared):
             return ringed
         active = self._computed(ringed)
-        own = replace(job.prepared, active=active, selection=_others(job, active))
+        own = replace(job.prepared, active=active, selection=self._others(job, active))
         return replace(ringed, prepared=own)
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
         """The job's own, if it has been prepared; else draws the template's noise."""
         own = job.prepared.template if isinstance(job.prepared, FlowPrepared) else None
-        return own or template_inputs(self._posterior(job.moments), noise_seed)
+        image, reference = self._posterior(job.moments), self._facts.semantics.reference
+        return own or template_inputs(image, noise_seed, reference=reference)
 
     def clean(self, job: EditJob) -> Tensor:
         """[N, 4C] the source: what a cached row has outside of its active tokens at the end."""
@@ -339,12 +349,34 @@ class FlowPreparation:
         """Draw everything else random of the edit, in the pipeline's own order, on the CPU. A
         family whose pipeline has another order says so here.
         """
-        image, factor = self._posterior(job.moments), self._facts.vae_scale_factor
-        if self._facts.semantics.masked_picture:
-            masked = self._posterior(job.masked_moments)
+        image, semantics = self._posterior(job.moments), self._facts.semantics
+        if semantics.masked_picture:
+            masked, factor = self._posterior(job.masked_moments), self._facts.vae_scale_factor
             return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
-        seed = job.request.template_noise_seed if self._shares_noise else None
-        return start_inpaint(image, job.edit_mask, factor, schedule, generator, seed)
+        clean = image.mode() if semantics.reference else image.sample(generator)
+        mask = torch.from_numpy(job.edit_mask > 127).float()[None, None]
+        start = start_inpaint(
+            clean,
+            self.noise(clean, generator),
+            self.sampled(mask, clean.shape[1:])[0].to(clean.dtype),
+            schedule,
+            job.request.template_noise_seed if self._shares_noise else None,
+        )
+        return replace(start, context=pack_latents(clean)) if semantics.reference else start
+
+    def noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
+        """[C, h, w] drawn as the pipeline draws it."""
+        return draw(clean.shape, generator, clean.dtype)
+
+    def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
+        """[1, 1, h, w] of latents, from a mask [1, 1, H, W] of pixels, as the pipeline has it."""
+        return F.interpolate(mask, size=tuple(size))
+
+    def _others(self, job: EditJob, active: TokenIds) -> Selection:
+        """The tokens that a cached row of it does not compute, the context's behind the image's."""
+        height, width = grid_of(job)
+        tokens = height * width * (1 + self._facts.semantics.reference)
+        return Selection([np.setdiff1d(np.arange(tokens), active)])
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self._facts.latents, self._dtype)
@@ -354,9 +386,3 @@ def grid_of(job: EditJob) -> tuple[int, int]:
     """Rows and columns of the edit's tokens."""
     _, height, width = job.moments.shape
     return height // PATCH, width // PATCH
-
-
-def _others(job: EditJob, active: TokenIds) -> Selection:
-    """The tokens that a cached row of it does not compute."""
-    height, width = grid_of(job)
-    return Selection([np.setdiff1d(np.arange(height * width), active)])

@@ -16,7 +16,12 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
-from maskserve_engine.families.flow.preparation import FlowBlend, FlowTemplate, unpack_latents
+from maskserve_engine.families.flow.preparation import (
+    FlowBlend,
+    FlowTemplate,
+    model_inputs,
+    unpack_latents,
+)
 from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
@@ -46,11 +51,11 @@ class FlowInactive:
     active: Tensor
     """[n] ids of the computed tokens."""
     index: Tensor
-    """[m] ids of the others."""
+    """[m + R] ids of the others, the context's last."""
     outside: FlowTemplate | OwnOutside
     """What a step that computes them takes them for, and what they are in the answer."""
     cis: Tensor
-    """[m, head_dim / 2]"""
+    """[m + R, head_dim / 2]"""
     selection: Selection
     """The same ids, for who brings entries in."""
 
@@ -114,20 +119,22 @@ class OwnOutside:
     blend: FlowBlend | None
     clean: Tensor
     """[m, 4C] the source."""
+    context: Tensor | None = None
+    """[R, 4C] of the pictures that are only looked at, where the model takes any."""
     velocity: tuple[Tensor, ...] = ()
     """[m, 4C] at the last anchor, and at the one before."""
     times: tuple[float, float] = (0.0, 0.0)
     """By how much sigma each of them has moved the latents since."""
 
     def at(self, sigma: Tensor) -> Tensor:
-        """[m, in_channels] model inputs."""
+        """[m + R, in_channels] model inputs."""
         if self.blend is not None:
             latents = self.blend.source(sigma)
         else:
             latents = self.latents
             for velocity, times in zip(self.velocity, self.times, strict=False):
                 latents = latents + times * velocity
-        return latents if self.condition is None else torch.cat((latents, self.condition), dim=1)
+        return model_inputs(latents, self.condition, self.context)
 
     def anchored(self, move: Tensor, change: float) -> None:
         """An anchor has moved the latents where they lay."""
@@ -153,11 +160,13 @@ class FlowRow:
     pooled: Tensor | None
     guidance: float | None
     cis: Tensor
-    """[T + n, head_dim / 2] of text and computed tokens."""
+    """[T + n, head_dim / 2] of text and computed tokens, a dense row's context among them."""
     latents: Tensor
     """[n, 4C] of the computed tokens; once packed, where they lie in the batch."""
     condition: Tensor | None
     blend: FlowBlend | None
+    context: Tensor | None = None
+    """[R, 4C] of a dense row: the pictures that are only looked at."""
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
@@ -177,7 +186,7 @@ class FlowRow:
     moved: Tensor | None = None
     """[n, 4C] by what the last step moved the computed tokens."""
     others: Tensor | None = None
-    """[m or none, 4C] the inactive tokens, where they were packed beside the computed ones."""
+    """[m + R or less, 4C] the inactive tokens, where they were packed beside the computed ones."""
 
     @property
     def steps(self) -> int:
@@ -225,14 +234,13 @@ class FlowRow:
         self, text: Tensor, pooled: Tensor | None, own: OwnAnchors | None, cis: Tensor
     ) -> RowInput:
         """Of one pass; `cis` of its text and the computed tokens."""
-        tokens, inactive = self.latents, self.inactive
+        tokens, inactive = model_inputs(self.latents, self.condition, self.context), self.inactive
         rest: CachedTokens | AnchoredTokens | None = None
-        capture = None
-        if self.condition is not None:
-            tokens = torch.cat((tokens, self.condition), dim=1)
+        capture, context = None, self.context
         if inactive is not None and self.entry is None:
             # Compute the others too, as further image tokens.
             tokens = torch.cat((tokens, inactive.outside.at(self.sigma)))
+            context = inactive.outside.context
             cis = torch.cat((cis, inactive.cis))
             if own is not None:
                 capture = own.anchor(self.step, len(self.latents), len(tokens))
@@ -245,8 +253,9 @@ class FlowRow:
                 rest = AnchoredTokens(self, own, torch.cat((of_text, inactive.cis)))
             else:
                 rest = AnchoredTokens(self, own, inactive.cis)
+        still = 0 if context is None else len(context)
         return RowInput(
-            tokens, text, pooled, self.guidance, cis, rest, capture, residuals=self.residuals
+            tokens, text, pooled, self.guidance, cis, rest, capture, self.residuals, still
         )
 
     def settle(self, latents: Tensor, begin: int) -> None:
@@ -292,10 +301,10 @@ class FlowRow:
         outside, walk = inactive.outside, self.schedule.walk[self.step]
         assert isinstance(outside, OwnOutside)
         if self.entry is None:
-            begin = self.place.stop
+            begin, count = self.place.stop, len(outside.clean)
             assert self.others is not None, "a step is taken of rows that were packed"
-            outside.latents = self.others
-            outside.anchored(moves[begin : begin + len(self.others)], walk.change)
+            outside.latents = self.others[:count]
+            outside.anchored(moves[begin : begin + count], walk.change)
             own.passed(walk.sigma)
             if self.negative is not None and self.negative.own is not None:
                 self.negative.own.passed(walk.sigma)
@@ -332,7 +341,8 @@ class FlowRow:
         if self.inactive is not None:
             tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
             tokens[self.inactive.active] = computed
-            tokens[self.inactive.index] = self.inactive.outside.clean.to(computed.dtype)
+            clean = self.inactive.outside.clean.to(computed.dtype)
+            tokens[self.inactive.index[: len(clean)]] = clean
         return HostCopy(unpack_latents(tokens, self.grid).float())
 
 

@@ -118,9 +118,10 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         return own(embeds, ((0, len(embeds)),))
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        ids = torch.zeros(text + height * width, 3, device=self.device)
-        ids[text:, 1] = torch.arange(height, device=self.device).repeat_interleave(width)
-        ids[text:, 2] = torch.arange(width, device=self.device).repeat(height)
+        pictures = 1 + self.facts.semantics.reference
+        ids = torch.zeros(text + pictures * height * width, 3, device=self.device)
+        # The picture's number, row and column.
+        ids[text:] = torch.cartesian_prod(*map(torch.arange, (pictures, height, width)))
         cos, sin = self.model.pos_embed(ids)  # each angle stands twice, side by side
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 

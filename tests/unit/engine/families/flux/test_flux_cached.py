@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,8 +30,15 @@ from tests.support.cached_rows import KINDS, Primed, cached, result
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint"])
-def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Config:
-    return config_of(tiny_fill if request.param == "fill" else tiny_inpaint)
+def config(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Config:
+    return config_of(tiny_flux[request.param])
+
+
+@pytest.fixture(scope="module")
+def kontext(tiny_kontext: Path) -> tuple[Encoder, Replay]:
+    """Of a model that looks at the source beside what it edits."""
+    config = config_of(tiny_kontext)
+    return load_encoder(config), Replay(load_adapter(config))
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +114,17 @@ def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense(
     adapter: FluxAdapter, replay: Replay, encoder: Encoder, seed: int
 ) -> None:
     """Entries in model dtype hold exactly what the inactive tokens would have been."""
+    mixes = itertools.product(KINDS, repeat=adapter.blocks)
+    check_priming_inputs(replay, encoder, seed, mixes)
+
+
+def check_priming_inputs(
+    replay: Replay, encoder: Encoder, seed: int, mixes: Iterable[Sequence[str]]
+) -> None:
+    adapter = cast(FluxAdapter, replay.adapter)
     jobs = [make_job(encoder, 10 * seed + i) for i in range(3)]
     primed = [Primed(adapter, encoder, job) for job in jobs]
     anchor = seed % len(primed[0].entries)
-    mixes = list(itertools.product(KINDS, repeat=adapter.blocks))
     with torch.inference_mode():
         for kinds in mixes:
             rows = [as_primed(replay, job, p, anchor) for job, p in zip(jobs, primed, strict=True)]
@@ -174,3 +188,43 @@ def test_stored_formats_stay_close_to_the_model_dtype(
         results.append(result(replay, row, "kv"))
     spread = results[0].std()
     assert 0 < np.abs(results[0] - results[1]).max() < 0.2 * spread
+
+
+def test_a_context_is_read_as_it_was_primed(kontext: tuple[Encoder, Replay]) -> None:
+    """On the priming's inputs its entries are what it would be, in any mix of kinds; and with
+    another prompt they are not, though every token of the picture is active: it sees the text.
+    """
+    encoder, replay = kontext
+    kinds = [(kind,) * replay.adapter.blocks for kind in KINDS]
+    check_priming_inputs(replay, encoder, 0, [*kinds, KINDS, KINDS[::-1]])
+    job = make_job(encoder, 1, num_inference_steps=4, strength=1.0)
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    row = cast(FlowRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
+    gh, gw = row.grid
+    assert row.inactive is not None
+    assert row.inactive.index.tolist() == list(range(gh * gw, 2 * gh * gw))
+    dense = result(replay, replay.adapter.dense_row(job))
+    assert np.abs(result(replay, row, "kv") - dense).max() > tolerance(dense)
+    cached_rows.check_all_active(replay, encoder, job, "dense")
+
+
+@pytest.mark.parametrize("kind", ["project", "kv"])
+def test_rows_with_context_change_nothing_of_one_another(
+    kontext: tuple[Encoder, Replay], kind: str
+) -> None:
+    encoder, replay = kontext
+    jobs = [make_job(encoder, seed) for seed in range(20, 26)]
+    cached_rows.check_mixed_batch(replay, encoder, jobs, kind)
+
+
+def test_outside_of_a_mask_a_model_with_context_answers_the_source(
+    kontext: tuple[Encoder, Replay],
+) -> None:
+    encoder, replay = kontext
+    cached_rows.check_step_without_anchor(replay, encoder, make_job(encoder, 30))
+    job = make_job(encoder, 31)
+    primed = Primed(replay.adapter, encoder, job)
+    row = cast(FlowRow, cached(replay, job, primed))
+    out = pack_latents(torch.from_numpy(result(replay, row, "kv")))
+    outside = np.setdiff1d(np.arange(len(out)), row.inactive.active.numpy())  # type: ignore[union-attr]
+    assert torch.equal(out[outside], primed.row.template.clean[outside])

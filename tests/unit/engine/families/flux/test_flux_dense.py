@@ -18,11 +18,10 @@ from tests.fakes.pipelines import diffusers_latents
 class Model:
     """One tiny model: diffusers' pipeline and our adapter over the same folder."""
 
-    def __init__(self, folder: Path, semantics: str) -> None:
-        from diffusers import FluxFillPipeline, FluxInpaintPipeline
+    def __init__(self, folder: Path) -> None:
+        from diffusers import DiffusionPipeline
 
-        cls = FluxFillPipeline if semantics == "fill" else FluxInpaintPipeline
-        self.pipeline: Any = cls.from_pretrained(folder)
+        self.pipeline: Any = DiffusionPipeline.from_pretrained(folder)
         self.pipeline.set_progress_bar_config(disable=True)
         config = config_of(folder, model={"outside_noise": "edit"})
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
@@ -46,9 +45,9 @@ class Model:
         return row.result().array()
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint"])
-def model(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Model:
-    return Model(tiny_fill if request.param == "fill" else tiny_inpaint, request.param)
+@pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
+def model(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Model:
+    return Model(tiny_flux[request.param])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -88,7 +87,7 @@ def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(
 
 
 def test_a_negative_prompt_and_its_scale_matter(tiny_inpaint: Path) -> None:
-    model = Model(tiny_inpaint, "inpaint")
+    model = Model(tiny_inpaint)
     asked = {"num_inference_steps": 3, "strength": 1.0}
     results = []
     for negative in ({}, {"negative_prompt": "x", "true_cfg_scale": 2.0},

@@ -26,10 +26,9 @@ from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import assert_equal
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint"])
-def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Config:
-    folder = tiny_fill if request.param == "fill" else tiny_inpaint
-    return config_of(folder, model={"outside_noise": "edit"})
+@pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
+def config(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Config:
+    return config_of(tiny_flux[request.param], model={"outside_noise": "edit"})
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,9 @@ def test_with_all_tokens_active_and_the_text_computed_it_is_dense(
 ) -> None:
     job = make_job(encoder, seed)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
-    own = result(adapter, job, plan(0, 3, text=False))
+    # A context is never active: it stays what the anchors foretell.
+    dense = range(7) if adapter.facts.semantics.reference else (0, 3)
+    own = result(adapter, job, plan(*dense, text=False))
     assert_equal(own, result(adapter, job, None))
 
 
@@ -188,11 +189,9 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     """All tokens are computed at each step of the oracle; what those that are not to be computed
     would have been is put aside: in attention and, as velocity, behind the model.
     """
-    from diffusers import FluxFillPipeline, FluxInpaintPipeline
+    from diffusers import DiffusionPipeline
 
-    fill = adapter.facts.semantics.masked_picture
-    cls = FluxFillPipeline if fill else FluxInpaintPipeline
-    pipeline: Any = cls.from_pretrained(config.model.path)
+    pipeline: Any = DiffusionPipeline.from_pretrained(config.model.path)
     pipeline.set_progress_bar_config(disable=True)
     case = random_case(np.random.default_rng(70 + seed), num_inference_steps=8, strength=1.0,
                        mask_ring=1)  # fmt: skip
