@@ -228,10 +228,10 @@ class Hints(nn.Module):
         self._outputs: dict[str, Any] = {}
         self.right: dict[str, list[float]] = defaultdict(list)
         blocks = model.single_transformer_blocks
-        places = {"double": model.transformer_blocks[-1], "first": blocks[0], "middle": blocks[1]}
+        places = {"doubles": model.transformer_blocks[-1], "first": blocks[0], "middle": blocks[1]}
         for name, block in places.items():
             block.register_forward_hook(self._keeper(name))
-        self.seen = nn.ModuleDict({n: nn.Linear(width, numbers) for n in ("double", "first")})
+        self.seen = nn.ModuleDict({n: nn.Linear(width, numbers) for n in ("doubles", "first")})
         self.meant = nn.ModuleDict({n: nn.Linear(width, 2) for n in places})
         self.shown = nn.ModuleDict({n: nn.Linear(width, numbers) for n in ("first", "middle")})
 

@@ -78,7 +78,7 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
         SETTINGS=("cache.stride",),
         read=lambda folder, pipeline, native: facts,
         records=lambda engine: engine.heartbeat_s > 1,
-        count=lambda config, height, width, halo, *, recorded: (height, width, recorded),
+        count=lambda config, height, width, halo, **how: (height, width, how["recorded"]),
     )
     monkeypatch.setitem(registry.FAMILIES, "dummy", dummy)
     monkeypatch.setitem(LOADERS, "dummy", lambda: FamilyLoaders(_unused, _adapter, _unused))

@@ -254,6 +254,8 @@ def _check_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> Non
             "SETTINGS.true_cfg_scale", "is called guidance_scale with this model", "1"
         )
     if settings.negative_prompt is not None:
+        if not facts.negative_prompts:
+            raise _no_negative_prompt()
         _check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
         if _guidance(settings, facts, config) <= 1:
             raise InvalidRequest(
@@ -267,9 +269,7 @@ def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -
     """A second scale, beside embedded guidance or none."""
     if settings.negative_prompt is not None:
         if not facts.true_cfg:
-            raise InvalidRequest(
-                "SETTINGS.negative_prompt", "cannot be used by this model", "no negative_prompt"
-            )
+            raise _no_negative_prompt()
         _check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
         if settings.true_cfg_scale is None or settings.true_cfg_scale <= 1:
             raise InvalidRequest(
@@ -285,6 +285,12 @@ def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -
             "has no effect without SETTINGS.negative_prompt",
             "a negative_prompt beside it (it may be empty)",
         )
+
+
+def _no_negative_prompt() -> InvalidRequest:
+    return InvalidRequest(
+        "SETTINGS.negative_prompt", "cannot be used by this model", "no negative_prompt"
+    )
 
 
 def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> None:

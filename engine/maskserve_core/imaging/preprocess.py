@@ -268,12 +268,12 @@ def _name(picture: Decoded) -> str:
 def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
     """The edit mask as the model should be given it.
 
-    Models that blend sample the mask once per latent, and would lose what is thinner than one.
-    Theirs is grown to whole latents. What is pasted stays as the client drew it.
+    Models that blend sample the mask once per latent or token, and would lose what is thinner than
+    one. Theirs is grown to whole ones. What is pasted stays as the client drew it.
     """
     if not facts.semantics.blends:
         return edit
-    side = facts.vae_scale_factor
+    side = facts.vae_scale_factor * facts.mask_latents
     height, width = edit.shape
     cells = edit.reshape(height // side, side, width // side, side).max(axis=(1, 3))
     return np.repeat(np.repeat(cells, side, axis=0), side, axis=1)

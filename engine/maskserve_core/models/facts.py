@@ -115,6 +115,11 @@ class ModelFacts:
     own_stride: float | None = None
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
+    negative_prompts: bool = True
+    """Whether an edit may name what classifier-free guidance leads away from; else it is the empty
+    prompt."""
+    mask_latents: int = 1
+    """Latents along a side for which its pipeline samples the mask once, where it blends."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
     dense_sides: bool = False

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from maskserve_core.config import ConfigError
+from maskserve_core.files.safetensors_header import BadHeader, header_of
 
 _PLAIN = "AutoencoderKL"
 """The class of a VAE whose config.json names none."""
@@ -69,9 +73,49 @@ def _qwen_image(vae: Mapping[str, Any]) -> LatentSpace:
     )
 
 
+_STATISTICS = ("bn.running_mean", "bn.running_var")
+"""Of a VAE whose latents, in patches, go through a batch norm: they lie among its weights."""
+
+
+def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentSpace:
+    """The latents of a VAE whose shift and scale are a batch norm's.
+
+    Args:
+        space: without them.
+        folder: of the VAE.
+        epsilon: of the norm.
+
+    Raises:
+        ConfigError: its weights lack the statistics.
+    """
+    found: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors = header_of(file).tensors
+        except (OSError, BadHeader) as error:
+            raise ConfigError(f"[model] path: {file} {error}") from error
+        for name in found.keys() ^ set(_STATISTICS) & tensors.keys():
+            place = tensors[name]
+            raw = np.fromfile(file, np.uint8, place.nbytes, offset=place.begin)
+            if place.dtype == "BF16":  # the upper half of a float32
+                found[name] = (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(float)
+            else:
+                found[name] = raw.view({"F16": "<f2", "F32": "<f4"}[place.dtype]).astype(float)
+    if len(found) < len(_STATISTICS):
+        raise ConfigError(f"[model] path: {folder} has no {' and '.join(_STATISTICS)}")
+    mean, variance = (found[name] for name in _STATISTICS)
+    scale = 1.0 / np.sqrt(variance + epsilon)
+    return replace(space, shift=tuple(mean.tolist()), scale=tuple(scale.tolist()), patch=2)
+
+
+def _flux2(vae: Mapping[str, Any]) -> LatentSpace:
+    return replace(_kl({**vae, "scaling_factor": 1.0}), vae="AutoencoderKLFlux2")
+
+
 VAES: dict[str, Callable[[Mapping[str, Any]], LatentSpace]] = {
     _PLAIN: _kl,
     "AutoencoderKLQwenImage": _qwen_image,
+    "AutoencoderKLFlux2": _flux2,
 }
 """Readers of a config.json, by the VAE's class."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maskserve_core.config import Config, ConfigError, EngineConfig
-from maskserve_core.models import flux, unet
+from maskserve_core.models import flux, flux2, unet
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
 
@@ -56,7 +56,7 @@ class FamilyFacts(Protocol):
         """What a LoRA of the blocks has per rank, as `lora_work` takes it."""
 
 
-FAMILIES: dict[str, FamilyFacts] = {"flux": flux, "unet": unet}
+FAMILIES: dict[str, FamilyFacts] = {"flux": flux, "flux2": flux2, "unet": unet}
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
 
 

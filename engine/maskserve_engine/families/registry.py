@@ -40,6 +40,13 @@ def _flux() -> FamilyLoaders:
     return FamilyLoaders(FluxEncoder.load, FluxAdapter.load, Decoder.load)
 
 
+def _flux2() -> FamilyLoaders:
+    from maskserve_engine.families.flux2.adapter import Flux2Adapter
+    from maskserve_engine.families.flux2.encode import Flux2Encoder
+
+    return FamilyLoaders(Flux2Encoder.load, Flux2Adapter.load, Decoder.load)
+
+
 def _unet() -> FamilyLoaders:
     from maskserve_engine.families.unet.adapter import UnetAdapter
     from maskserve_engine.families.unet.encode import UnetEncoder
@@ -47,7 +54,11 @@ def _unet() -> FamilyLoaders:
     return FamilyLoaders(UnetEncoder.load, UnetAdapter.load, Decoder.load)
 
 
-FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {"flux": _flux, "unet": _unet}
+FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
+    "flux": _flux,
+    "flux2": _flux2,
+    "unet": _unet,
+}
 """By the name in ModelFacts.family; imported when first asked for."""
 
 

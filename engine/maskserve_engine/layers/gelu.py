@@ -1,4 +1,4 @@
-"""FLUX's activation: GELU by its tanh formula."""
+"""FLUX's activations: GELU by its tanh formula, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         return F.gelu(x, approximate="tanh")
     return torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
+
+
+def swiglu(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """SiLU of the first half of each token's numbers, times the second: [N, D] of [N, 2 · D].
+
+    Args:
+        x: activations.
+        out: [N, D] where to write them to, such as the first half of `x`.
+    """
+    first, second = x.chunk(2, dim=-1)
+    if out is None:
+        return F.silu(first).mul_(second)
+    return torch.mul(F.silu(first), second, out=out)

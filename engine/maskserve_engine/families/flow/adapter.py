@@ -373,7 +373,9 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
     def _negative(self, job: EditJob, prompt: FlowPrompt | None) -> Negative | None:
         if prompt is None:
             return None
-        scale = job.request.settings.true_cfg_scale
+        settings = job.request.settings
+        cfg = self.facts.guidance == "cfg"
+        scale = settings.guidance_scale if cfg else settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
         text, own = self.text(prompt.embeds), len(job.conditioning["prompt_embeds"])
         cis = None if len(text) == own else self._positions(*grid_of(job), len(text))[: len(text)]

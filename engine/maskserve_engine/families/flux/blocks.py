@@ -25,7 +25,7 @@ from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.families.flux.weights import Double, FluxWeights, StreamWeights, TwoLayers
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.fp8 import Fp8Linear, quantised_gelu
-from maskserve_engine.layers.gelu import gelu
+from maskserve_engine.layers.gelu import gelu, swiglu
 from maskserve_engine.layers.linear import (
     Linear,
     PlainLinear,
@@ -83,12 +83,11 @@ def embed(
     Args:
         weights: of the model.
         timesteps: [S, R] the sampler's, 0 to 1000, float32.
-        pooled: [R, pooled width]
+        pooled: [R, pooled width]; None for models without it.
         guidance: [R], times 1000; None for models without it.
     """
-    assert pooled is not None, "FLUX's encoder gives it"
-    own, dtype = weights.time_text_embed, pooled.dtype
-    rows = [(row, row + 1) for row in range(len(pooled))]
+    own, dtype = weights.time_text_embed, weights.dtype
+    rows = [(row, row + 1) for row in range(timesteps.shape[1])]
     # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
     times = timesteps.to(dtype) / 1000 * 1000
 
@@ -99,6 +98,9 @@ def embed(
     if guidance is not None:
         assert own.guidance_embedder is not None
         emb = emb + _between(own.guidance_embedder, projected(guidance.expand_as(times)), rows)
+    if pooled is None:
+        return F.silu(emb)
+    assert own.text_embedder is not None
     texts = pooled.repeat(len(times), 1).unflatten(0, times.shape)
     return F.silu(emb + _between(own.text_embedder, texts, rows))
 
@@ -117,17 +119,24 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
     """
     width, rows = weights.width, [(row, row + 1) for row in range(emb.shape[1])]
 
-    def steps(layer: Linear, scales: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def steps(layer: Linear | None, scales: tuple[int, ...]) -> tuple[Tensor, ...]:
+        assert layer is not None, "blocks without vectors of their own share some"
         out = layer(emb, rows)
         for part in scales:
             out[..., part * width : (part + 1) * width] += 1
         return out.unbind()
 
-    doubles = [
-        (steps(block.image.vectors, (1, 4)), steps(block.text.vectors, (1, 4)))
-        for block in weights.double_blocks
-    ]
-    singles = [steps(block.vectors, (1,)) for block in weights.single_blocks]
+    shared = weights.shared
+    if shared is not None:
+        both = steps(shared.image, (1, 4)), steps(shared.text, (1, 4))
+        doubles = [both] * len(weights.double_blocks)
+        singles = [steps(shared.single, (1,))] * len(weights.single_blocks)
+    else:
+        doubles = [
+            (steps(block.image.vectors, (1, 4)), steps(block.text.vectors, (1, 4)))
+            for block in weights.double_blocks
+        ]
+        singles = [steps(block.vectors, (1,)) for block in weights.single_blocks]
     last = None if weights.last_vectors is None else steps(weights.last_vectors, (0,))
     return tuple(
         Vectors(
@@ -160,6 +169,7 @@ def stream_post(
     *,
     rows: Sequence[Span] = (),
     norm: Norm | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Any]:
     """One stream of a double block after attention; `attended` [N, width]. And the stream through
     the next block's norm, where that is given (`add_gated`).
@@ -167,7 +177,9 @@ def stream_post(
     _, _, gate, shift, scale, mlp_gate = vectors
     fp8 = isinstance(stem.up, Fp8Linear)
     x, normed = add_gated(x, gate, stem.out(attended, rows), Norm(shift, scale, fp8))
-    if fp8 and isinstance(stem.down, Fp8Linear):
+    if gated:
+        down = stem.down(swiglu(stem.up(normed, rows)), rows)
+    elif fp8 and isinstance(stem.down, Fp8Linear):
         down = stem.down(quantised_gelu(stem.up(normed)))
     else:
         down = stem.down(gelu_of(stem.up, normed, rows), rows)
@@ -208,6 +220,7 @@ class FluxStep:
         self.blocks, self.forms = weights.blocks, weights.forms
         self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
         self.placed_bytes, self.writes = weights.placed_bytes, weights.writes
+        self.gated = weights.gated
 
     def take(self, rows: Sequence[int]) -> FluxStep:
         return FluxStep(self.weights.take(rows), self.vectors.take(rows))
@@ -246,7 +259,8 @@ class FluxStep:
         row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors, 3)
         width, inside = image.shape[1], self.forms[number] == "epilogues"
         if inside or room is not None:
-            own, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, 7 * width)
+            end = block.qkv_up.out_features
+            own, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, end)
             qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
             write_product(own, row.normed, qkv)
             joined = gelu_of(up, row.normed) if inside else up(row.normed)
@@ -310,14 +324,22 @@ class FluxStep:
             assert isinstance(block.out, PlainLinear)
             found = sum_of_parts(block.out, (attended, joined))
         elif isinstance(block.out, Fp8Linear):
-            up = joined[:, -4 * attended.shape[1] :]  # beside the values, or alone
-            found = block.out(quantised_gelu(up, attended))
+            more = block.qkv_up.out_features - 3 * attended.shape[1]
+            up = joined[:, -more:]  # beside the values, or alone
+            if self.gated:
+                found = block.out(torch.cat((attended, swiglu(up)), dim=1))
+            else:
+                found = block.out(quantised_gelu(up, attended))
         else:
             # Nobody needs the values any more: in their place what was found needs not be joined by
             # a copy of all, which takes more than the copy of itself.
             values, up = joined.tensor_split((attended.shape[1],), dim=1)
             values.copy_(attended)
-            gelu(up, out=up)
+            if self.gated:
+                joined = joined[:, : attended.shape[1] + up.shape[1] // 2]
+                swiglu(up, out=joined[:, attended.shape[1] :])
+            else:
+                gelu(up, out=up)
             found = block.out(joined, rows)
         if not goes_on or half:
             out, _ = add_gated(x, gate, found)
@@ -360,6 +382,7 @@ class FluxStep:
             x_vectors,
             rows=packing.image_stream.spans,
             norm=norms[1],
+            gated=self.gated,
         )
         c, c_normed = stream_post(
             block.text,
@@ -368,6 +391,7 @@ class FluxStep:
             c_vectors,
             rows=packing.text_stream.spans,
             norm=norms[0],
+            gated=self.gated,
         )
         if behind is None:
             return c, x, None

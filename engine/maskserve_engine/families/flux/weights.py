@@ -1,4 +1,4 @@
-"""The weights of a FluxTransformer2DModel, found once and joined where one product serves several.
+"""The weights of a FLUX transformer, found once and joined where one product serves several.
 
 The model's own parameters become parts of the joined ones: nothing is held twice.
 """
@@ -40,14 +40,24 @@ class TimeTextEmbed(NamedTuple):
     timestep_embedder: TwoLayers
     guidance_embedder: TwoLayers | None
     """None: a model without embedded guidance."""
-    text_embedder: TwoLayers
+    text_embedder: TwoLayers | None
+    """None: a model without a pooled prompt."""
+
+
+class Shared(NamedTuple):
+    """Products that give all blocks of a sort their shifts, scales and gates."""
+
+    image: Linear
+    text: Linear
+    single: Linear
 
 
 class StreamWeights(NamedTuple):
     """What one stream of a double block has for itself."""
 
-    vectors: Linear
-    """From the time-text embedding: shift, scale, gate and the same of the feed-forward part."""
+    vectors: Linear | None
+    """From the time-text embedding: shift, scale, gate and the same of the feed-forward part. None:
+    all blocks share them."""
     qkv: Linear
     out: Linear
     up: Linear
@@ -66,8 +76,8 @@ class Double(NamedTuple):
 class Single(NamedTuple):
     """A FluxSingleTransformerBlock."""
 
-    vectors: Linear
-    """From the time-text embedding: shift, scale and gate."""
+    vectors: Linear | None
+    """From the time-text embedding: shift, scale and gate; None: all blocks share them."""
     qkv_up: Linear
     """Queries, keys, values and the feed-forward part's input."""
     norms: Tensor
@@ -80,7 +90,7 @@ Form = Literal["plain", "epilogues", "fp8"]
 
 @dataclass(frozen=True)
 class FluxWeights:
-    """All of a FluxTransformer2DModel that a step needs."""
+    """All of a FLUX transformer that a step needs."""
 
     x_embedder: Linear
     time_text_embed: TimeTextEmbed
@@ -100,6 +110,10 @@ class FluxWeights:
     """Of its steps; None: none is recorded."""
     by_row: bool = False
     """Whether they are those `with_adapters`."""
+    shared: Shared | None = None
+    """None: each block has vectors of its own."""
+    gated: bool = False
+    """Whether the activation is SwiGLU; else GELU."""
 
     @classmethod
     def of(cls, model: Any) -> FluxWeights:
@@ -164,7 +178,7 @@ def _form(block: Double | Single, device: torch.device) -> Form:
     return "epilogues" if in_epilogues(*own, device=device) else "plain"
 
 
-def _norms(*norms: Any) -> Tensor:
+def block_norms(*norms: Any) -> Tensor:
     return torch.stack([norm.weight for norm in norms])[:, None].float()
 
 
@@ -184,7 +198,7 @@ def _double(block: Any) -> Double:
         linear(block.ff_context.net[0].proj),
         linear(block.ff_context.net[2]),
     )
-    norms = _norms(attn.norm_added_q, attn.norm_added_k), _norms(attn.norm_q, attn.norm_k)
+    norms = block_norms(attn.norm_added_q, attn.norm_added_k), block_norms(attn.norm_q, attn.norm_k)
     return Double(image, text, torch.stack(norms))
 
 
@@ -193,7 +207,7 @@ def _single(block: Any) -> Single:
     return Single(
         linear(block.norm.linear),
         linear(attn.to_q, attn.to_k, attn.to_v, block.proj_mlp),
-        _norms(attn.norm_q, attn.norm_k),
+        block_norms(attn.norm_q, attn.norm_k),
         linear(block.proj_out),
     )
 
@@ -205,7 +219,6 @@ def _time_text(module: Any) -> TimeTextEmbed:
 
     time, text = two("timestep_embedder"), two("text_embedder")
     assert time is not None
-    assert text is not None
     return TimeTextEmbed(module.time_proj, time, two("guidance_embedder"), text)
 
 

@@ -1,0 +1,77 @@
+"""FLUX.2 klein: what of its rows is not FLUX.1's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.families.flow.preparation import PATCH, FlowPreparation, unpack_latents
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.flux2.weights import places_of, weights_of
+from maskserve_engine.layers.low_rank import Place
+from maskserve_engine.stages.latents import draw
+
+_REFERENCE = 10
+"""On the first axis of positions, where the picture has 0."""
+
+
+class Flux2Preparation(FlowPreparation):
+    """What Flux2KleinInpaintPipeline draws, in its order."""
+
+    def noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
+        """Drawn of packed latents."""
+        channels, height, width = clean.shape
+        grid = height // PATCH, width // PATCH
+        packed = draw(torch.Size((channels * PATCH**2, *grid)), generator, clean.dtype)
+        return unpack_latents(packed.flatten(1).T, grid)
+
+    def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
+        """Once per token, between the pixels round its middle."""
+        height, width = (side // PATCH for side in size)
+        tokens = F.interpolate(mask, size=(height, width), mode="bilinear")
+        return tokens.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
+
+
+class Flux2Adapter(FluxAdapter):
+    """Rows of FLUX.2 klein's edits over one Flux2Transformer2DModel."""
+
+    preparation = Flux2Preparation
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers import Flux2Transformer2DModel
+
+        return Flux2Transformer2DModel
+
+    @staticmethod
+    def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        return float(compute_empirical_mu(image_seq_len=tokens, num_steps=steps))
+
+    def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
+        return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)
+
+    @staticmethod
+    def places_of(model: Any) -> Mapping[str, Place]:
+        return places_of(model)
+
+    def blank_prompt(self, tokens: int) -> Conditioning:
+        width = self.facts.denoiser["joint_attention_dim"]
+        return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
+
+    def positions(self, height: int, width: int, text: int) -> Tensor:
+        pictures = torch.tensor((0, _REFERENCE))[: 1 + self.facts.semantics.reference]
+        one = torch.zeros(1, dtype=torch.int64)
+        image = torch.cartesian_prod(pictures, torch.arange(height), torch.arange(width), one)
+        words = torch.cartesian_prod(one, one, one, torch.arange(text))
+        cos, sin = self.model.pos_embed(torch.cat((words, image)).to(self.device))
+        return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())

@@ -1,0 +1,132 @@
+"""The weights of a Flux2Transformer2DModel, as FLUX.1's blocks take them.
+
+What is not FLUX.1's: blocks of a sort share their shifts, scales and gates, activations are gated,
+single blocks have one product on each side of attention, and there is no bias and no pooled prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from maskserve_engine.families.flux.weights import (
+    Double,
+    FluxWeights,
+    Shared,
+    Single,
+    StreamWeights,
+    TimeTextEmbed,
+    TwoLayers,
+    block_norms,
+)
+from maskserve_engine.layers.linear import linear
+from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
+
+
+def weights_of(model: Any, **more: Any) -> FluxWeights:
+    """Of a Flux2Transformer2DModel; `more` fields of FluxWeights."""
+    time = model.time_guidance_embed
+    two = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
+    singles = model.single_transformer_blocks
+    with torch.no_grad():
+        return FluxWeights(
+            linear(model.x_embedder),
+            TimeTextEmbed(time.time_proj, two, None, None),
+            linear(model.context_embedder),
+            tuple(_double(block) for block in model.transformer_blocks),
+            tuple(_single(block) for block in singles),
+            linear(model.norm_out.linear),
+            linear(model.proj_out),
+            singles[0].attn.head_dim,
+            model.device,
+            model.dtype,
+            shared=Shared(
+                linear(model.double_stream_modulation_img.linear),
+                linear(model.double_stream_modulation_txt.linear),
+                linear(model.single_stream_modulation.linear),
+            ),
+            gated=True,
+            **more,
+        )
+
+
+def _double(block: Any) -> Double:
+    attn = block.attn
+    image = StreamWeights(
+        None,
+        linear(attn.to_q, attn.to_k, attn.to_v),
+        linear(attn.to_out[0]),
+        linear(block.ff.linear_in),
+        linear(block.ff.linear_out),
+    )
+    text = StreamWeights(
+        None,
+        linear(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+        linear(attn.to_add_out),
+        linear(block.ff_context.linear_in),
+        linear(block.ff_context.linear_out),
+    )
+    norms = block_norms(attn.norm_added_q, attn.norm_added_k), block_norms(attn.norm_q, attn.norm_k)
+    return Double(image, text, torch.stack(norms))
+
+
+def _single(block: Any) -> Single:
+    attn = block.attn
+    norms = block_norms(attn.norm_q, attn.norm_k)
+    return Single(None, linear(attn.to_qkv_mlp_proj), norms, linear(attn.to_out))
+
+
+_OF_DOUBLE = {
+    "attn.to_q": ("image.qkv", 0),
+    "attn.to_k": ("image.qkv", 1),
+    "attn.to_v": ("image.qkv", 2),
+    "attn.to_out.0": ("image.out", 0),
+    "attn.add_q_proj": ("text.qkv", 0),
+    "attn.add_k_proj": ("text.qkv", 1),
+    "attn.add_v_proj": ("text.qkv", 2),
+    "attn.to_add_out": ("text.out", 0),
+    "ff.linear_in": ("image.up", 0),
+    "ff.linear_out": ("image.down", 0),
+    "ff_context.linear_in": ("text.up", 0),
+    "ff_context.linear_out": ("text.down", 0),
+}
+_OF_SINGLE = {"attn.to_qkv_mlp_proj": ("qkv_up", 0), "attn.to_out": ("out", 0)}
+_STACKS = {
+    "transformer_blocks": ("double_blocks", _OF_DOUBLE),
+    "single_transformer_blocks": ("single_blocks", _OF_SINGLE),
+}
+"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+_OUTSIDE = {
+    "double_stream_modulation_img.linear": "shared.image",
+    "double_stream_modulation_txt.linear": "shared.text",
+    "single_stream_modulation.linear": "shared.single",
+    "time_guidance_embed.timestep_embedder.linear_1": "time_text_embed.timestep_embedder.linear_1",
+    "time_guidance_embed.timestep_embedder.linear_2": "time_text_embed.timestep_embedder.linear_2",
+    "norm_out.linear": "last_vectors",
+    "x_embedder": "x_embedder",
+    "context_embedder": "context_embedder",
+    "proj_out": "proj_out",
+}
+
+
+def places_of(model: Any) -> dict[str, Place]:
+    """Where the layers that an adapter may change lie in the weights.
+
+    Args:
+        model: Flux2Transformer2DModel.
+    """
+    width, places = model.x_embedder.out_features, {}
+    for name, module in model.named_modules():
+        stack, _, rest = name.partition(".")
+        number, _, layer = rest.partition(".")
+        found = None
+        if name in _OUTSIDE:
+            found = _OUTSIDE[name], 0
+        elif stack in _STACKS and layer in _STACKS[stack][1]:
+            blocks, of_block = _STACKS[stack]
+            product, widths = of_block[layer]
+            found = f"{blocks}.{number}.{product}", widths
+        if found is not None and is_layer(module):
+            places[name] = Place(found[0], found[1] * width, layer_shape(module))
+    return places

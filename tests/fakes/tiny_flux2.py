@@ -1,0 +1,94 @@
+"""A FLUX.2 klein of toy size with random weights, in diffusers format; nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS, NATIVE
+
+TEXT = 16
+"""Width of the text encoder."""
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_tiny_flux2(folder: Path, *, distilled: bool) -> Path:
+    """Write the model to `folder` and return it; not `distilled`: a base model."""
+    import torch
+    from diffusers import (
+        AutoencoderKLFlux2,
+        FlowMatchEulerDiscreteScheduler,
+        Flux2KleinInpaintPipeline,
+        Flux2Transformer2DModel,
+    )
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = chat_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKLFlux2(
+            block_out_channels=(8, 8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            layers_per_block=1,
+            latent_channels=LATENT_CHANNELS,
+            norm_num_groups=4,
+            sample_size=NATIVE,
+        )
+        vae.bn.running_mean.normal_(0.0, 0.3)
+        vae.bn.running_var.uniform_(0.5, 2.0)
+        config = Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=TEXT, intermediate_size=TEXT,
+            num_hidden_layers=29, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        )  # fmt: skip
+        pipeline = Flux2KleinInpaintPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            vae=vae,
+            text_encoder=Qwen3ForCausalLM(config),
+            tokenizer=tokenizer,
+            transformer=Flux2Transformer2DModel(
+                in_channels=4 * LATENT_CHANNELS,
+                num_layers=1,
+                num_single_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                joint_attention_dim=3 * TEXT,
+                axes_dims_rope=(4, 4, 4, 4),
+                guidance_embeds=False,
+            ),
+            is_distilled=distilled,
+        )
+    pipeline.save_pretrained(folder)
+    config_text = CONFIG.replace("guidance_scale = 3.0\n", "") if distilled else CONFIG
+    (folder / "maskserve.toml").write_text(
+        config_text.replace("max_sequence_length = 16", "max_sequence_length = 48"), "utf-8"
+    )
+    return folder
+
+
+def chat_tokenizer() -> Any:
+    """A byte-level tokenizer without merges, with a chat template."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import Qwen2TokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocab = {word: i for i, word in enumerate([*letters, *special])}
+    bpe = Tokenizer(BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Qwen2TokenizerFast(
+        tokenizer_object=bpe,
+        unk_token=None,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=512,
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
