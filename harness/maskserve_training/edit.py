@@ -2,7 +2,8 @@
 
 Its VAE is the demo model's, with batch-norm statistics; its text encoder is trained first, then
 frozen; then the transformer learns to change what a prompt names in a picture it is given as
-reference (demo_model/reference_edits.py). Each stage goes on from its checkpoint in the work folder.
+reference (demo_model/reference_edits.py). Each stage goes on from its checkpoint in the work
+folder.
 
     OMP_NUM_THREADS=1 python scripts/bench train_demo_edit --minutes 85
 """
@@ -32,6 +33,7 @@ from torch.nn import functional
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.evaluation import verdicts_of
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.reference_edits import (
     MAX_LENGTH,
     ObjectScene,
@@ -40,7 +42,6 @@ from maskserve_harness.demo_model.reference_edits import (
     make_object_scene,
     named_edits,
 )
-from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_training.attention import FusedMatmulAttention, MatmulAttention
 from maskserve_training.data import linear_code
 from maskserve_training.edit_text import (

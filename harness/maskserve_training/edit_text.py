@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.reference_edits import (
     MAX_LENGTH,
     SIDES,
@@ -26,7 +27,6 @@ from maskserve_harness.demo_model.reference_edits import (
     make_object_scene,
     prompt_words,
 )
-from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_training.loop import Step, Training
 
 WIDTH: Final = 64
