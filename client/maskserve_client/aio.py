@@ -36,7 +36,7 @@ class AsyncClient(Endpoint):
     async def edit(
         self,
         image: ImageInput | None,
-        mask: ImageInput,
+        mask: ImageInput | None,
         prompt: str,
         *,
         control: Sequence[ImageInput] = (),
@@ -51,7 +51,7 @@ class AsyncClient(Endpoint):
     async def edit_stream(
         self,
         image: ImageInput | None,
-        mask: ImageInput,
+        mask: ImageInput | None,
         prompt: str,
         *,
         control: Sequence[ImageInput] = (),

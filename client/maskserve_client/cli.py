@@ -19,7 +19,9 @@ from maskserve_client.wire import DEFAULT_URL
 from maskserve_client.workflows import add_workflows
 from maskserve_core.contracts.settings import (
     ADAPTER_MODES,
+    BACKGROUNDS,
     CACHE_MODES,
+    CROP_MODES,
     LATE_MODES,
     MASK_MODES,
     REUSE_MODES,
@@ -157,7 +159,9 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--template-id", metavar="ID", help="a registered template or kept result instead"
     )
     files.add_argument(
-        "--mask", required=True, metavar="FILE", help="mask of the same size: white edits"
+        "--mask",
+        metavar="FILE",
+        help="mask of the same size: white edits; --expand alone needs none",
     )
     files.add_argument(
         "--out", required=True, metavar="FILE", help="where to write: .png, .webp or .jpg"
@@ -173,6 +177,28 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     files.add_argument("--dilate", dest="mask_dilate", type=int, metavar="PX", help="grow the mask")
     files.add_argument(
         "--feather", dest="mask_feather", type=int, metavar="PX", help="fade out beyond the mask"
+    )
+    files.add_argument(
+        "--crop-to-mask",
+        choices=CROP_MODES,
+        help="whether the model sees a window round the mask alone, at the image's own sharpness "
+        "(auto: of large images)",
+    )
+    files.add_argument(
+        "--crop-padding",
+        type=float,
+        metavar="X",
+        help="what the window has round the mask: below 1 a share of it, from 1 on pixels",
+    )
+    files.add_argument(
+        "--expand",
+        metavar="L,T,R,B",
+        help="grow the image by so many pixels left, top, right, bottom; what is new is painted",
+    )
+    files.add_argument(
+        "--background",
+        choices=BACKGROUNDS,
+        help="opaque: leave out the image's transparency, which .png and .webp keep",
     )
     files.add_argument(
         "--quality",

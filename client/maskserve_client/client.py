@@ -63,7 +63,7 @@ class Client(Endpoint):
     def edit(
         self,
         image: ImageInput | None,
-        mask: ImageInput,
+        mask: ImageInput | None,
         prompt: str,
         *,
         control: Sequence[ImageInput] = (),
@@ -74,7 +74,8 @@ class Client(Endpoint):
 
         Args:
             image: the source; None with the setting `template_id`.
-            mask: of the same size; white edits, or alpha 0 where it has transparency.
+            mask: of the same size; white edits, or alpha 0 where it has transparency. None with the
+                setting `expand`: what is new is edited.
             prompt: what to paint there.
             control: pictures of the same size for ControlNets, as the setting `controls` says.
             timeout: seconds after which the edit is cancelled.
@@ -89,7 +90,7 @@ class Client(Endpoint):
     def edit_stream(
         self,
         image: ImageInput | None,
-        mask: ImageInput,
+        mask: ImageInput | None,
         prompt: str,
         *,
         control: Sequence[ImageInput] = (),

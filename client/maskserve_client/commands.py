@@ -124,6 +124,8 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         raise InvalidRequest("--out", f"there is no folder {out.parent}", "an existing folder")
     given = {name: getattr(options, name, None) for name in EditSettings.__struct_fields__}
     settings = {name: value for name, value in given.items() if value is not None}
+    if options.expand is not None:
+        settings["expand"] = _margins(options.expand)
     if options.lora:
         settings["loras"] = [_lora(text) for text in options.lora]
     if options.control:
@@ -134,6 +136,16 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     elif options.preview_every is not None:
         raise InvalidRequest("--preview-every", "goes with --previews", "--previews DIR beside it")
     return settings
+
+
+def _margins(text: str) -> list[int]:
+    try:
+        left, top, right, bottom = (int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidRequest(
+            "--expand", f"{text!r} is not four pixel counts", "LEFT,TOP,RIGHT,BOTTOM, as 0,0,256,0"
+        ) from None
+    return [left, top, right, bottom]
 
 
 def _lora(text: str) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _picture_of(array: npt.NDArray[Any], field: str) -> Image.Image:
 
 def edit(
     image: ImageInput | None,
-    mask: ImageInput,
+    mask: ImageInput | None,
     prompt: str,
     settings: Mapping[str, Any],
     control: Sequence[ImageInput] = (),
@@ -128,7 +128,7 @@ def edit(
 
 def edit_stream(
     image: ImageInput | None,
-    mask: ImageInput,
+    mask: ImageInput | None,
     prompt: str,
     settings: Mapping[str, Any],
     control: Sequence[ImageInput] = (),
@@ -186,7 +186,7 @@ def last_step(final: Final, told: int) -> Progress | None:
 def _edit(
     model: str,
     image: ImageInput | None,
-    mask: ImageInput,
+    mask: ImageInput | None,
     prompt: str,
     settings: Mapping[str, Any],
     control: Sequence[ImageInput],

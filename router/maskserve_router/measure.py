@@ -14,8 +14,10 @@ from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.reuse_levels import levels_of
 from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
-from maskserve_core.imaging.images import Size, decode_mask, model_size, read_size
-from maskserve_core.imaging.masks import active_tokens, cover_a_side, edit_region
+from maskserve_core.imaging.canvas import canvas_size
+from maskserve_core.imaging.images import Size, model_size, read_size
+from maskserve_core.imaging.masks import active_tokens, cover_a_side, edit_region, select
+from maskserve_core.imaging.view import see
 from maskserve_core.planning.own_anchors import own_steps
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
@@ -201,20 +203,25 @@ def count_tokens(
     Raises:
         InvalidRequest: naming MASK.
     """
-    height, width = read_size(mask, "MASK", limits)
-    side = served.token_pixels
-    at = model_size((height, width), served.native_resolution, side)
-    rows, columns = at[0] // side, at[1] // side
-    if height * width > _MOST_PIXELS:
+    side, native = served.token_pixels, served.native_resolution
+    if size is None:
+        size = read_size(mask, "MASK", limits) if mask else (native, native)
+    canvas = canvas_size(size, settings.expand, limits)
+    if canvas[0] * canvas[1] > _MOST_PIXELS:
+        rows, columns = (each // side for each in model_size(canvas, native, side))
         return MaskTokens(rows * columns, rows * columns, True)
-    decoded = decode_mask(mask, "MASK", limits, size)
-    edit = edit_region(decoded, at, settings.mask_mode, settings.mask_dilate, settings.mask_feather)
+    selected = select(mask, settings, limits, size).pixels
+    view = see(selected, settings, native, side)
+    part = view.window.of(selected)
+    edit = edit_region(part, view.size, settings.mask_dilate, settings.mask_feather)
     ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
+    rows, columns = view.size[0] // side, view.size[1] // side
     active = active_tokens(edit, side, ring)
     return MaskTokens(len(active), rows * columns, cover_a_side(active, rows, columns))
 
 
 def _mask_key(mask: bytes, settings: EditSettings, served: Served) -> bytes:
-    asked = (settings.mask_mode, settings.mask_dilate, settings.mask_feather, settings.mask_ring)
+    asked = settings.mask_mode, settings.mask_dilate, settings.mask_feather, settings.mask_ring
+    part = settings.expand, settings.crop_to_mask, settings.crop_padding
     model = (served.native_resolution, served.token_pixels, served.mask_ring)
-    return hashlib.sha256(mask + repr((asked, model)).encode()).digest()
+    return hashlib.sha256(mask + repr((asked, part, model)).encode()).digest()

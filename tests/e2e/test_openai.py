@@ -173,7 +173,7 @@ def test_what_cannot_be_done_is_refused_in_openais_form(
         ({"n": 11}, "n", "11 is out of range; accepted: 1 to 10"),
         ({"extra_body": {"sed": 1}}, "sed", "did you mean seed"),
         ({"extra_body": {"loras": [{"name": "any"}]}}, "loras[0].name", "not served here"),
-        ({"size": "1024x1024"}, "size", "auto, 64x64"),
+        ({"size": "64x63"}, "size", "auto, 64x64, or larger"),
         ({"quality": "high"}, "quality", "accepted: auto"),
         ({"output_compression": 50}, "output_compression", "jpeg or webp"),
         ({"extra_body": {"num_inference_steps": 0}}, "num_inference_steps", "1 to 1000"),

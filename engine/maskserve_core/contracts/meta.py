@@ -61,6 +61,7 @@ def final_meta(
         "model": model,
         "template_id": request.template_id,
         "warnings": request.warnings,
+        **_window(request),
         **engine,
         "decoded": 1.0,
         "decode_batch": 1,
@@ -69,6 +70,15 @@ def final_meta(
     values.setdefault("steps", 0)
     values.setdefault("step", values["steps"])
     return _dump(values)
+
+
+def _window(request: EditRequest) -> dict[str, Any]:
+    """The part of the picture that the model saw, in its pixels, and at which scale."""
+    if request.window is None:
+        return {}
+    top, left, height, width = request.window
+    scale = round(request.model_size[0] / height, 4)
+    return {"window": {"box": [left, top, left + width, top + height], "scale": scale}}
 
 
 def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:

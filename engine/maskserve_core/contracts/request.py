@@ -84,6 +84,7 @@ class EditRequest:
     template_id: str
     """Digest of the decoded source pixels and their size."""
     source_size: tuple[int, int]
+    """Of the answer: what `expand` adds counts."""
     model_size: tuple[int, int]
     accepted_ns: int
     """As of AcceptedEdit."""
@@ -94,11 +95,20 @@ class EditRequest:
     """Each with its `image`."""
     pixels_id: str = ""
     """Digest of the source's pixels at model resolution; entries are keyed on it."""
+    window: tuple[int, int, int, int] | None = None
+    """Top, left, height and width of the part that the model sees; None: all."""
+    alpha: bool = False
+    """Whether the answer is transparent where the source is."""
     edit_boxes: tuple[tuple[int, int, int, int], ...] = ()
     """Top, left, bottom and right of what the edit mask covers, in pixels of the model's size."""
     warnings: tuple[str, ...] = ()
     """What META tells the client to look at, though the edit runs."""
     timings_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seen_size(self) -> tuple[int, int]:
+        """(height, width) of what the model sees, in the source's pixels."""
+        return self.source_size if self.window is None else self.window[2:]
 
     @property
     def used_loras(self) -> tuple[Lora, ...]:
@@ -191,6 +201,8 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
         )
     if settings.output_quality is not None and settings.output_format == "png":
         raise InvalidRequest("SETTINGS.output_quality", "is no setting of PNG", "jpeg or webp")
+    if settings.background == "transparent" and settings.output_format == "jpeg":
+        raise InvalidRequest("SETTINGS.background", "is transparent, but JPEG has no alpha", "png")
     if settings.cache == "require" and not config.cache.enabled:
         raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
 

@@ -15,6 +15,8 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import Misread, Table, given, read
 
 MaskMode = Literal["auto", "white", "alpha"]
+CropMode = Literal["auto", "on", "off"]
+Background = Literal["auto", "transparent", "opaque"]
 CacheMode = Literal["auto", "own", "off", "require"]
 AdapterMode = Literal["exact", "fast"]
 OutputFormat = Literal["png", "jpeg", "webp"]
@@ -23,6 +25,8 @@ LateMode = Literal["drop", "finish"]
 ReuseMode = Literal["exact", "elastic"]
 MASK_MODES: tuple[MaskMode, ...] = get_args(MaskMode)
 CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
+CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
+BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 LATE_MODES: tuple[LateMode, ...] = get_args(LateMode)
 REUSE_MODES: tuple[ReuseMode, ...] = get_args(ReuseMode)
 ADAPTER_MODES: tuple[AdapterMode, ...] = get_args(AdapterMode)
@@ -35,6 +39,14 @@ MAX_LORAS = 4
 MAX_CONTROLS = 3
 
 Pixels = Annotated[int, Meta(ge=0, le=512)]
+Margins = Annotated[
+    tuple[Annotated[int, Meta(ge=0, le=16_384)], ...],
+    Meta(
+        min_length=4,
+        max_length=4,
+        description="pixels [left, top, right, bottom], each 0 to 16384",
+    ),
+]
 Guidance = Annotated[float, Meta(ge=0, le=1000)]
 Name = Annotated[str, Meta(max_length=256, description="a model name of up to 256 characters")]
 Text = Annotated[str, Meta(max_length=32_000)]
@@ -141,6 +153,16 @@ class EditSettings(Table, frozen=True):
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
     """Tokens round the mask that a cached edit computes too (64: all of a 1024x1024 picture, from
     anywhere in it); they are not pasted. The model's by default (1)."""
+    crop_to_mask: CropMode = "auto"
+    """Whether the model sees a window round the mask alone, as sharp as the source, or as the model
+    can: `auto`: of a source larger than the model's area, where the window is under half of it;
+    `on`, `off`. META's `window` says which."""
+    crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
+    """What the window has round the mask at least: below 1 a share of the mask's longer side, from
+    1 on pixels of the source."""
+    expand: Margins = (0, 0, 0, 0)
+    """Pixels by which the picture grows, `[left, top, right, bottom]`: what is new is edited, and
+    begins as the edges continued; MASK has the source's size, or is empty."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
     """FLUX: a step whose first block changes less than this, relatively, leaves the other blocks
     out (FirstBlockCache). 0 leaves out none, beyond 1 nearly every step is left out; the model's by
@@ -149,6 +171,9 @@ class EditSettings(Table, frozen=True):
     """Encoding of the answer."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Of JPEG (95 unless it is given) and of WebP (lossless unless it is given); PNG has none."""
+    background: Background = "auto"
+    """Of a source that is transparent somewhere: `auto`: the answer is so outside the mask, if its
+    format is PNG or WebP; `transparent`: likewise, and refused for JPEG; `opaque`: it is not."""
     output_encoding: OutputEncoding = "auto"
     """`raw` bytes or `base64` text; `auto`: as MASK came, which JSON carries as text only."""
     progress: bool = False

@@ -3,8 +3,8 @@
 An image comes as PNG, JPEG or WebP bytes, as their base64 text, or as a data: URI. Pixels are the
 *decoded 8-bit source*: EXIF orientation applied, palettes looked up, CMYK converted, 16-bit
 samples cut to their high byte, the first frame of an animation. What the numbers mean travels with
-them (`colour`). Transparency of a source is set aside: its RGB is kept as it is and the answer is
-RGB. Sizes are (height, width) in pixels, as array shapes are.
+them (`colour`). Transparency of a source is set aside: its RGB is kept as it is. Sizes are (height,
+width) in pixels, as array shapes are.
 
 Decoding touches no state of the module or of Pillow: threads may share it.
 """
@@ -106,7 +106,8 @@ def resize_part(image: Image.Image, size: Size, box: tuple[int, int, int, int]) 
 
 
 _UP = 2
-_GREY, _RGB = 0, 2
+_KINDS = {1: 0, 3: 2, 4: 6}
+"""PNG's colour type, by channels."""
 
 
 def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB) -> bytes:
@@ -118,7 +119,7 @@ def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB) -> bytes:
     118,318 (`python scripts/bench codec` at d4e1388, 2-core AMD EPYC (Zen 5), 2026-11-20).
 
     Args:
-        pixels: uint8, RGB [H, W, 3] or grey [H, W].
+        pixels: uint8, RGB [H, W, 3], RGBA [H, W, 4] or grey [H, W].
         colour: what they mean.
     """
     height, width = pixels.shape[:2]
@@ -129,7 +130,7 @@ def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB) -> bytes:
     np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])  # modulo 256, as PNG wants it
     deflate = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     data = deflate.compress(rows.data) + deflate.flush()
-    kind = _GREY if pixels.ndim == 2 else _RGB
+    kind = _KINDS[flat.shape[1] // width]
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0))
     return b"".join(
         (PNG_SIGNATURE, header, colour.in_png(), chunk(b"IDAT", data), chunk(b"IEND", b""))
@@ -306,7 +307,7 @@ def decode_raster(
         raise wrong_size(field, container.upright_size, size)
     try:
         image = _DECODERS[container.kind](io.BytesIO(container.payload))
-        _check_size((image.size[1], image.size[0]), field, limits)
+        check_size((image.size[1], image.size[0]), field, limits)
         image.load()
         words = container.words if colours else {}
         plain, colour, told = find_colour(image, words) if words else (image, SRGB, "")
@@ -338,7 +339,7 @@ def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
 def encode_image(
     pixels: Pixels, output_format: str, quality: int | None = None, colour: Colour = SRGB
 ) -> bytes:
-    """Encode RGB uint8 [H, W, 3] or, as PNG or JPEG, grey [H, W].
+    """Encode uint8 RGB [H, W, 3], as PNG or WebP RGBA [H, W, 4], or as PNG or JPEG grey [H, W].
 
     PNG is written for speed.
 
@@ -356,7 +357,8 @@ def encode_image(
     profile = {"icc_profile": colour.profile} if colour.profile else {}
     if output_format == "webp":
         if quality is None:
-            image.save(out, "WEBP", lossless=True, quality=0, method=0, **profile)
+            # `exact`: what is transparent keeps its colours.
+            image.save(out, "WEBP", lossless=True, quality=0, method=0, exact=True, **profile)
         else:
             image.save(out, "WEBP", quality=quality, **profile)
     elif output_format == "jpeg":
@@ -394,7 +396,7 @@ def _read(raw: bytes, field: str, limits: LimitsConfig) -> tuple[bytes, Containe
         raise InvalidRequest(field, str(problem), ACCEPTED) from None
     if container.end > most:
         raise InvalidRequest(field, f"is {container.end} bytes", f"up to {most} encoded bytes")
-    _check_size(container.size, field, limits)
+    check_size(container.size, field, limits)
     return encoded[: container.end], container
 
 
@@ -420,7 +422,7 @@ def wrong_size(field: str, found: Size, image: Size) -> InvalidRequest:
     return InvalidRequest(field, said, f"the image's size, {image[1]}x{image[0]}")
 
 
-def _check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None:
+def check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None:
     height, width = size
     if min(size) < 1:
         raise InvalidRequest(field, f"is {width}x{height} pixels", "at least 1x1")

@@ -1,7 +1,7 @@
 """From a decoded mask to what is computed and what is pasted back.
 
-    mask image ─ rule ─► selected ─ dilate, feather ─► paste weights      at the source's size
-                                                            │ > 0
+    mask image ─ rule ─► selected ─ dilate, feather ─► paste weights      at the canvas's size
+                                                            │ > 0, of the window
                                                        edit mask          at the model's size
                                                             │ any overlap, grown by the ring
                                                        active tokens      per token size
@@ -20,8 +20,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import DecodedMask, Size, wrong_size
+from maskserve_core.imaging.canvas import canvas_size, grown
+from maskserve_core.imaging.images import DecodedMask, Size, decode_mask
 
 Bytes2D: TypeAlias = npt.NDArray[np.uint8]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -149,46 +152,39 @@ COVERS_MOST = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Masks:
-    """What one mask asks for."""
+class Selected:
+    """What is to be edited."""
 
-    paste: Bytes2D
-    """uint8 [H, W] at the source's size: 255 edited, 0 the source as it is, between: blended."""
-    edit: Bytes2D
-    """uint8 [h, w] at the model's size: 255 edited, 0 kept."""
+    pixels: Bools
+    """bool [H, W], of the canvas."""
     warnings: tuple[str, ...] = ()
     """What the client should know of the mask."""
 
 
-def build_masks(
-    mask: DecodedMask,
-    source_size: Size,
-    model_size: Size,
-    mode: str = "auto",
-    dilate: int = 0,
-    feather: int = 0,
-) -> Masks:
-    """All of a mask's derived arrays.
+def select(raw: bytes, asked: EditSettings, limits: LimitsConfig, size: Size) -> Selected:
+    """What a mask selects, and all that the canvas grows by.
 
     Args:
-        mask: decoded mask.
-        source_size: (height, width) of the image, which the mask must have too.
-        model_size: (height, width) at which the model works.
-        mode: `white`, `alpha` or `auto`, see `selected`.
-        dilate: pixels by which the selection grows, at the source's size.
-        feather: pixels beyond the grown selection over which the edit fades out.
+        raw: MASK; it may be empty where the canvas grows.
+        asked: settings of the edit.
+        limits: bounds, checked before decoding.
+        size: (height, width) of the image, which the mask must have too.
 
     Raises:
-        InvalidRequest: naming MASK or SETTINGS.mask_mode.
+        InvalidRequest: naming MASK, SETTINGS.mask_mode or SETTINGS.expand.
     """
-    height, width = mask.luminance.shape
-    if (height, width) != source_size:
-        raise wrong_size("MASK", (height, width), source_size)
-    chosen = selected(mask, mode)
-    paste = paste_weights(chosen, dilate, feather)
-    if paste is None:
-        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, mode))
-    return Masks(paste, edit_mask(paste, model_size), _looked_at(mask, mode, chosen))
+    expands = any(asked.expand)
+    canvas_size(size, asked.expand, limits)
+    if expands and not raw:
+        return Selected(grown(np.zeros(size, np.bool_), asked.expand, constant_values=True))
+    mask = decode_mask(raw, "MASK", limits, size)
+    chosen = selected(mask, asked.mask_mode)
+    warnings = _looked_at(mask, asked.mask_mode, chosen)
+    if expands:
+        chosen = grown(chosen, asked.expand, constant_values=True)
+    elif not chosen.any():
+        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, asked.mask_mode))
+    return Selected(chosen, warnings)
 
 
 def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
@@ -207,35 +203,26 @@ def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
     )
 
 
-def edit_region(
-    mask: DecodedMask, model_size: Size, mode: str = "auto", dilate: int = 0, feather: int = 0
-) -> Bytes2D:
-    """The edit mask of `build_masks`, and a little more round it, for a fraction of the work.
+def edit_region(part: Bools, model_size: Size, dilate: int = 0, feather: int = 0) -> Bytes2D:
+    """The edit mask of a selection, and a little more round it, for a fraction of the work.
 
     The selection is reduced to about the model's size before it grows: a region reaches up to two
     model pixels farther. Where it fades out, what is too faint in its corners is counted in.
 
     Args:
-        mask: decoded mask.
+        part: bool [H, W], selected; something is.
         model_size: (height, width) at which the model works.
-        mode: see `selected`.
-        dilate: see `build_masks`.
-        feather: see `build_masks`.
+        dilate: see `paste_weights`.
+        feather: see `paste_weights`.
 
     Returns:
-        uint8 [h, w] of 0 and 255, nowhere below that of `build_masks`.
-
-    Raises:
-        InvalidRequest: naming MASK or SETTINGS.mask_mode.
+        uint8 [h, w] of 0 and 255, nowhere below `edit_mask` of its weights.
     """
-    part = selected(mask, mode)
     source = part.shape
     factor = max(1, min(side // to for side, to in zip(source, model_size, strict=True)))
     for axis in (0, 1):
         if factor > 1:
             part = np.maximum.reduceat(part, np.arange(0, part.shape[axis], factor), axis=axis)
-    if not part.any():
-        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, mode))
     margin = -(-(dilate + feather) // factor)
     for axis in (0, 1):
         part = grow(part, margin, margin, axis)
@@ -282,7 +269,8 @@ def _accepted(mask: DecodedMask, mode: str) -> str:
 
 
 def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2D | None:
-    """Weights of the edited pixels, uint8 [H, W]; None when nothing is selected.
+    """Weights of the edited pixels, uint8 [H, W]: 255 edited, 0 the source as it is, between:
+    blended; None when nothing is selected.
 
     The selection grows by a square of `dilate` pixels to each side. Beyond it the weight falls
     linearly from 255 to 0 over `feather` pixels along each axis; inside it stays 255.

@@ -20,19 +20,20 @@ from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl, accept_edit
 from maskserve_core.contracts.settings import MAX_CONTROLS, EditSettings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_core.imaging.colour import SRGB
+from maskserve_core.imaging.canvas import canvas_size, grown
+from maskserve_core.imaging.colour import SRGB, Colour
 from maskserve_core.imaging.images import (
     MAX_OUTPUT_SIDE,
     Decoded,
     Size,
     came_as_text,
     decode_image,
-    decode_mask,
     encode_png,
     model_size,
     resize,
 )
-from maskserve_core.imaging.masks import build_masks, component_boxes
+from maskserve_core.imaging.masks import component_boxes, edit_mask, paste_weights, select
+from maskserve_core.imaging.view import View, see
 from maskserve_core.models.facts import ModelFacts
 
 DECODED_PIXELS = 1_500_000
@@ -91,34 +92,33 @@ def prepare_edit(
     """
     start, asked = time.perf_counter(), accepted.settings
     source, source_id = _source(image, asked, config, find_template)
-    _check_output(asked, source)
-    size, pixels = _at_model_size(source, facts)
-    masks = build_masks(
-        decode_mask(mask, "MASK", config.limits, source.size),
-        source.size,
-        size,
-        asked.mask_mode,
-        asked.mask_dilate,
-        asked.mask_feather,
-    )
-    controls = _control_pictures(control, accepted.controls, source.size, size, config)
+    canvas = _answer_size(asked, source, config)
+    selection = select(mask, asked, config.limits, source.size)
+    view = see(selection.pixels, asked, facts.native_resolution, facts.size_multiple)
+    paste = paste_weights(selection.pixels, asked.mask_dilate, asked.mask_feather)
+    assert paste is not None, "something is selected"
+    edit = mask_for_model(edit_mask(view.window.of(paste), view.size), facts)
+    pixels = _seen(source, asked, view)
+    controls = _control_pictures(control, accepted.controls, view, config)
     if asked.output_encoding == "auto":
-        encoding = "base64" if came_as_text(mask) else "raw"
+        sent = mask or image
+        encoding = "base64" if sent and came_as_text(sent) else "raw"
         asked = structs.replace(asked, output_encoding=encoding)
-    request = _request(replace(accepted, settings=asked), source, source_id, pixels)
-    edit = mask_for_model(masks.edit, facts)
     request = replace(
-        request,
+        _request(replace(accepted, settings=asked), source, source_id, pixels),
+        source_size=canvas,
+        window=view.window if view.is_part else None,
+        alpha=_keeps_alpha(asked, source, paste),
         edit_boxes=component_boxes(edit, facts.token_pixels),
-        warnings=(*source.warnings, *masks.warnings),
+        warnings=(*source.warnings, *selection.warnings),
     )
-    decoded = masks.paste.size <= decoded_pixels
-    source_bytes = source.pixels.tobytes() if decoded else source.encoded
-    paste = masks.paste.tobytes() if decoded else encode_png(masks.paste)
+    decoded = paste.size <= decoded_pixels
+    source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
+    weights = paste.tobytes() if decoded else encode_png(paste)
     taken_ms = (time.perf_counter() - start) * 1e3
     request.timings_ms["preprocess"] = round(taken_ms, 3)
     context = PostprocessContext(
-        request.to_json(), source_bytes, paste, decoded, source.colour.pack()
+        request.to_json(), source_bytes, weights, decoded, source.colour.pack()
     )
     return PreparedEdit(pixels, edit, controls, request, context)
 
@@ -142,26 +142,22 @@ def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> Prepa
         InvalidRequest: the image cannot be used.
     """
     source = decode_image(encoded, "OP.image", config.limits)
-    size, pixels = _at_model_size(source, facts)
+    size = model_size(source.size, facts.native_resolution, facts.size_multiple)
+    pixels = _at(source.pixels, source.colour, size)
     accepted = accept_edit(EditSettings(), b"", facts, config)
     request = _request(accepted, source, _name(source), pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
 
 
 def _control_pictures(
-    encoded: Sequence[bytes],
-    controls: Sequence[ResolvedControl],
-    size: Size,
-    at: Size,
-    config: Config,
+    encoded: Sequence[bytes], controls: Sequence[ResolvedControl], view: View, config: Config
 ) -> npt.NDArray[np.uint8]:
-    """Control pictures [pictures, h, w, 3], resized as their source was.
+    """Control pictures [pictures, h, w, 3], as the model sees their source.
 
     Args:
         encoded: the elements of CONTROL.
         controls: each with its `image`.
-        size: of the source.
-        at: the model's.
+        view: of the edit.
         config: of this worker.
 
     Raises:
@@ -169,7 +165,8 @@ def _control_pictures(
     """
     if not encoded and not controls:
         return np.zeros((0, 0, 0, 3), np.uint8)
-    shape = f"{size[1]}x{size[0]} pixels, as IMAGE"
+    size = view.canvas
+    shape = f"{size[1]}x{size[0]} pixels, as the answer"
     if len(encoded) > MAX_CONTROLS:
         raise InvalidRequest("CONTROL", f"has {len(encoded)} pictures", f"up to {MAX_CONTROLS}")
     for index, control in enumerate(controls):
@@ -193,13 +190,18 @@ def _control_pictures(
         if found.size != size:
             told = f"is {found.size[1]}x{found.size[0]} pixels"
             raise InvalidRequest(f"CONTROL[{index}]", told, shape)
-        pictures.append(_at(found, at))
+        pictures.append(_at(view.window.of(found.pixels), found.colour, view.size))
     return np.stack(pictures)
 
 
-def _check_output(settings: EditSettings, source: Decoded) -> None:
-    """Refuse a format that cannot hold the answer."""
-    size, longest = source.size, MAX_OUTPUT_SIDE[settings.output_format]
+def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Size:
+    """(height, width) of the answer.
+
+    Raises:
+        InvalidRequest: it is too large, or the format cannot hold it.
+    """
+    size = canvas_size(source.size, settings.expand, config.limits)
+    longest = MAX_OUTPUT_SIDE[settings.output_format]
     if source.colour.only_png and settings.output_format != "png":
         raise InvalidRequest(
             "SETTINGS.output_format",
@@ -212,6 +214,25 @@ def _check_output(settings: EditSettings, source: Decoded) -> None:
             f"{settings.output_format} cannot hold {size[1]}x{size[0]} pixels",
             "png",
         )
+    return size
+
+
+def _keeps_alpha(settings: EditSettings, source: Decoded, paste: npt.NDArray[np.uint8]) -> bool:
+    """Whether the answer is transparent somewhere."""
+    opaque = settings.background == "opaque" or settings.output_format == "jpeg"
+    if opaque or source.alpha is None:
+        return False
+    left, top, *_ = settings.expand
+    old = paste[top : top + source.size[0], left : left + source.size[1]]
+    return bool(((source.alpha < 255) & (old < 255)).any())
+
+
+def _decoded(source: Decoded, *, alpha: bool) -> bytes:
+    """RGB pixels, or RGBA."""
+    if not alpha:
+        return source.pixels.tobytes()
+    assert source.alpha is not None
+    return np.dstack((source.pixels, source.alpha)).tobytes()
 
 
 def _request(
@@ -245,19 +266,16 @@ def _request(
     )
 
 
-def _at_model_size(
-    source: Decoded, facts: ModelFacts
-) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
-    """The model's size for this source, and the source's pixels at it."""
-    size = model_size(source.size, facts.native_resolution, facts.size_multiple)
-    return size, _at(source, size)
+def _seen(source: Decoded, asked: EditSettings, view: View) -> npt.NDArray[np.uint8]:
+    """RGB [h, w, 3] of a source, as the model sees it."""
+    return _at(view.window.of(grown(source.pixels, asked.expand)), source.colour, view.size)
 
 
-def _at(picture: Decoded, size: Size) -> npt.NDArray[np.uint8]:
+def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArray[np.uint8]:
     """RGB [h, w, 3] of a picture as models see it: at that size, in sRGB."""
-    if picture.size == size and picture.colour == SRGB:
-        return picture.pixels
-    return np.asarray(picture.colour.shown(resize(Image.fromarray(picture.pixels), size)))
+    if pixels.shape[:2] == size and colour == SRGB:
+        return pixels
+    return np.asarray(colour.shown(resize(Image.fromarray(pixels), size)))
 
 
 def _name(picture: Decoded) -> str:

@@ -189,6 +189,6 @@ def _latent_boxes(edit: EditRequest, factor: int) -> list[PixelBox]:
         edit: the request.
         factor: pixels per latent, along one side.
     """
-    margin = 0 if edit.source_size == edit.model_size else _FILTER
+    margin = 0 if edit.seen_size == edit.model_size else _FILTER
     grown = (PixelBox(*box).grown(margin, edit.model_size) for box in edit.edit_boxes)
     return [box.shrunk(factor) for box in grown]

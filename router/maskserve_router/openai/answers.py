@@ -127,9 +127,8 @@ def images_body(asked: Fields, pictures: Sequence[tuple[bytes, dict[str, Any]]])
     """The answer to an edit: pictures with the META of each."""
     return {
         "created": int(time.time()),
-        "background": "opaque",
+        **_told_of(pictures[0][0]),
         "output_format": asked.output_format,
-        "size": size_of(pictures[0][0]),
         "data": [
             {"b64_json": text_of_picture(picture), **_kept_as(meta)} for picture, meta in pictures
         ],
@@ -158,9 +157,8 @@ def _event(name: str, asked: Fields, picture: bytes, more: Mapping[str, Any]) ->
         "type": name,
         "b64_json": text_of_picture(picture),
         "created_at": int(time.time()),
-        "size": size_of(picture),
+        **_told_of(picture),
         "quality": "auto",
-        "background": "opaque",
         "output_format": asked.output_format,
         **more,
     }
@@ -178,10 +176,11 @@ def text_of_picture(picture: bytes) -> str:
     return text
 
 
-def size_of(picture: bytes) -> str:
-    """WIDTHxHEIGHT of a picture that a worker has made."""
+def _told_of(picture: bytes) -> dict[str, str]:
+    """What the answer says of a picture that a worker has made."""
     with Image.open(io.BytesIO(picture)) as opened:
-        return f"{opened.width}x{opened.height}"
+        background = "transparent" if opened.mode == "RGBA" else "opaque"
+        return {"size": f"{opened.width}x{opened.height}", "background": background}
 
 
 def _usage(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

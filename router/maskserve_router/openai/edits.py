@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
@@ -19,7 +20,7 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
-from maskserve_core.imaging.images import read_size
+from maskserve_core.imaging.images import Size, read_size
 from maskserve_router.failures import Failure, text_of
 from maskserve_router.front import Front
 from maskserve_router.http_body import Bodies
@@ -72,7 +73,7 @@ class ImageEdits:
             parse = partial(self._turns.run, client, size)
             form = await read_form(request.headers, body, picture, parse)
             del body
-            await parse(self._check, form)
+            form = await parse(self._checked, form)
             if form.fields.stream:
                 return await self._stream(request, form, size, headers, request_id)
             pictures = await while_connected(
@@ -97,8 +98,8 @@ class ImageEdits:
         """Names of the models that workers serve now."""
         return sorted({worker.status.model for worker in self._pool.up() if worker.status})
 
-    def _check(self, form: EditForm) -> None:
-        """Refuse what no worker is to be asked.
+    def _checked(self, form: EditForm) -> EditForm:
+        """The same, with the growth that its size asks for; refuses what no worker is to be asked.
 
         Raises:
             InvalidRequest: naming the field.
@@ -106,10 +107,13 @@ class ImageEdits:
         model, size = form.fields.model, form.fields.size
         if model is not None and model not in self._served():
             raise ModelNotFound(model, self._served())
-        if size != "auto":
-            height, width = read_size(form.image or form.mask or b"", "image", self._limits)
-            if size != f"{width}x{height}":
-                raise InvalidRequest("size", f"is {size[:20]}", f"auto, {width}x{height}")
+        if size == "auto":
+            return form
+        image = read_size(form.image or form.mask or b"", "image", self._limits)
+        margins = _margins(size, image, form.fields.anchor)
+        if form.settings.get("expand", margins) != margins:
+            raise InvalidRequest("size", f"is {size[:20]}", "auto beside expand")
+        return replace(form, settings={**form.settings, "expand": margins})
 
     async def _pictures(
         self, form: EditForm, size: int, headers: dict[str, str], request_id: str
@@ -195,6 +199,31 @@ class ImageEdits:
         return min(max(1, steps // (form.fields.partial_images + 1)), 1000)
 
 
+def _margins(asked: str, image: Size, anchor: str) -> list[int]:
+    """Pixels left, top, right and bottom by which an image grows to a size.
+
+    Args:
+        asked: WIDTHxHEIGHT.
+        image: (height, width) of it.
+        anchor: where it lies on the canvas.
+
+    Raises:
+        InvalidRequest: that is no size, or smaller.
+    """
+    height, width = image
+    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked)
+    more = (int(found[2]) - height, int(found[1]) - width) if found else (-1, -1)
+    if min(more) < 0:
+        raise InvalidRequest(
+            "size", f"is {asked[:20]}", f"auto, {width}x{height}, or larger: the picture grows"
+        )
+    top, left = (
+        0 if first in anchor else rest if last in anchor else rest // 2
+        for rest, first, last in zip(more, ("top", "left"), ("bottom", "right"), strict=True)
+    )
+    return [left, top, more[1] - left, more[0] - top]
+
+
 def _answer(asked: Fields, pictures: Sequence[Picture], request_id: str) -> Response:
     return json_answer(images_body(asked, pictures), request_id)
 
@@ -205,13 +234,17 @@ def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRe
     asked = form.fields
     fields = {
         "model": asked.model,
+        "background": asked.background,
         "output_format": asked.output_format,
         "output_quality": asked.output_compression,
     }
     settings = {**alpha, **form.settings, **fields, **own, "output_encoding": "raw"}
+    mask = form.mask
+    if mask is None:  # what an image is to grow by needs no mask
+        mask = b"" if any(settings.get("expand") or ()) else form.image
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image],
-        "MASK": [form.image if form.mask is None else form.mask],
+        "MASK": [mask],
         "PROMPT": [form.fields.prompt.encode()],
         "SETTINGS": [msgspec.json.encode(settings)],
         **({"CONTROL": form.control} if form.control else {}),

@@ -17,7 +17,7 @@ from msgspec import Meta
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import Background, EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import Misread, Table, nearest, read
 from maskserve_router.structure import check_json
@@ -28,6 +28,7 @@ _MAX_TEXT = 256 * 1024
 """Bytes of a field that is no file."""
 _OWN = (
     "model",
+    "background",
     "output_format",
     "output_quality",
     "output_encoding",
@@ -37,7 +38,17 @@ _OWN = (
 )
 """Settings that follow from OpenAI's own fields, or from how the answer travels."""
 EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
-_TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adapters", "name"))
+_TEXT = frozenset(
+    (
+        "negative_prompt",
+        "mask_mode",
+        "crop_to_mask",
+        "cache",
+        "template_id",
+        "adapters",
+        "name",
+    )
+)
 """Settings that are text, whatever they look like; others are read as JSON."""
 _CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
 """A value in a list of objects, as forms have it: `loras[][name]`, `loras[0][name]`."""
@@ -48,6 +59,18 @@ Parse: TypeAlias = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments, wherever there is time for it; see `Turns.run`."""
 Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
 """The bytes of the picture at a URL, which is the value of a field; see `ImageUrls.read`."""
+
+Anchor = Literal[
+    "center",
+    "left",
+    "right",
+    "top",
+    "bottom",
+    "top-left",
+    "top-right",
+    "bottom-left",
+    "bottom-right",
+]
 
 
 class ImageUrl(Table, frozen=True):
@@ -64,9 +87,14 @@ class Fields(Table, frozen=True):
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=10)] = 1
     size: str = "auto"
-    """`auto`, or WIDTHxHEIGHT of the image: an edit is as large as its image."""
+    """`auto`, WIDTHxHEIGHT of the image, or a larger one: the canvas grows, and what is new is
+    edited."""
+    anchor: Anchor = "center"
+    """Where the image lies on a larger canvas."""
     quality: Literal["auto"] = "auto"
-    background: Literal["auto", "opaque"] = "auto"
+    background: Background = "auto"
+    """`auto` and `transparent` keep the image's own transparency outside the mask, `opaque` does
+    not."""
     input_fidelity: Literal["low", "high"] | None = None
     """Both are kept: pixels outside the mask are the image's own."""
     output_format: Literal["png", "jpeg", "webp"] = "png"
@@ -193,6 +221,8 @@ async def _read_multipart(
                 cells.setdefault(cell[1], []).append((cell[2], cell[3], value))
             elif name in ("image", "mask"):
                 raise InvalidRequest(name, "is text", "a file part (with a filename)")
+            elif name != key:  # a list, as SDKs send one
+                values.setdefault(name, []).append(_setting(name, value))
             elif name in values:
                 raise InvalidRequest(name[:40], "is given twice", "each field once")
             else:

@@ -22,6 +22,7 @@ from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.openai.answers import error_body
+from maskserve_router.openai.edits import _margins
 from maskserve_router.openai.form import EditForm, read_form
 from maskserve_router.openai.image_urls import ImageUrls
 from maskserve_router.turns import Turns
@@ -110,6 +111,35 @@ async def test_json_carries_data_urls_and_nothing_is_fetched():
         await json_form(prompt="x", images=[{"image_url": url}] * 18)
 
 
+async def test_a_list_of_numbers_comes_as_sdks_send_it_or_as_json():
+    for parts in (
+        [("expand[]", "0"), ("expand[]", "0"), ("expand[]", "64"), ("expand[]", "8")],
+        [("expand", "[0, 0, 64, 8]")],
+    ):
+        form = await form_of(PICTURE, ("prompt", "x"), *parts)
+        assert form.settings == {"expand": [0, 0, 64, 8]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "anchor", "margins"),
+    [
+        ("64x48", "center", [0, 0, 0, 0]),
+        ("100x49", "center", [18, 0, 18, 1]),
+        ("100x60", "top-left", [0, 0, 36, 12]),
+        ("100x60", "bottom", [18, 12, 18, 0]),
+        ("100x60", "right", [36, 6, 0, 6]),
+    ],
+)
+def test_a_larger_size_is_what_the_picture_grows_by(asked: str, anchor: str, margins: list[int]):
+    assert _margins(asked, (48, 64), anchor) == margins
+
+
+@pytest.mark.parametrize("asked", ["63x48", "64x47", "0x0", "64", "64x48x3", "-64x48", "9" * 400])
+def test_a_smaller_size_or_none_is_refused(asked: str):
+    with pytest.raises(InvalidRequest, match=r"size: is .*accepted: auto, 64x48, or larger"):
+        _margins(asked, (48, 64), "center")
+
+
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
@@ -125,7 +155,8 @@ async def test_json_carries_data_urls_and_nothing_is_fetched():
         ([PICTURE, ("promt", "x")], "did you mean prompt"),
         ([PICTURE, ("prompt", "x"), ("Size", "auto")], "did you mean size"),
         ([PICTURE, ("prompt", "x"), ("quality", "high")], "quality: .*accepted: auto"),
-        ([PICTURE, ("prompt", "x"), ("background", "transparent")], "background: .*opaque"),
+        ([PICTURE, ("prompt", "x"), ("background", "white")], "background: .*opaque"),
+        ([PICTURE, ("prompt", "x"), ("anchor", "middle")], "anchor: .*bottom-left"),
         ([PICTURE, ("prompt", "x"), ("response_format", "url")], "response_format: .*b64_json"),
         ([PICTURE, ("prompt", "x"), ("markup", "x")], "markup: is not a known field"),
         ([PICTURE, ("prompt", "x"), ("partial_images", "2")], "partial_images: .*without stream"),

@@ -53,16 +53,18 @@ def test_each_case_gets_its_documented_answer(case: Case) -> None:
             check_message(str(done))
         case Works(source, kept):
             assert isinstance(done, PreparedEdit), done
-            pasted_over, weights = source_and_weights(done.context, done.request.source_size)
-            np.testing.assert_array_equal(pasted_over, source)
+            pasted_over, weights = source_and_weights(done.context, done.request)
+            np.testing.assert_array_equal(pasted_over.convert("RGB"), source)
             if kept.any():
                 np.testing.assert_array_equal(np.asarray(weights) == 0, kept)
         case Damaged() as damaged if isinstance(done, MaskserveError):
             assert str(done).startswith(damaged.refused.start), str(done)[:200]
             check_message(str(done))
         case Damaged():
-            pasted_over, _ = source_and_weights(done.context, done.request.source_size)
-            np.testing.assert_array_equal(pasted_over, as_pillow_reads(inputs["IMAGE"]))
+            pasted_over, _ = source_and_weights(done.context, done.request)
+            np.testing.assert_array_equal(
+                pasted_over.convert("RGB"), as_pillow_reads(inputs["IMAGE"])
+            )
 
 
 JSON = st.recursive(

@@ -15,6 +15,7 @@ from PIL import Image
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.postprocess import finish_edit, source_and_weights
 from maskserve_core.imaging.preprocess import DECODED_PIXELS, PreparedEdit, prepare_edit
 from tests.fakes.facts import FILL_FACTS
@@ -32,9 +33,10 @@ def prepare(request: pytest.FixtureRequest) -> Prepare:
     """How source and weights come from preprocess: small ones as pixels, large ones as files."""
     decoded = DECODED_PIXELS if request.param == "pixels" else 0
 
-    def prepare(image: bytes, mask: np.ndarray, **settings: Any) -> PreparedEdit:
+    def prepare(image: bytes, mask: np.ndarray | None, **settings: Any) -> PreparedEdit:
         accepted = accept_edit(EditSettings(**settings), b"x", FACTS, Config())
-        return prepare_edit(image, encode(mask), accepted, FACTS, Config(), decoded_pixels=decoded)
+        drawn = b"" if mask is None else encode(mask)
+        return prepare_edit(image, drawn, accepted, FACTS, Config(), decoded_pixels=decoded)
 
     return prepare
 
@@ -45,8 +47,8 @@ def finish(done: PreparedEdit, colour: tuple[int, int, int]) -> np.ndarray:
     painted[:] = colour
     answer = finish_edit(painted, done.context)
     opened = Image.open(io.BytesIO(answer))
-    assert opened.mode == "RGB"
-    return np.asarray(opened)
+    assert opened.mode == ("RGBA" if done.request.alpha else "RGB")
+    return np.asarray(opened)[..., :3]
 
 
 def check_outside(answer: np.ndarray, source: np.ndarray, mask: np.ndarray) -> None:
@@ -100,7 +102,7 @@ def test_an_all_white_mask_keeps_nothing(prepare: Prepare) -> None:
 def test_the_feather_mixes_by_its_weights(prepare: Prepare) -> None:
     source = np.full((40, 60, 3), 200, np.uint8)
     done = prepare(encode(source), blob_mask(40, 60), mask_dilate=2, mask_feather=6)
-    weights = np.asarray(source_and_weights(done.context, (40, 60))[1]).astype(float)
+    weights = np.asarray(source_and_weights(done.context, done.request)[1]).astype(float)
     assert len(np.unique(weights)) > 5
     answer = finish(done, (100, 0, 255))
     expected = 200 + (np.array([100, 0, 255]) - 200) * weights[..., None] / 255
@@ -135,3 +137,86 @@ def test_jpeg_answers_are_near(prepare: Prepare) -> None:
     opened = Image.open(io.BytesIO(answer))
     assert opened.format == "JPEG"
     assert np.abs(np.asarray(opened).astype(int) - smooth).mean() < 3
+
+
+TRANSPARENT = [
+    odd for odd in odd_images() if "alpha" in odd.name or "rgba" in odd.name or "trans" in odd.name
+]
+
+
+def _alpha(odd: OddImage) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(odd.encoded)).convert("RGBA"))[..., 3]
+
+
+@pytest.mark.parametrize("odd", TRANSPARENT, ids=lambda odd: odd.name)
+@pytest.mark.parametrize("output_format", ["png", "webp"])
+def test_what_is_transparent_stays_so_outside_and_is_opaque_inside(
+    prepare: Prepare, odd: OddImage, output_format: str
+) -> None:
+    mask = blob_mask(*odd.pixels.shape[:2])
+    done = prepare(odd.encoded, mask, output_format=output_format)
+    answer = np.asarray(Image.open(io.BytesIO(finish_edit(done.pixels, done.context))))
+    np.testing.assert_array_equal(answer[mask == 0][:, 3], _alpha(odd)[mask == 0])
+    assert (answer[mask == 255][:, 3] == 255).all()
+
+
+def test_an_opaque_answer_can_be_asked_for_and_jpeg_has_no_other(prepare: Prepare) -> None:
+    picture = np.dstack((scene(40, 60), blob_mask(40, 60)))
+    for asked in ({"background": "opaque"}, {"output_format": "jpeg"}):
+        done = prepare(encode(picture), blob_mask(40, 60), **asked)
+        assert Image.open(io.BytesIO(finish_edit(done.pixels, done.context))).mode == "RGB"
+    with pytest.raises(InvalidRequest, match=r"SETTINGS.background: is transparent, but JPEG"):
+        prepare(encode(picture), blob_mask(40, 60), background="transparent", output_format="jpeg")
+
+
+def test_the_feather_fades_transparency_too(prepare: Prepare) -> None:
+    picture = np.dstack((np.full((40, 60, 3), 200, np.uint8), np.full((40, 60), 40, np.uint8)))
+    done = prepare(encode(picture), blob_mask(40, 60), mask_feather=6)
+    weights = np.asarray(source_and_weights(done.context, done.request)[1]).astype(float)
+    answer = np.asarray(Image.open(io.BytesIO(finish_edit(done.pixels, done.context))))
+    np.testing.assert_allclose(answer[..., 3], 40 + 215 * weights / 255, atol=1)
+
+
+@pytest.mark.parametrize("margins", [(5, 0, 0, 0), (3, 7, 11, 13), (0, 0, 60, 40)])
+@pytest.mark.parametrize("alpha", [False, True])
+def test_a_grown_canvas_keeps_the_old_pixels_and_paints_the_new(
+    prepare: Prepare, margins: tuple[int, int, int, int], alpha: bool
+) -> None:
+    left, top, right, bottom = margins
+    source = scene(40, 60)
+    picture = np.dstack((source, blob_mask(40, 60))) if alpha else source
+    done = prepare(encode(picture), None, expand=margins)
+    assert done.request.source_size == (40 + top + bottom, 60 + left + right)
+    new = np.pad(np.zeros((40, 60), bool), ((top, bottom), (left, right)), constant_values=True)
+    answer = finish(done, (250, 3, 120))
+    np.testing.assert_array_equal(answer[~new].reshape(40, 60, 3), source)
+    assert (answer[new] == (250, 3, 120)).all()
+
+
+def test_a_mask_is_of_the_source_and_goes_with_its_growth(prepare: Prepare) -> None:
+    source, mask = scene(40, 60), blob_mask(40, 60)
+    answer = finish(prepare(encode(source), mask, expand=(8, 0, 0, 0)), (250, 3, 120))
+    check_outside(answer[:, 8:], source, mask)
+    assert (answer[:, :8] == (250, 3, 120)).all()
+
+
+@pytest.mark.parametrize("expand", [(0, 0, 0, 0), (0, 100, 60, 0)])
+def test_a_window_is_pasted_where_it_was_cut_out(
+    prepare: Prepare, expand: tuple[int, int, int, int]
+) -> None:
+    """The model's picture is its own input with a gradient over it: resizing cannot hide a shift
+    of a pixel.
+    """
+    source, mask = scene(500, 700), np.zeros((500, 700), np.uint8)
+    mask[180:215, 333:371] = 255
+    done = prepare(encode(source), mask, crop_to_mask="on", expand=expand)
+    check_outside(finish(done, (250, 3, 120))[expand[1] :, :700], source, mask)
+    if any(expand):
+        return
+    assert done.request.window is not None
+    top, left, height, width = done.request.window
+    assert done.request.model_size == (height, width) == (64, 64)
+    np.testing.assert_array_equal(done.pixels, source[top : top + 64, left : left + 64])
+    painted = 255 - done.pixels
+    answer = np.asarray(Image.open(io.BytesIO(finish_edit(painted, done.context))))
+    np.testing.assert_array_equal(answer[mask > 0], (255 - source)[mask > 0])

@@ -67,7 +67,7 @@ def test_an_ordinary_edit() -> None:
     assert done.pixels.shape == (40, 56, 3)
     np.testing.assert_array_equal(done.pixels, scene(*SIZE))
     np.testing.assert_array_equal(done.edit_mask, blob_mask(*SIZE))
-    source, weights = source_and_weights(done.context, SIZE)
+    source, weights = source_and_weights(done.context, done.request)
     np.testing.assert_array_equal(source, scene(*SIZE))
     np.testing.assert_array_equal(weights, blob_mask(*SIZE))
     request = done.request
@@ -120,22 +120,24 @@ def test_seeds_and_ids_are_drawn_when_not_given() -> None:
 
 
 def test_large_images_are_brought_to_the_models_area() -> None:
-    done = prepare(IMAGE=encode(scene(300, 200)), MASK=encode(blob_mask(300, 200)))
+    whole = settings(crop_to_mask="off")
+    large = encode(scene(300, 200)), encode(blob_mask(300, 200))
+    done = prepare(IMAGE=large[0], MASK=large[1], SETTINGS=whole)
     assert done.request.source_size == (300, 200)
     assert done.request.model_size == (152, 104)
     assert done.pixels.shape == (152, 104, 3)
     assert done.edit_mask.shape == (152, 104)
     assert set(np.unique(done.edit_mask)) == {0, 255}
-    _, weights = source_and_weights(done.context, (300, 200))
+    _, weights = source_and_weights(done.context, done.request)
     np.testing.assert_array_equal(weights, blob_mask(300, 200))
 
 
 def test_sources_travel_decoded_up_to_a_size() -> None:
     assert prepare().context.decoded
-    large = prepare(decoded_pixels=SIZE[0] * SIZE[1] - 1).context
-    assert not large.decoded
-    assert large.source == good_inputs()["IMAGE"]
-    _, weights = source_and_weights(large, SIZE)
+    large = prepare(decoded_pixels=SIZE[0] * SIZE[1] - 1)
+    assert not large.context.decoded
+    assert large.context.source == good_inputs()["IMAGE"]
+    _, weights = source_and_weights(large.context, large.request)
     np.testing.assert_array_equal(weights, blob_mask(*SIZE))
 
 
