@@ -53,6 +53,7 @@ CONTROL = ControlFacts(
     ),
 )
 _STRIDE = 7
+_OWN_STRIDES = {FILL: 0.25, INPAINT: 0.25}
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, as they are counted on a device without memory
 (`bench kernel_table`)."""
@@ -473,6 +474,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         true_cfg=False,
         denoiser=unet,
         control=CONTROL,
+        own_stride=_OWN_STRIDES[semantics],
         dense_sides=True,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),

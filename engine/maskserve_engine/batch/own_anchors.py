@@ -3,13 +3,14 @@
 At an anchor the row computes all tokens, as a dense row does, and keeps what each block's attention
 had of the tokens that the steps between do not compute: the inactive ones and, if it is to leave
 that out, too, the text. Until the next anchor their keys and values lie on a line through those of
-the last two anchors, over sigma. So the edit needs no template, no store, and no entries that know
-its adapters. (FlashPS §3.1 primes templates; TaylorSeer foretells a whole model's features so.)
+the last two anchors, over sigma; so does what a UNet's stacks make of them. So the edit needs no
+template, no store, and no entries that know its adapters. (FlashPS §3.1 primes templates;
+TaylorSeer foretells a whole model's features so.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.scatter_kv import KvSource
 
-_KV = PARTS.index("kv")
+_HIDDEN = PARTS.index("h")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,12 @@ class OwnPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Of one block."""
+    """A part of one block."""
 
     step: int
     """Of the row, that has left it."""
     parts: tuple[Coded, ...]
-    """Keys and values, [T + m, width] each."""
+    """[T + m, width] each; of `kv` keys and values."""
     slopes: tuple[Coded, ...] = ()
     """Their change since the anchor before; none after the first."""
 
@@ -57,15 +58,15 @@ class OwnAnchors:
 
     Args:
         plan: of the edit.
-        blocks: of the model.
     """
 
-    def __init__(self, plan: OwnPlan, blocks: int) -> None:
-        self.plan, self.blocks = plan, blocks
+    def __init__(self, plan: OwnPlan) -> None:
+        self.plan = plan
         self.text = plan.text
         """Whether it sees the text's keys and values, ahead of the image's."""
         self._step = self._computed = self._total = 0
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[tuple[int, str], _Kept] = {}
+        """By block and part."""
         self._sigmas: tuple[float, ...] = ()
         """Of the last two anchors, the later one last."""
 
@@ -96,18 +97,23 @@ class OwnAnchors:
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
         """Keep a block's.
 
-        A step that is tried again, as one of a batch that failed is, finds what it has found: what
-        it has left stays.
-
         Args:
             block: its number.
             keys: [T + N, heads, head_dim], or of the image tokens alone where the text is computed.
             values: likewise.
         """
-        kept = self._kept.get(block)
+        self._keep(block, "kv", (keys.flatten(1), values.flatten(1)))
+
+    def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
+        """Keep [tokens, width] each of a part of a block.
+
+        A step that is tried again, as one of a batch that failed is, finds what it has found: what
+        it has left stays.
+        """
+        kept = self._kept.get((block, part))
         if kept is not None and kept.step == self._step:
             return
-        new = [self._others(each) for each in (keys, values)]
+        new = [self._others(block, each) for each in tensors]
         slopes = []
         if kept is not None and self.plan.extrapolates:
             for coded, now in zip(kept.parts, new, strict=True):
@@ -115,44 +121,40 @@ class OwnAnchors:
                 coded.into(before)
                 slopes.append(encode(now - before, self.plan.format))
         parts = tuple([encode(each, self.plan.format) for each in new])
-        self._kept[block] = _Kept(self._step, parts, tuple(slopes))
+        self._kept[block, part] = _Kept(self._step, parts, tuple(slopes))
 
-    def _others(self, x: Tensor) -> Tensor:
+    def _others(self, block: int, x: Tensor) -> Tensor:
         """[T + m, width] of the tokens that other steps do not compute."""
-        flat, text = x.flatten(1), len(x) - self._total
-        return torch.cat((flat[:text], flat[text + self._computed :]))
+        text = len(x) - self._total
+        return torch.cat((x[:text], x[text + self._computed :]))
 
     def passed(self, sigma: float) -> None:
         """The row has taken an anchor's step."""
         self._sigmas = (*self._sigmas[-1:], sigma)
-
-    def forget(self) -> None:
-        """The next step has to be an anchor."""
-        self._kept.clear()
-        self._sigmas = ()
 
     def weight(self, sigma: float) -> float:
         """How many times the change between the last two anchors has come since, at `sigma`."""
         if len(self._sigmas) < 2 or not self.plan.extrapolates:
             return 0.0
         before, last = self._sigmas
-        return (last - sigma) / (before - last)
+        return (last - sigma) / (before - last) if before != last else 0.0
 
-    def source(self, block: int, sigma: float) -> KvSource:
-        """Keys and values of the tokens that a step at `sigma` does not compute."""
-        kept, weight = self._kept[block], self.weight(sigma)
+    def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
+        """A part of a block, of the tokens that a step at `sigma` does not compute."""
+        kept, weight = self._kept[block, part], self.weight(sigma)
         return KvSource(kept.parts, None, kept.slopes if weight else (), weight)
 
 
 class AnchoredRow(Protocol):
     """A row with anchors of its own, as far as a reader knows it."""
 
-    own: OwnAnchors | None
+    @property
+    def own(self) -> OwnAnchors | None: ...
 
 
 @dataclass(slots=True)
 class OwnLoad:
-    """`executor.LoadState` of what is there already: keys and values of every block."""
+    """`executor.LoadState` of what is there already: all parts but hidden states."""
 
     sizes: Floats
     missing: Floats
@@ -181,7 +183,7 @@ class OwnReader:
 
     Args:
         row: with anchors of its own.
-        blocks: of the model.
+        blocks: that an entry has, what lies behind the model's own among them.
         release: told once, when the row has ended.
     """
 
@@ -196,8 +198,8 @@ class OwnReader:
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self._row, self._release = row, release
-        sizes = np.full((blocks, len(PARTS)), np.inf)
-        sizes[:, _KV] = 0.0
+        sizes = np.zeros((blocks, len(PARTS)))
+        sizes[:, _HIDDEN] = np.inf
         self._entry = OwnEntry(OwnLoad(sizes, sizes))
         self.now: OwnEntry | None = None
 

@@ -266,7 +266,7 @@ class Recorder:
         """`output` [tokens, width]: what the stack that ends with `block` hands on."""
         self._ends[block] = encode(output, self.format)
 
-    def map(self, positions: Tensor) -> Tensor:
+    def keep_map(self, positions: Tensor) -> Tensor:
         """Keep the next feature map `positions` [n, width]; returns it as it will be read."""
         self._maps.append(encode(positions, self.format))
         stored = torch.empty_like(positions)

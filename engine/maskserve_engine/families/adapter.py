@@ -69,6 +69,8 @@ class Adapter(Protocol):
     """That its steps run on."""
     blocks: int
     """Transformer blocks a plan speaks of."""
+    entry_blocks: int
+    """What an entry has: blocks and, behind them, what is kept between blocks (feature maps)."""
     entry_halves: int
     """2 where both passes of guided steps have entries of their own, else 1."""
     anchor_tolerance: float
@@ -84,12 +86,12 @@ class Adapter(Protocol):
         """Counted work, and the shape of entries, at a size of latents."""
         ...
 
-    def counted(self, job: EditJob, *, text: bool = True) -> Totals:
+    def counted(self, job: EditJob, own: OwnPlan | None = None) -> Totals:
         """What a step of this edit costs, beside other rows of equal `batch_key`.
 
         Args:
             job: the edit.
-            text: whether the step computes the text, too.
+            own: count a step between these anchors of its own.
         """
         ...
 
@@ -150,6 +152,10 @@ class Adapter(Protocol):
             job: best prepared.
             plan: which steps are anchors.
         """
+        ...
+
+    def anchored_bytes(self, job: EditJob) -> int:
+        """That such a row holds beside what its anchors leave of blocks."""
         ...
 
     def priming_row(

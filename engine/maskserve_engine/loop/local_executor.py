@@ -145,7 +145,8 @@ class LocalExecutor:
         except Exception:
             memory.unbook(spec.nbytes)
             raise
-        reader = OwnReader(anchored, self._adapter.blocks, lambda: memory.unbook(spec.nbytes))
+        blocks = self._adapter.entry_blocks
+        reader = OwnReader(anchored, blocks, lambda: memory.unbook(spec.nbytes))
         self._rows[row], self._readers[row] = anchored, reader
         return RowMade(selection=row.encode())
 

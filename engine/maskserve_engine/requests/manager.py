@@ -299,7 +299,7 @@ class RequestManager:
                 return
         plan = edit.route.own
         if plan is not None:
-            between = self.adapter.counted(edit.job, text=not plan.text)
+            between = self.adapter.counted(edit.job, plan)
             work = self.adapter.work(*edit.job.moments.shape[1:])
             edit.work = edit.work.with_own(plan, between, work)
         self._books.queue(edit)
@@ -413,8 +413,7 @@ class RequestManager:
 
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:
         """With anchors of its own; where there is no room for these, dense."""
-        work, idle = self.adapter.work(*edit.job.moments.shape[1:]), edit.work.idle_tokens
-        nbytes = own_bytes(plan, work, edit.job, idle, self._dtype)
+        nbytes = own_bytes(plan, self.adapter, edit.job, self._dtype)
         made = self.executor.make(edit.request_id, AnchoredRowSpec(edit.job, plan, nbytes))
         if made.complete:
             edit.reads = EntryReads.of_own(edit.request_id, plan, self.adapter.sigmas(edit.job))

@@ -9,44 +9,52 @@ from __future__ import annotations
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.settings import acting
-from maskserve_core.models.facts import ModelFacts, own_stride
-from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
-from maskserve_core.planning.flops import ModelWork
+from maskserve_core.models.facts import own_stride
+from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, end_bytes
 from maskserve_core.planning.own_anchors import own_steps
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.families.adapter import Adapter
 
 
-def own_plan(config: Config, facts: ModelFacts, job: EditJob, steps: int) -> OwnPlan | None:
+def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     """How an edit has anchors of its own; None: it cannot, or would gain nothing.
 
     Args:
         config: of the worker.
-        facts: of the model.
+        adapter: the model.
         job: the edit.
-        steps: that it takes.
     """
+    steps = adapter.steps(job)
     if not job.request.settings.may_anchor or acting(job.controls, steps):
         return None
-    dense = own_steps(steps, own_stride(config, facts))
+    dense = own_steps(steps, own_stride(config, adapter.facts))
     if not dense:
         return None
-    return OwnPlan(dense, config.cache.own_format, config.cache.own_text == "frozen")
+    text = config.cache.own_text == "frozen" and adapter.work(*job.moments.shape[1:]).joint
+    return OwnPlan(dense, config.cache.own_format, text)
 
 
-def own_bytes(plan: OwnPlan, work: ModelWork, job: EditJob, idle: int, dtype: str) -> int:
+def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
     """Bytes that an edit's anchors leave, at most.
 
     Args:
         plan: of its anchors.
-        work: of the model at the edit's size.
+        adapter: the model.
         job: the edit.
-        idle: image tokens that steps between anchors do not compute.
         dtype: of the model.
     """
+    work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job)
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
-    text = [len(each["prompt_embeds"]) if plan.text else 0 for each in texts]
-    each = [(float(idle + work.context + count),) for count in text]
-    kept = float(block_bytes(work, each, fmt)[:, 1].sum())
-    return int(kept * (2 if plan.extrapolates and len(plan.dense) > 1 else 1))
+    each = [
+        tuple(
+            n - active / len(texts) + work.context + (len(text["prompt_embeds"]) * plan.text)
+            for n, active in zip(work.tokens, counted.active, strict=True)
+        )
+        for text in texts
+    ]
+    loads = block_bytes(work, each, fmt)
+    kept = float(loads[:, 1].sum() + end_bytes(work, loads).sum())
+    times = 2 if plan.extrapolates and len(plan.dense) > 1 else 1
+    return int(kept * times) + adapter.anchored_bytes(job)

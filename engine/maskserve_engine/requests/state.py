@@ -100,11 +100,6 @@ class EditWork:
         return added + (self.cached_flops if cached else self.dense_flops)
 
     @property
-    def idle_tokens(self) -> int:
-        """Of one pass, those that a cached step does not compute."""
-        return self.total_tokens - self.active_tokens
-
-    @property
     def mask_ratio(self) -> float:
         """Share of tokens that a cached step computes, the ring among them."""
         return self.active_tokens / self.total_tokens

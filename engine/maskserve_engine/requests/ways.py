@@ -72,7 +72,8 @@ class Ways:
             return self.without_template(job, DENSE)
         dense_for = self._cache.dense_for(job)
         if dense_for and settings.cache != "require":
-            return replace(DENSE, dense_for=dense_for)
+            dense = replace(DENSE, dense_for=dense_for)
+            return dense if dense_for == "mask_ratio" else self.without_template(job, dense)
         if settings.cache == "own":
             return self.without_template(job, replace(DENSE, outcome="miss"))
         sight = self._cache.sight(job, key, again=edit.starts > 0)
@@ -91,10 +92,12 @@ class Ways:
             job: the edit.
             dense: how it runs where it cannot have any.
         """
-        plan = own_plan(self._config, self._adapter.facts, job, self._adapter.steps(job))
+        plan = own_plan(self._config, self._adapter, job)
         if plan is None or not self._cache.keeps_kv:
             return dense
-        return replace(dense, mode="cached", outcome="own", own=plan, dense_steps=len(plan.dense))
+        return replace(
+            dense, mode="cached", outcome="own", own=plan, dense_steps=len(plan.dense), dense_for=""
+        )
 
     def when_adapters_came(self, job: EditJob) -> Route | None:
         """How a cached edit goes on from the base model's entries, now that its LoRAs are here:

@@ -17,6 +17,9 @@ FluxInpaintPipeline.
 With --own edits whose rows have anchors of their own are compared, with rivals that must be worse.
 
     python scripts/bench eval_quality --own --n 2 --json own.json
+    python scripts/bench eval_quality --own --model assets/models/demo-unet --base
+
+With --base the model is made of an inpainting UNet: one that paints from the prompt alone.
 
 With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
 missed, as by edits that ignore them.
@@ -31,6 +34,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -50,6 +54,7 @@ from maskserve_harness.quality.published import missing, published
 from maskserve_harness.quality.report import draw_worst, plot_frontier, plot_rim, table
 from maskserve_harness.quality.rivals import first_block_cache
 from maskserve_harness.quality.systems import Rig
+from maskserve_harness.quality.unet_base import write_base
 from maskserve_harness.reports import about, write_json
 
 CROP_MARGIN = 2
@@ -67,6 +72,7 @@ def parse() -> argparse.Namespace:
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
     add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
+    add("--base", action="store_true", help="of an inpainting UNet its base model (--own)")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
     add("--refresh", type=int, help="`[controls] refresh` of cached rows with a ControlNet")
     add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
@@ -230,9 +236,11 @@ def main() -> int:
     if args.adapters:
         return judge_adapters(args)
     classes = {name: edits_of(name, args.n) for name in args.classes}
-    rig = Rig(args.model, args.steps)
     if args.own:
-        return compare_own(rig, classes, args)
+        with TemporaryDirectory() as made:
+            folder = write_base(args.model, Path(made) / "base") if args.base else args.model
+            return compare_own(Rig(folder, args.steps), classes, args)
+    rig = Rig(args.model, args.steps)
     run = Run(rig, classes)
     few = first_looks(run.default, rig.adapter.facts, args.steps)
     run.make(frontier(run.default, args.steps) if args.frontier else few)

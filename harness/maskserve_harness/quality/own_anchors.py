@@ -30,18 +30,26 @@ class OwnChoice:
     ring: int = 1
     reach: float = 1.0
     """How far along the line: 0 holds the last anchor, 2 goes twice as far."""
+    halo: int = 0
+    """`[cache] conv_halo`, of UNets; 0: the default."""
 
     @property
     def name(self) -> str:
         words = [f"{{{','.join(map(str, self.dense))}}}", self.format]
-        words += ["text frozen"] if self.text else ["text computed"]
+        words += [] if self.text else ["text computed"]
         words += [] if self.ring == 1 else [f"ring {self.ring}"]
+        words += [f"halo {self.halo}"] if self.halo else []
         words += [] if self.reach == 1.0 else [f"{self.reach:g} times as far"]
         return ", ".join(words)
 
 
-def choices(steps: int) -> list[OwnChoice]:
-    """Those that are compared at so many steps; the last three are the rivals."""
+def choices(steps: int, *, joint: bool) -> list[OwnChoice]:
+    """Those that are compared at so many steps; the last two are the rivals.
+
+    Args:
+        steps: of every edit.
+        joint: whether text is in the image's attention, so that it can be left out.
+    """
     if steps <= 4:
         sets: list[tuple[int, ...]] = [(0,), (0, 2)]
     elif steps <= 8:
@@ -51,12 +59,17 @@ def choices(steps: int) -> list[OwnChoice]:
                 (0.5, 0.35, 0.25, 0.2)]  # fmt: skip
         sets.insert(0, (0,))
     middle = sets[len(sets) // 2]
+    if joint:
+        others = [OwnChoice(middle, text=False)]
+    else:
+        middle = sets[-2]
+        others = [OwnChoice(middle, halo=halo) for halo in (4, 64)]
     return [
         *[OwnChoice(each) for each in sets],
-        *[OwnChoice(middle, text=False), OwnChoice(middle, format="model")],
-        *[OwnChoice(middle, format="int4"), OwnChoice(middle, ring=2)],
+        *others,
+        *[OwnChoice(middle, format=format) for format in ("model", "int4")],
+        *[OwnChoice(middle, ring=ring) for ring in (0, 2)],
         *[OwnChoice(middle, reach=reach) for reach in (0.0, 2.0)],
-        OwnChoice(middle, ring=0),
     ]
 
 
@@ -75,7 +88,7 @@ def edited(
     with _reaching(choice.reach):
         for first in range(0, len(rows), BATCH):
             some = rows[first : first + BATCH]
-            readers = [OwnReader(row, rig.adapter.blocks) for row in some]
+            readers = [OwnReader(row, rig.adapter.entry_blocks) for row in some]
             while some[0].step < some[0].steps:
                 anchor = some[0].step in plan.dense
                 reads: Any = [None if anchor else r.turn_to(some[0].step) for r in readers]
@@ -87,8 +100,10 @@ def table(rig: Rig, classes: dict[str, list[Edit]]) -> Iterator[dict[str, Any]]:
     """Of each choice its fidelity, beside dense rows."""
     jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
-    for choice in choices(rig.steps):
-        made = {name: edited(rig, edits, jobs[name], choice) for name, edits in classes.items()}
+    joint = rig.adapter.facts.family != "unet"
+    for choice in choices(rig.steps, joint=joint):
+        own = rig if not choice.halo else Rig(rig.folder, rig.steps, halo=choice.halo)
+        made = {name: edited(own, edits, jobs[name], choice) for name, edits in classes.items()}
         found = {name: compare(classes[name], made[name], dense[name]) for name in classes}
         yield {"choice": choice.name, "dense_steps": len(choice.dense), **by_class(found)}
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,15 +45,23 @@ class Rig:
         steps: of every edit.
         weights: `[model] weights`.
         refresh: `[controls] refresh`; None: the default.
+        halo: `[cache] conv_halo`.
     """
 
     def __init__(
-        self, folder: Path, steps: int, *, weights: str = "bf16", refresh: int | None = None
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        weights: str = "bf16",
+        refresh: int | None = None,
+        halo: int = 0,
     ) -> None:
-        tables = {"model": {"path": str(folder), "weights": weights}}
+        tables: dict[str, Any] = {"model": {"path": str(folder), "weights": weights}}
+        tables["cache"] = {"conv_halo": halo}
         controls = {} if refresh is None else {"controls": {"refresh": refresh}}
         self.config = config_of({**tables, **controls})
-        self.steps = steps
+        self.folder, self.steps = folder, steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = cast(FluxAdapter, load_adapter(self.config))
         self.replay = Replay(self.adapter)

@@ -100,7 +100,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         room = placed_bytes if recorder is None else 0
         self.weights = self.weights_of(model, room, recorder)
         super().__init__(self.batches, self.weights)
-        self.blocks = len(self.weights.blocks)
+        self.blocks = self.entry_blocks = len(self.weights.blocks)
         self._preparation = self.preparation(
             facts,
             sampler,
@@ -189,7 +189,8 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         recorded = self.weights.graphs is not None
         return counted_work(self.facts, height, width, recorded=recorded)
 
-    def counted(self, job: EditJob, *, text: bool = True) -> Totals:
+    def counted(self, job: EditJob, own: OwnPlan | None = None) -> Totals:
+        text = own is None or not own.text
         _, height, width = job.moments.shape
         prompts = [each for each in (job.conditioning, job.negative) if each is not None]
         active = (float(self.tokens(job).active),)
@@ -264,10 +265,13 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             outside = OwnOutside(rest.latents, rest.condition, rest.blend, clean, context)
             row.inactive = FlowInactive(active, index, outside, image[index], ready.selection)
             row.cis = torch.cat((text, image[active]))
-            row.own, row.recorded = OwnAnchors(plan, self.blocks), False
+            row.own, row.recorded = OwnAnchors(plan), False
             if row.negative is not None:
-                row.negative = replace(row.negative, own=OwnAnchors(plan, self.blocks))
+                row.negative = replace(row.negative, own=OwnAnchors(plan))
             return row
+
+    def anchored_bytes(self, job: EditJob) -> int:
+        return 0
 
     def priming_row(
         self,

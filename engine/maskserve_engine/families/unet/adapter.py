@@ -48,6 +48,7 @@ from maskserve_engine.families.unet.rows import (
     UnetRow,
 )
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
+from maskserve_engine.families.unet.surroundings import RingRoom
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.stages.loader import held_bytes
@@ -101,6 +102,8 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         self._places = places_of(model)
         counted = self._make_work(1, 1)
         self.blocks, self._maps = len(counted.blocks), len(counted.maps)
+        self._own_maps = unet_work(facts.denoiser, 1, 1, halo=1).maps
+        self.entry_blocks = self.blocks + (self._maps + 1 if self._maps else 0)
         self.work = lru_cache(maxsize=64)(self._make_work)
         self._preparation = UnetPreparation(
             facts,
@@ -147,11 +150,11 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         side = self.facts.dense_sides and active.cover_a_side
         return TokenCounts(len(active.levels[0]), height * width, side)
 
-    def counted(self, job: EditJob, *, text: bool = True) -> Totals:
+    def counted(self, job: EditJob, own: OwnPlan | None = None) -> Totals:
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
         passes = [each for each in (job.conditioning, job.negative) if each is not None]
-        rows = [active.row(len(each["prompt_embeds"])) for each in passes]
+        rows = [active.row(len(each["prompt_embeds"]), own=own is not None) for each in passes]
         return self.work(height, width).totals(rows)
 
     def batch_key(self, job: EditJob) -> Hashable:
@@ -201,8 +204,22 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             ready = self._preparation.prepared(job)
             return self._row(job, ready.inputs, self._inactive(job, noise_seed))
 
-    def anchored_row(self, job: EditJob, plan: OwnPlan) -> Any:
-        raise AssertionError("no edit of a UNet has anchors of its own (ModelFacts.own_stride)")
+    def anchored_row(self, job: EditJob, plan: OwnPlan) -> UnetRow:
+        with torch.inference_mode():
+            ready, seed = self._preparation.prepared(job), job.request.template_noise_seed
+            inactive = replace(
+                self._inactive(job, seed), tile=ready.active.own_tile, kept=self._own_maps
+            )
+            return self._row(job, ready.inputs, inactive, plan)
+
+    def anchored_bytes(self, job: EditJob) -> int:
+        """What is read round its tile, as it is, changes and lies in the next step; and answers."""
+        tile, (channels, height, width) = self._preparation.active(job).own_tile, job.moments.shape
+        answers = 2 * (channels // 2) * height * width * self.dtype.itemsize
+        if tile is None:
+            return answers
+        passes = 1 if job.negative is None else 2
+        return answers + 3 * RingRoom.bytes_of(tile, self._own_maps, passes, self.dtype)
 
     def priming_row(
         self,
@@ -338,7 +355,11 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         return self._preparation.inactive(job, noise_seed, work, self.entry_halves)
 
     def _row(
-        self, job: EditJob, inputs: UnetInputs, inactive: UnetInactive | None = None
+        self,
+        job: EditJob,
+        inputs: UnetInputs,
+        inactive: UnetInactive | None = None,
+        plan: OwnPlan | None = None,
     ) -> UnetRow:
         """A row of what lies in host memory as yet."""
         levels = () if inactive is None else inactive.selection.levels
@@ -362,6 +383,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             condition=inputs.start.condition,
             blend=inputs.start.blend,
             inactive=inactive,
+            plan=plan,
         )
 
     def prompt(self, given: Conditioning, job: EditJob) -> UnetPrompt:

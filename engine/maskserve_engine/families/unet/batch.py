@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.graphs import UnetStep
 from maskserve_engine.families.unet.latents import PackedLatents, latents_ahead
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
+from maskserve_engine.families.unet.stack import StackCapture
 from maskserve_engine.families.unet.weights import UnetWeights
 
 Row = UnetRow | UnetPrimingRow
@@ -149,7 +149,10 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def _recorded(self, model: UnetWeights) -> bool:
         """Whether the steps of these rows may be recorded."""
         return model.graphs is not None and not any(
-            isinstance(row, UnetPrimingRow) or row.adapters or row.control is not None
+            isinstance(row, UnetPrimingRow)
+            or row.adapters
+            or row.control is not None
+            or row.captures
             for row in self.rows
         )
 
@@ -175,11 +178,17 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             [self._by_step] = to_device([self._by_step], device)
         return self._by_step[self.rows[0].step - self._begin]
 
-    def _captures(self) -> list[tuple[int, int, Any]]:
-        """(first pass, behind its last pass, recorder) of each priming row."""
-        found, first = [], 0
+    def _captures(self) -> list[tuple[int, int, StackCapture]]:
+        """(first pass, behind its last pass, capture) of what rows keep of this step: a priming
+        row of all its passes, one at an anchor of its own of each.
+        """
+        found: list[tuple[int, int, StackCapture]] = []
+        first = 0
         for row, count in zip(self._order, self._passes, strict=True):
             if isinstance(row, UnetPrimingRow):
                 found.append((first, first + count, row.capture))
+            else:
+                each = enumerate(row.captures, start=first)
+                found += [(number, number + 1, own) for number, own in each]
             first += count
         return found

@@ -171,6 +171,9 @@ class KeptTokens:
     def end(self, block: int, output: Tensor) -> None:
         self._keep(block, "end", output)
 
+    def map(self, number: int, x: Tensor, groups: int) -> None:
+        """Convolutions run on the whole picture."""
+
     def source(self, block: int, part: str) -> KvSource:
         """Of the inactive tokens alone, in the order of their ids."""
         return self._sources[block, part]

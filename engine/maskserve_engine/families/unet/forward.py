@@ -16,10 +16,8 @@ from maskserve_engine.batch.graphs import AtOnce
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
-from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, StackCapture, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
@@ -422,13 +420,12 @@ class _Walk:
         return module if taken is None else taken
 
     def _site(self, x: Maps) -> Site:
-        """Where the next feature map is read, which priming rows keep."""
+        """Where the next feature map is read, which some rows keep."""
         site = Site(self.map, self.level)
         self.map += 1
-        for begin, end, recorder in self.captures:
-            if isinstance(recorder, Recorder) and recorder.maps:
-                # Priming rows have no tile: they are among the first canvas's.
-                _keep(recorder, x[0][begin:end], self.groups)
+        for begin, end, capture in self.captures:
+            # Rows that compute all tokens have no tile: they are among the first canvas's.
+            capture.map(site.number, x[0][begin:end], self.groups)
         return site
 
 
@@ -436,13 +433,3 @@ def _timed(layers: Mapping[Any, Callable[..., Tensor]], module: Any, x: Tensor) 
     """[P, C] what a layer, or what passes have in its place, makes of the timesteps' [P, in]."""
     own = layers.get(module)
     return module(x) if own is None else own(x, [(p, p + 1) for p in range(len(x))])
-
-
-def _keep(recorder: Recorder, x: Tensor, groups: int) -> None:
-    """Have a priming row keep its feature map [halves, C, h, w], and its groups' moments as they
-    are once it is stored.
-    """
-    stored = recorder.map(x.permute(0, 2, 3, 1).flatten(0, 2))
-    back = stored.unflatten(0, (len(x), *x.shape[2:])).permute(0, 3, 1, 2)
-    moments = Moments.of(back, groups)
-    recorder.moments(torch.cat((moments.mean, moments.variance), dim=1))

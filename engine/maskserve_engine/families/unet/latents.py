@@ -57,6 +57,9 @@ class PackedLatents:
         if self._guided:  # a row that is not is led away from its own answer, by nothing
             away = torch.stack([own[-1] for own in answers])
             answer = away + self._guides * (answer - away)
+        if any(row.foretold is not None for row in self._rows):
+            own = zip(self._rows, answer, strict=True)
+            answer = torch.stack([row.beside(given) for row, given in own])
         self._state = self._moved(answer, self._at)
         for row, *moved in zip(self._rows, self._state, self._taken, answer, strict=True):
             row.advance(*moved)
@@ -143,8 +146,8 @@ class _Images(NamedTuple):
 
 
 def _template(row: UnetRow) -> _Images | None:
-    """What a cached row's inactive tokens are pinned to."""
-    own = row.inactive
+    """What the inactive tokens of a row that reads entries are pinned to."""
+    own = None if row.plan is not None else row.inactive
     return None if own is None else _Images(own.mask, own.template.clean, own.template.noise)
 
 

@@ -10,18 +10,21 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.planning.flops import FeatureMap
-from maskserve_engine.batch.own_anchors import Entry
+from maskserve_engine.batch.own_anchors import Entry, OwnPlan
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.transfer import HostCopy
-from maskserve_engine.cache.entries import AnchorEntry, Recorder
+from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.control import RowControl
+from maskserve_engine.families.unet.captures import UnetAnchors, UnetRecorder
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
+from maskserve_engine.families.unet.foretold import Line, OwnSurroundings
 from maskserve_engine.families.unet.forward import PassInput
-from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
-from maskserve_engine.families.unet.surroundings import Surroundings
+from maskserve_engine.families.unet.sampler import TRAINED_STEPS, NoiseLevels, UnetSchedule
+from maskserve_engine.families.unet.stack import StackCapture
+from maskserve_engine.families.unet.surroundings import Surroundings, TemplateSurroundings
 from maskserve_engine.families.unet.tile import Ids, Tile
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
@@ -101,6 +104,17 @@ class CachedRest:
         return self._wanted[-1][-1]
 
 
+@dataclass(frozen=True, slots=True)
+class AnchoredRest:
+    """`stack.InactivePassTokens` of a pass of a row between its own anchors."""
+
+    row: UnetRow
+    own: UnetAnchors
+
+    def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
+        return replace(self.own.source(block, self.row.sigma, part), ids=wanted)
+
+
 @dataclass(slots=True)
 class UnetRow:
     """One edit inside the running batch."""
@@ -120,6 +134,8 @@ class UnetRow:
     adapters: Adapters = ()
     inactive: UnetInactive | None = None
     """None for a dense row."""
+    plan: OwnPlan | None = None
+    """Of its anchors, where it reads what its own dense steps leave."""
     entry: Entry | None = None
     """What its next step reads; None: the step computes every token."""
     surroundings: Surroundings | None = field(init=False, default=None)
@@ -127,18 +143,53 @@ class UnetRow:
     step: int = 0
     answer: Tensor | None = None
     """[C, h, w] of the model in the last step, guided."""
+    anchors: tuple[UnetAnchors, ...] = field(init=False, default=())
+    """Of each pass, where it has a plan."""
+    foretold: Line | None = field(init=False, default=None)
+    """[C, h, w] of the model's answers at its anchors, where others compute a tile alone."""
     _taken: Tensor | None = None
 
     def __post_init__(self) -> None:
-        inactive = self.inactive
-        if inactive is not None and inactive.tile is not None:
-            self.surroundings = Surroundings(
-                inactive.tile,
-                inactive.maps,
-                inactive.kept,
-                inactive.template.clean.dtype,
+        if self.inactive is None:
+            return
+        if self.plan is not None:
+            self._anchor(self.plan, self.inactive)
+        elif self.inactive.tile is not None:
+            self.surroundings = TemplateSurroundings(
+                self.inactive.tile,
+                self.inactive.maps,
+                self.inactive.kept,
+                self.inactive.template.clean.dtype,
                 lambda: self.entry,
             )
+
+    def _anchor(self, plan: OwnPlan, inactive: UnetInactive) -> None:
+        """Have anchors of its own."""
+        passes, around = 1 if self.guidance is None else 2, None
+        if inactive.tile is not None:
+            dtype = inactive.template.clean.dtype
+            around = OwnSurroundings(inactive.tile, inactive.kept, passes, dtype, self._now)
+            self.surroundings, self.foretold = around, Line()
+        self.anchors = tuple(
+            [
+                UnetAnchors(plan, number, inactive.selection, inactive.halves, around)
+                for number in range(passes)
+            ]
+        )
+
+    def _now(self) -> tuple[int, float]:
+        """The next step, and how far along their lines it finds what its anchors have left."""
+        return self.step, self.anchors[0].weight(self.sigma)
+
+    @property
+    def own(self) -> UnetAnchors | None:
+        """Of its first pass (`own_anchors.AnchoredRow`)."""
+        return self.anchors[0] if self.anchors else None
+
+    @property
+    def captures(self) -> list[StackCapture]:
+        """What sees each of its passes in the next step."""
+        return [] if self.entry is not None else [each.at(self.step) for each in self.anchors]
 
     @property
     def steps(self) -> int:
@@ -152,6 +203,11 @@ class UnetRow:
     @property
     def timestep(self) -> float:
         return self.schedule.timesteps[self.step]
+
+    @property
+    def sigma(self) -> float:
+        """The share of all noise that the next step's timestep stands for."""
+        return self.timestep / TRAINED_STEPS
 
     @property
     def timesteps_ahead(self) -> Sequence[float]:
@@ -197,7 +253,9 @@ class UnetRow:
                 each.text,
                 each.added,
                 self.active,
-                CachedRest(self, min(number, inactive.halves - 1)),
+                AnchoredRest(self, self.anchors[number])
+                if self.anchors
+                else CachedRest(self, min(number, inactive.halves - 1)),
                 self.surroundings,
                 own,
             )
@@ -213,7 +271,29 @@ class UnetRow:
             answer: [C, h, w] guided.
         """
         self.state, self._taken, self.answer = state, taken, answer
+        if self.anchors and self.entry is None:
+            for each in self.anchors:
+                each.passed(self.sigma)
+            if isinstance(self.surroundings, OwnSurroundings) and self.foretold is not None:
+                self.surroundings.passed()
+                self.foretold.passed(answer)
         self.step += 1
+
+    def beside(self, answer: Tensor) -> Tensor:
+        """[C, h, w] the model's answer, and where the step did not compute any what its anchors
+        foretell.
+
+        Args:
+            answer: [C, h, w] guided.
+        """
+        inactive = self.inactive
+        if self.foretold is None or self.entry is None or inactive is None:
+            return answer
+        assert inactive.tile is not None
+        box, (_, weight) = inactive.tile[0].box, self._now()
+        out = self.foretold.at(weight).clone()
+        box.cut(out).copy_(box.cut(answer))
+        return out
 
     def estimate(self) -> HostCopy:
         """[C, h, w] the latents that the last step's answer expects in the end."""
@@ -250,11 +330,11 @@ class UnetPrimingRow:
     """Always None: it computes every token."""
     adapters: Adapters = ()
     step: int = 0
-    capture: Recorder = field(init=False)
+    capture: UnetRecorder = field(init=False)
     _done: list[AnchorEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.capture = Recorder(self.kinds, self.format, self.maps)
+        self.capture = UnetRecorder(self.kinds, self.format, self.maps)
 
     def change_prompts(self, change: Callable[[UnetPrompt], UnetPrompt]) -> None:
         """Of all its passes."""
@@ -278,7 +358,7 @@ class UnetPrimingRow:
 
     def sample(self) -> Tensor:
         """[in_channels, h, w] the template noised to the next anchor."""
-        self.capture = Recorder(self.kinds, self.format, self.maps)
+        self.capture = UnetRecorder(self.kinds, self.format, self.maps)
         return self.template.at(self.timestep)
 
     def advance(self, answers: Tensor) -> None:

@@ -61,10 +61,16 @@ class InactivePassTokens(Protocol):
 
 
 class StackCapture(Capture, Protocol):
-    """Sees what a stack hands on, too."""
+    """Sees what a stack hands on, too, and the feature maps between them."""
 
     def end(self, block: int, output: Tensor, /) -> None:
         """[tokens, width] behind the stack that ends with `block`; only valid during the call."""
+        ...
+
+    def map(self, number: int, x: Tensor, groups: int, /) -> None:
+        """[passes, C, h, w] of the map `number`, where a norm of so many groups or a strided
+        convolution reads it; only valid during the call.
+        """
         ...
 
 

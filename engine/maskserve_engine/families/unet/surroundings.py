@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,16 +62,8 @@ class RingRoom:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.places: dict[RingRead, tuple[int, int]] = {}
+        self.places, rings, moments = self._laid_out(tile, maps, halves)
         """Of each read, where its ring and its moments begin."""
-        rings = moments = 0
-        for number, kept in enumerate(maps):
-            if not tile[kept.level].near.whole:
-                self.places[RingRead(number, kept.level, kept.strided)] = rings, moments
-                rings += (
-                    halves * kept.width * len(tile[kept.level].frame(strided=kept.strided).ring)
-                )
-                moments += 0 if kept.strided else 2 * halves * kept.groups
         self.rings = torch.empty(rings, dtype=dtype, device=device)
         self.moments = torch.empty(moments, device=device)
         self.around: dict[RingRead, Around] = {}
@@ -86,11 +79,81 @@ class RingRoom:
                 rest = Moments(math.prod(place.size) - place.box.area, mean, variance)
             self.around[read] = Around(own, rest)
 
+    @staticmethod
+    def _laid_out(
+        tile: Tile, maps: Sequence[FeatureMap], halves: int
+    ) -> tuple[dict[RingRead, tuple[int, int]], int, int]:
+        """Where rings and moments begin, and how many numbers there are of both."""
+        places: dict[RingRead, tuple[int, int]] = {}
+        rings = moments = 0
+        for number, kept in enumerate(maps):
+            if not tile[kept.level].near.whole:
+                places[RingRead(number, kept.level, kept.strided)] = rings, moments
+                ring = tile[kept.level].frame(strided=kept.strided).ring
+                rings += halves * kept.width * len(ring)
+                moments += 0 if kept.strided else 2 * halves * kept.groups
+        return places, rings, moments
 
-class Surroundings:
-    """A row's tile, and what it reads around it. That is taken from the feature maps once for as
-    long as the row reads the same entry: of all maps by one kernel, where they have all arrived on
-    a device that has it; else map by map, as the step comes to them.
+    @classmethod
+    def bytes_of(
+        cls, tile: Tile, maps: Sequence[FeatureMap], halves: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of one."""
+        _, rings, moments = cls._laid_out(tile, maps, halves)
+        return rings * dtype.itemsize + moments * torch.float32.itemsize
+
+
+class Surroundings(ABC):
+    """A row's tile, and what its next step reads round it.
+
+    Args:
+        tile: of the row.
+    """
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+
+    @property
+    def shapes(self) -> Hashable:
+        """All that the shapes of what is computed and read follow from, but for the halves of what
+        is read.
+        """
+        return tuple([level.box.shape for level in self.tile])
+
+    @property
+    @abstractmethod
+    def entry(self) -> object:
+        """Another object where something else is read."""
+
+    @abstractmethod
+    def around(self, number: int, level: int, *, strided: bool) -> Around | None:
+        """Of the feature map `number`; None: the box is the whole picture.
+
+        Raises:
+            EntryLost: as `Handle.wait`.
+        """
+
+    @abstractmethod
+    def read(self) -> Mapping[RingRead, Around]:
+        """What was read in this step."""
+
+    @abstractmethod
+    def room(self) -> RingRoom:
+        """For what is read; something has been."""
+
+    @abstractmethod
+    def read_all(self, room: RingRoom) -> bool:
+        """Read all of this step into `room` by few kernels; False if there are none.
+
+        Raises:
+            EntryLost: as `Handle.wait`.
+        """
+
+
+class TemplateSurroundings(Surroundings):
+    """Of a row that reads entries. What it reads is taken from their feature maps once for as long
+    as that is the same entry: of all maps by one kernel, where they have all arrived on a device
+    that has it; else map by map, as the step comes to them.
 
     Args:
         tile: of the row.
@@ -108,20 +171,13 @@ class Surroundings:
         dtype: torch.dtype,
         entry: Callable[[], Entry | None],
     ) -> None:
-        self.tile = tile
+        super().__init__(tile)
         self._maps, self._kept, self._dtype, self._entry = maps, kept, dtype, entry
         self._of: Handle | None = None
         self._moments: Coded
         """[maps · halves, 2 · groups] of all maps of that entry."""
         self._around: dict[RingRead, Around] = {}
         self._room: RingRoom | None = None
-
-    @property
-    def shapes(self) -> Hashable:
-        """All that the shapes of what is computed and read follow from, but for an entry's
-        halves.
-        """
-        return tuple([level.box.shape for level in self.tile])
 
     @property
     def entry(self) -> Handle:
@@ -131,11 +187,6 @@ class Surroundings:
         return entry
 
     def around(self, number: int, level: int, *, strided: bool) -> Around | None:
-        """Of the feature map `number`; None: the box is the whole picture.
-
-        Raises:
-            EntryLost: as `Handle.wait`.
-        """
         entry, place = self.entry, self.tile[level]
         if self._of is not entry:
             self._turn_to(entry)
@@ -146,21 +197,14 @@ class Surroundings:
             self._around[read] = self._read(entry, read)
         return self._around[read]
 
-    def read(self) -> dict[RingRead, Around]:
-        """What was read of this step's entry."""
+    def read(self) -> Mapping[RingRead, Around]:
         return self._around
 
     def room(self) -> RingRoom:
-        """For what is read of an entry; one has been read."""
         halves, device = len(self._moments.data) // len(self._maps), self._moments.data.device
         return RingRoom(self.tile, self._kept, halves, self._dtype, device)
 
     def read_all(self, room: RingRoom) -> bool:
-        """Read all of this step's entry into `room` by one kernel; False if there is none.
-
-        Raises:
-            EntryLost: as `Handle.wait`.
-        """
         entry = self.entry
         ((totals,), _) = entry.wait_whole(self._maps.stop, "map")
         device = totals.data.device
@@ -246,7 +290,7 @@ class HeldSurroundings:
         self.tile, self.shapes = mapped(of.tile, Tensor.clone), of.shapes
         self._room = of.room()
         self._copy(of)
-        self._of: Callable[[], Handle | None] = weakref.ref(of.entry)
+        self._of: Callable[[], object] = weakref.ref(of.entry)
 
     def around(self, number: int, level: int, *, strided: bool) -> Around | None:
         return self._room.around.get(RingRead(number, level, strided))

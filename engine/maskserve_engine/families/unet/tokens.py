@@ -14,6 +14,11 @@ from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
 
+OWN_HALO = 1
+"""Positions round the mask's box that rows with anchors of their own convolve, where `[cache]
+conv_halo` names none. What lies round a tile is foretold as tokens are, and holds better than to
+convolve the whole picture between tokens that are computed and others that are foretold."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActiveTokens:
@@ -23,6 +28,8 @@ class ActiveTokens:
     """Level → [n] ids, ascending."""
     tile: Tile | None
     """Where convolutions are computed; None: on the whole picture."""
+    own_tile: Tile | None
+    """The same of a row with anchors of its own, which always has one; None: nothing is masked."""
     cover_a_side: bool
     """Whether those of level 0 cover a whole side of the picture."""
 
@@ -50,17 +57,24 @@ class ActiveTokens:
         ids = active_tokens_per_level(mask, token_pixels, range(levels), ring)
         height, width = (side // token_pixels for side in mask.shape)
         side = cover_a_side(ids[0], height, width)
-        if not halo or not len(ids[0]):  # of a template that is only to be primed
-            return cls(ids, None, side)
+        if not len(ids[0]):  # of a template that is only to be primed
+            return cls(ids, None, None, side)
         sizes = level_sizes(height, width, levels)
-        return cls(ids, tile_of(ids, sizes, halo, buckets=buckets), side)
+        own = tile_of(ids, sizes, halo or OWN_HALO, buckets=buckets)
+        return cls(ids, own if halo else None, own, side)
 
-    def row(self, text: int) -> RowTokens:
-        """What a pass with so many text tokens is counted as."""
+    def row(self, text: int, *, own: bool = False) -> RowTokens:
+        """What a pass with so many text tokens is counted as.
+
+        Args:
+            text: its text tokens.
+            own: whether its row has anchors of its own.
+        """
         active = tuple(float(len(ids)) for ids in self.levels.values())
-        if self.tile is None:
+        tile = self.own_tile if own else self.tile
+        if tile is None:
             return RowTokens(active, float(text))
-        convolved = tuple(float(level.box.area) for level in self.tile)
+        convolved = tuple(float(level.box.area) for level in tile)
         return RowTokens(active, float(text), convolved)
 
     def selection(self, work: ModelWork, halves: int) -> Selection:

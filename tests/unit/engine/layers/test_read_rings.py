@@ -21,7 +21,7 @@ from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet import surroundings as module
 from maskserve_engine.families.unet.moments import Moments
-from maskserve_engine.families.unet.surroundings import Surroundings
+from maskserve_engine.families.unet.surroundings import TemplateSurroundings
 from maskserve_engine.families.unet.tile import tile_of
 
 for format, seed in itertools.product(("model", "int8", "float8", "int4"), range(3)):
@@ -77,7 +77,7 @@ for format, seed in itertools.product(("model", "int8", "float8", "int4"), range
         for fused in (False, True):
             module.has_kernels = lambda device: fused
             module.missing_kernel = lambda device, format: None
-            around = Surroundings(tile, range(len(kept)), kept, dtype, lambda: entry)
+            around = TemplateSurroundings(tile, range(len(kept)), kept, dtype, lambda: entry)
             read = [around.around(n, each.level, strided=each.strided)
                     for n, each in enumerate(kept)]
             found.append(read)

@@ -1,0 +1,133 @@
+"""What a row with anchors of its own takes the picture round its tile for, between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from maskserve_core.planning.flops import FeatureMap
+from maskserve_engine.families.unet.moments import Moments
+from maskserve_engine.families.unet.surroundings import Around, RingRead, RingRoom, Surroundings
+from maskserve_engine.families.unet.tile import Tile
+
+
+class Line:
+    """A tensor that each anchor leaves: between anchors it goes on as it has changed."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+        self._change: Tensor | None = None
+
+    def passed(self, new: Tensor) -> None:
+        """An anchor has left it; kept."""
+        self._change = None if self._last is None else new - self._last
+        self._last = new
+
+    def at(self, weight: float, out: Tensor | None = None) -> Tensor:
+        """So many times its change behind the last anchor."""
+        assert self._last is not None, "the first step is an anchor"
+        if self._change is not None:
+            return torch.add(self._last, self._change, alpha=weight, out=out)
+        return self._last if out is None else out.copy_(self._last)
+
+
+@dataclass(eq=False)
+class _Moment:
+    """Stands for what a row's step reads: another one at each step."""
+
+    step: int
+
+
+class OwnSurroundings(Surroundings):
+    """Of a row with anchors of its own.
+
+    Args:
+        tile: of the row.
+        kept: feature maps of the model, in the order they are read.
+        passes: of the row.
+        dtype: of the model.
+        now: the row's next step, and the weight of changes in it.
+    """
+
+    def __init__(
+        self,
+        tile: Tile,
+        kept: Sequence[FeatureMap],
+        passes: int,
+        dtype: torch.dtype,
+        now: Callable[[], tuple[int, float]],
+    ) -> None:
+        super().__init__(tile)
+        self._kept, self._passes, self._dtype, self._now = kept, passes, dtype, now
+        self._rings, self._moments = Line(), Line()
+        self._new: RingRoom | None = None
+        """What the anchor that is being taken leaves."""
+        self._here: RingRoom | None = None
+        """As of `_moment`."""
+        self._moment: _Moment | None = None
+
+    def see(self, number: int, map: int, x: Tensor, groups: int) -> None:
+        """Keep what is read round the tile of a feature map, at an anchor.
+
+        Args:
+            number: of the pass.
+            map: number of the feature map.
+            x: [C, h, w] of the whole picture.
+            groups: of the norm that reads it.
+        """
+        self._device = x.device
+        self._new = self._new or self.room()
+        kept = self._kept[map]
+        around = self._new.around.get(RingRead(map, kept.level, kept.strided))
+        if around is None:
+            return
+        place, x = self.tile[kept.level], x[None]
+        frame = place.frame(strided=kept.strided)
+        around.ring[number] = frame.region.cut(x).flatten(2).index_select(2, frame.ring)[0]
+        if around.outside is not None:
+            outside = Moments.of(x, groups) - Moments.of(place.box.cut(x), groups)
+            around.outside.mean[number] = outside.mean[0]
+            around.outside.variance[number] = outside.variance[0]
+
+    def passed(self) -> None:
+        """The row has taken an anchor's step."""
+        assert self._new is not None, "an anchor sees all maps"
+        self._rings.passed(self._new.rings)
+        self._moments.passed(self._new.moments)
+        self._new = self._moment = None
+
+    @property
+    def entry(self) -> object:
+        return self._turned()
+
+    def around(self, number: int, level: int, *, strided: bool) -> Around | None:
+        self._turned()
+        return self.read().get(RingRead(number, level, strided))
+
+    def read(self) -> dict[RingRead, Around]:
+        assert self._here is not None
+        return dict(self._here.around)
+
+    def room(self) -> RingRoom:
+        return RingRoom(self.tile, self._kept, self._passes, self._dtype, self._device)
+
+    def read_all(self, room: RingRoom) -> bool:
+        _, weight = self._now()
+        self._rings.at(weight, room.rings)
+        self._moments.at(weight, room.moments)
+        for around in room.around.values():
+            if around.outside is not None:
+                around.outside.variance.clamp_min_(0.0)
+        return True
+
+    def _turned(self) -> _Moment:
+        """Have all that the row's next step reads."""
+        step, _ = self._now()
+        if self._moment is None or self._moment.step != step:
+            self._here = self._here or self.room()
+            self.read_all(self._here)
+            self._moment = _Moment(step)
+        return self._moment
