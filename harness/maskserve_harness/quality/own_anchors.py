@@ -44,7 +44,7 @@ class OwnChoice:
 
 
 def choices(steps: int, *, joint: bool) -> list[OwnChoice]:
-    """Those that are compared at so many steps; the last two are the rivals.
+    """Those that are compared at so many steps, the default first; `reach` makes the rivals.
 
     Args:
         steps: of every edit.
@@ -58,18 +58,18 @@ def choices(steps: int, *, joint: bool) -> list[OwnChoice]:
         sets = [tuple(range(0, steps, max(1, round(share * steps)))) for share in
                 (0.5, 0.35, 0.25, 0.2)]  # fmt: skip
         sets.insert(0, (0,))
-    middle = sets[len(sets) // 2]
+    middle = sets[len(sets) // 2 if joint else -2]
     if joint:
         others = [OwnChoice(middle, text=False)]
     else:
-        middle = sets[-2]
-        others = [OwnChoice(middle, halo=halo) for halo in (4, 64)]
+        others = [OwnChoice(middle, halo=halo) for halo in (64, 4)]
     return [
-        *[OwnChoice(each) for each in sets],
+        *[OwnChoice(middle, ring=ring) for ring in (1, 2)],
+        *[OwnChoice(each) for each in sets if each != middle],
+        *[OwnChoice(middle, reach=reach) for reach in (0.0, 2.0)],
         *others,
         *[OwnChoice(middle, format=format) for format in ("model", "int4")],
-        *[OwnChoice(middle, ring=ring) for ring in (0, 2)],
-        *[OwnChoice(middle, reach=reach) for reach in (0.0, 2.0)],
+        OwnChoice(middle, ring=0),
     ]
 
 

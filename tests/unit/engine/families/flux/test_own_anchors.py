@@ -4,7 +4,6 @@ is given what two anchors foretell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import assert_equal
+from tests.support.own_rows import plan, result, row_of, run
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
@@ -43,34 +41,12 @@ def adapter(config: Config) -> FluxAdapter:
     return adapter
 
 
-def plan(*dense: int, text: bool = True, format: str = "model") -> OwnPlan:
-    return OwnPlan(frozenset(dense), format, text)
-
-
 def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
     rng = np.random.default_rng(seed)
     if encoder.facts.true_cfg and seed % 2:
         settings = {**guided(rng), **settings}
     case = random_case(rng, **{"num_inference_steps": 7, "strength": 1.0, **settings})
     return encode_case(encoder, case, f"edit-{seed}")
-
-
-def run(adapter: FluxAdapter, rows: Sequence[Any], plans: Sequence[OwnPlan | None]) -> None:
-    """All steps of rows, together; those without a plan are dense."""
-    readers = [OwnReader(row, adapter.blocks) for row in rows]
-    kinds = plan_of_kinds(("kv",) * adapter.blocks)
-    while any(row.step < row.steps for row in rows):
-        live = [(row, own, reader) for row, own, reader in zip(rows, plans, readers, strict=True)
-                if row.step < row.steps]  # fmt: skip
-        reads: Any = [None if own is None or row.step in own.dense else reader.turn_to(row.step)
-                      for row, own, reader in live]  # fmt: skip
-        adapter.step([row for row, _, _ in live], kinds if any(reads) else None, reads)
-
-
-def result(adapter: FluxAdapter, job: EditJob, own: OwnPlan | None) -> Any:
-    row = adapter.dense_row(job) if own is None else adapter.anchored_row(job, own)
-    run(adapter, [row], [own])
-    return row.result().array()
 
 
 def computed(adapter: FluxAdapter, job: EditJob, latents: Any) -> Any:
@@ -113,8 +89,7 @@ def test_rows_do_not_depend_on_their_batch(
              plan(0, 3, 5, text=text)]  # fmt: skip
 
     def rows() -> list[Any]:
-        return [adapter.dense_row(job) if own is None else adapter.anchored_row(job, own)
-                for job, own in zip(jobs, plans, strict=True)]  # fmt: skip
+        return [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
 
     together = rows()
     run(adapter, together, plans)

@@ -1,0 +1,138 @@
+"""diffusers' UNet whose tokens and maps outside of a mask are what two dense steps foretell, the
+slow way: all of everything is computed, and what was not to be computed is put aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+
+class ForetoldUnet:
+    """Hooks of a UNet2DConditionModel that is called once per step.
+
+    Args:
+        model: the UNet.
+        active: level → ids of the tokens that are computed at each step.
+        dense: steps that compute all.
+        halo: positions round the box of the active tokens that are convolved at each step.
+        shape: (height, width) of the latents.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        active: Mapping[int, NDArray[np.int64]],
+        dense: set[int],
+        halo: int,
+        shape: tuple[int, int],
+    ) -> None:
+        self.dense, self.step, self.timestep = dense, -1, 0.0
+        self.seen: dict[str, list[tuple[float, Tensor]]] = {}
+        self.idle: dict[int, Tensor] = {}
+        self.boxes: dict[tuple[int, int], Tensor] = {}
+        for level, ids in active.items():
+            size = (-(-shape[0] // 2**level), -(-shape[1] // 2**level))
+            idle = torch.ones(size[0] * size[1], dtype=torch.bool)
+            idle[torch.from_numpy(ids)] = False
+            self.idle[len(idle)] = idle
+            rows, columns = np.divmod(ids, size[1])
+            box = torch.zeros(size, dtype=torch.bool)
+            top, left = max(0, rows.min() - halo), max(0, columns.min() - halo)
+            box[top : rows.max() + 1 + halo, left : columns.max() + 1 + halo] = True
+            self.boxes[size] = box
+        self._hook(model)
+
+    @property
+    def anchor(self) -> bool:
+        return self.step in self.dense
+
+    def line(self, name: str, now: Tensor) -> Tensor:
+        """What stands for a tensor: at an anchor itself, else what the last two foretell."""
+        seen = self.seen.setdefault(name, [])
+        if self.anchor:
+            seen.append((self.timestep, now.clone()))
+            return now
+        (before, first), (last, second) = (seen * 2)[-2:] if len(seen) < 2 else seen[-2:]
+        times = 0.0 if before == last else (last - self.timestep) / (before - last)
+        return second + times * (second - first)
+
+    def _hook(self, model: Any) -> None:
+        from diffusers.models.transformers.transformer_2d import Transformer2DModel
+
+        for name, module in model.named_modules():
+            if name.endswith("attn1"):
+                module.to_k.register_forward_hook(self._tokens(f"{name}.k"))
+                module.to_v.register_forward_hook(self._tokens(f"{name}.v"))
+            elif isinstance(module, Transformer2DModel):
+                module.register_forward_hook(self._stack(name), with_kwargs=True)
+            elif isinstance(module, nn.GroupNorm):
+                module.register_forward_hook(self._norm(name))
+            elif isinstance(module, nn.Conv2d) and module.stride == (2, 2):
+                module.register_forward_pre_hook(self._strided(name))
+        whole = model.forward
+
+        def forward(sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
+            self.step, self.timestep = self.step + 1, float(timestep)
+            (answer,) = whole(sample, timestep, *args, **{**named, "return_dict": False})
+            box = self.boxes[tuple(answer.shape[2:])]
+            return (torch.where(box, answer, self.line("answer", answer)),)
+
+        model.forward = forward
+
+    def _tokens(self, name: str) -> Any:
+        def hook(_: Any, __: Any, out: Tensor) -> Tensor:
+            foretold, idle = self.line(name, out), self.idle[out.shape[1]]
+            return torch.where(idle[:, None], foretold, out)
+
+        return hook
+
+    def _stack(self, name: str) -> Any:
+        def hook(_: Any, args: Any, named: Any, out: Any) -> Any:
+            x = args[0] if args else named["hidden_states"]
+            changed = x + self.line(name, out[0] - x)
+            idle = self.idle[x.shape[2] * x.shape[3]].view(x.shape[2:])
+            return (torch.where(idle, changed, out[0]),)
+
+        return hook
+
+    def _norm(self, name: str) -> Any:
+        """By the means and variances of the box and of what is foretold of those outside."""
+
+        def hook(norm: nn.GroupNorm, args: Any, out: Tensor) -> Tensor:
+            x = args[0]
+            tokens = x.dim() == 3  # diffusers' stacks may normalise a map that is laid flat
+            assert not tokens
+            box = self.boxes[tuple(x.shape[2:])]
+            if bool(box.all()):
+                return out
+            mixed = torch.where(box, x, self.line(name, x))
+            inside, outside = (
+                x.unflatten(1, (norm.num_groups, -1))[..., where].flatten(2).double()
+                for where in (box, ~box)
+            )
+            moments = torch.stack((outside.mean(2), outside.var(2, correction=0)))
+            mean, variance = self.line(f"{name}.moments", moments)
+            variance = variance.clamp_min(0)
+            share = float(box.sum()) / box.numel()
+            both = share * inside.mean(2) + (1 - share) * mean
+            square = share * (inside**2).mean(2) + (1 - share) * (variance + mean**2)
+            grouped = mixed.unflatten(1, (norm.num_groups, -1)).double()
+            at = (slice(None), slice(None), None, None, None)
+            normed = (grouped - both[at]) / (square - both**2 + norm.eps)[at].sqrt()
+            flat = normed.flatten(1, 2).to(x.dtype)
+            return flat * norm.weight[:, None, None] + norm.bias[:, None, None]
+
+        return hook
+
+    def _strided(self, name: str) -> Any:
+        def hook(_: Any, args: Any) -> Any:
+            box = self.boxes[tuple(args[0].shape[2:])]
+            return (torch.where(box, args[0], self.line(name, args[0])), *args[1:])
+
+        return hook
