@@ -197,7 +197,8 @@ class CacheConfig(Table, frozen=True):
     """UNets: positions round the mask's box, at each level, on which cached rows compute their
     convolutions; farther out these read the template's feature maps, which are kept besides. Goes
     with `entry_kind` `kv`, and `plan` is `fixed`. Where steps are CUDA graphs, the box's sides are
-    rounded up by an eighth at most, or by one. 0: the whole picture."""
+    rounded up by an eighth at most, or by one. 0: the whole picture, and of rows with anchors of
+    their own one position."""
     entry_format: EntryFormat = "int4"
     """Storage of entries."""
     placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
