@@ -123,7 +123,8 @@ def encode(x: Tensor, format: str) -> Coded:
     if format not in ENTRY_FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(ENTRY_FORMATS)}")
     wide = x.float().contiguous()
-    scale = wide.abs().amax(dim=0).clamp_min(1e-12)
+    largest = wide.abs().amax(dim=0) if len(wide) else wide.new_zeros(wide.shape[1])
+    scale = largest.clamp_min(1e-12)
     if format == "int8":
         scale = scale / 127.0
         return Coded(format, (wide / scale).round_().to(torch.int8), scale)

@@ -10,10 +10,11 @@ from functools import cache, partial
 import torch
 
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flux.blocks import steps_ahead
-from maskserve_engine.families.unet.rows import Guidance, UnetRow
+from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
 from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
@@ -103,6 +104,8 @@ class UnetCase:
     """Whether steps are CUDA graphs, as far as they may be."""
     loras: int = 0
     """As of `Case`, of every layer."""
+    own: bool = False
+    """A step between anchors of the rows' own."""
 
 
 SDXL_GUIDED = UnetCase("SDXL, kv int8, 1 guided row", "sdxl-1024", (0.11,), guided=True)
@@ -119,6 +122,7 @@ UNET_CASES = (
     UnetCase(
         "SDXL, kv int8, 4 guided rows, mixed, halo 4", "sdxl-1024", MIXED[:4], halo=4, guided=True
     ),
+    UnetCase("SDXL, own int8, 1 guided row", "sdxl-1024", (0.11,), guided=True, own=True),
     UnetCase("SDXL, dense, 1 row", "sdxl-1024", (None,)),
     UnetCase("SDXL, kv int8, 1 row", "sdxl-1024", (0.11,)),
 )
@@ -273,17 +277,20 @@ def unet_turn(case: UnetCase) -> tuple[Log, Log]:
 
 def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
     model = fake_weights(build_unet(case.preset, torch.bfloat16, torch.device("meta")))
-    bench = UnetBench(case.preset, torch.bfloat16, DEVICE, case.format, case.halo, model)
+    steps, plan = (9, OwnPlan(frozenset({0}), case.format, text=False)) if case.own else (1, None)
+    bench = UnetBench(case.preset, torch.bfloat16, DEVICE, case.format, case.halo, model, steps)
     if case.recorded:
         recorder = Graphs.on(DEVICE, torch.bfloat16)
         bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
     bench.fill_entry(case.kind)
-    rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
+    rows = [
+        bench.row(ratio, seed, guided=case.guided, own=plan)
+        for seed, ratio in enumerate(case.ratios)
+    ]
     for row in rows[: case.loras]:
         row.adapters = ((bench.lora(16), 0.8),)
-    if case.guided:
-        for row in rows:
-            row.guidance = Guidance(row.prompt, 7.5)
+    if case.own:
+        bench.anchor(rows, case.kind)
     return bench, rows
 
 

@@ -19,6 +19,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.base.job import ControlInput
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
@@ -30,7 +31,7 @@ from maskserve_engine.families.unet.control import (
     UnetNetInput,
 )
 from maskserve_engine.families.unet.forward import PassInput, added_embedding, micro_conditioning
-from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
+from maskserve_engine.families.unet.rows import Guidance, UnetInactive, UnetPrompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
@@ -87,6 +88,7 @@ class UnetBench:
         self.side = int(config["sample_size"])
         self.work = unet_work(config, self.side, self.side, guidance=False, halo=halo)
         self.blocks = len(self.work.blocks)
+        self.own_maps = unet_work(config, self.side, self.side, guidance=False, halo=1).maps
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: UnetBatch | None = None
         sampler = sampler or EulerDiscreteScheduler()
@@ -118,8 +120,22 @@ class UnetBench:
             blocks.append(BlockEntry(map=encode(moments, "model")))
         self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
 
-    def row(self, mask_ratio: float | None, seed: int) -> UnetRow:
-        """A dense row (None), or a cached one whose mask is a square of that share."""
+    def row(
+        self,
+        mask_ratio: float | None,
+        seed: int,
+        *,
+        guided: bool = False,
+        own: OwnPlan | None = None,
+    ) -> UnetRow:
+        """A dense row (None), or a cached one whose mask is a square of that share.
+
+        Args:
+            mask_ratio: of the mask.
+            seed: names the row.
+            guided: whether it has a second pass.
+            own: of its anchors, where it reads no entry; `anchor` takes them.
+        """
         channels, side = 4, self.side
         added = None
         if self.model.config.addition_embed_type:
@@ -138,25 +154,34 @@ class UnetBench:
                 mask=mask.to(self.device),
                 template=template,
                 selection=active.selection(self.work, 1),
-                tile=moved(active.tile, self.device),
+                tile=moved(active.tile if own is None else active.own_tile, self.device),
                 maps=range(self.blocks, self.blocks + len(self.work.maps)),
-                kept=self.work.maps,
+                kept=self.work.maps if own is None else self.own_maps,
             )
+        prompt = UnetPrompt(self._random(TEXT, self.model.config.cross_attention_dim), added)
         row = UnetRow(
             request_id=str(seed),
             schedule=self.schedule,
             noise_levels=self.levels,
-            prompt=UnetPrompt(self._random(TEXT, self.model.config.cross_attention_dim), added),
-            guidance=None,
+            prompt=prompt,
+            guidance=Guidance(prompt, 7.5) if guided else None,
             state=self.schedule.state(latents),
             condition=None,
             blend=None,
             inactive=inactive,
+            plan=own,
         )
-        if inactive is not None:
+        if inactive is not None and own is None:
             whole = self.device.type == "cuda"
             row.entry = in_memory(self.entry, inactive.selection, whole=whole)
         return row
+
+    def anchor(self, rows: Sequence[UnetRow], kind: str) -> None:
+        """Take two anchors of rows that have their own; their next steps are between anchors."""
+        for _ in range(2):
+            self.step(rows, kind)
+        for row in rows:
+            row.entry = OwnReader(row, self.blocks).turn_to(row.step)
 
     def lora(self, rank: int) -> LowRankSet:
         """A random one of every layer that one may change, convolutions too."""

@@ -136,6 +136,15 @@ def test_a_format_is_near(adapter: UnetAdapter, encoder: Encoder, format: str) -
     assert 0 < np.abs(found - exact).max() < (0.05 if format == "int8" else 0.8)
 
 
+def test_a_format_has_no_tokens_where_a_level_has_no_others(
+    adapter: UnetAdapter, encoder: Encoder
+) -> None:
+    job = make_job(encoder, 5, mask_ring=4)
+    active = adapter.prepare(job).prepared.active.levels
+    assert len(active[max(active)]) == adapter.work(*job.moments.shape[1:]).tokens[-1]
+    assert np.isfinite(result(adapter, job, plan(0, 3, format="int8"))).all()
+
+
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
 def test_what_is_counted_of_a_step_is_what_torch_counts(
     adapter: UnetAdapter, encoder: Encoder, guidance: float
