@@ -53,7 +53,8 @@ CONTROL = ControlFacts(
     ),
 )
 _STRIDE = 7
-_OWN_STRIDES = {FILL: 0.25, INPAINT: 0.25}
+_OWN_STRIDES = {FILL: 0.25, INPAINT: 0.0}
+"""Base models' own anchors do not hold (docs/adr/0044)."""
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, as they are counted on a device without memory
 (`bench kernel_table`)."""
