@@ -105,13 +105,11 @@ class ForetoldUnet:
         """By the means and variances of the box and of what is foretold of those outside."""
 
         def hook(norm: nn.GroupNorm, args: Any, out: Tensor) -> Tensor:
-            x = args[0]
-            tokens = x.dim() == 3  # diffusers' stacks may normalise a map that is laid flat
-            assert not tokens
+            x: Any = args[0]
             box = self.boxes[tuple(x.shape[2:])]
             if bool(box.all()):
                 return out
-            mixed = torch.where(box, x, self.line(name, x))
+            mixed: Any = torch.where(box, x, self.line(name, x))
             inside, outside = (
                 x.unflatten(1, (norm.num_groups, -1))[..., where].flatten(2).double()
                 for where in (box, ~box)
@@ -125,7 +123,7 @@ class ForetoldUnet:
             grouped = mixed.unflatten(1, (norm.num_groups, -1)).double()
             at = (slice(None), slice(None), None, None, None)
             normed = (grouped - both[at]) / (square - both**2 + norm.eps)[at].sqrt()
-            flat = normed.flatten(1, 2).to(x.dtype)
+            flat: Tensor = normed.flatten(1, 2).to(x.dtype)
             return flat * norm.weight[:, None, None] + norm.bias[:, None, None]
 
         return hook

@@ -14,7 +14,7 @@ from maskserve_engine.families.unet.surroundings import Around, RingRead, RingRo
 from maskserve_engine.families.unet.tile import Tile
 
 
-class Line:
+class Foretold:
     """A tensor that each anchor leaves: between anchors it goes on as it has changed."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class OwnSurroundings(Surroundings):
     ) -> None:
         super().__init__(tile)
         self._kept, self._passes, self._dtype, self._now = kept, passes, dtype, now
-        self._rings, self._moments = Line(), Line()
+        self._rings, self._moments = Foretold(), Foretold()
         self._new: RingRoom | None = None
         """What the anchor that is being taken leaves."""
         self._here: RingRoom | None = None

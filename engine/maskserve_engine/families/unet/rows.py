@@ -20,7 +20,7 @@ from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.captures import UnetAnchors, UnetRecorder
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
-from maskserve_engine.families.unet.foretold import Line, OwnSurroundings
+from maskserve_engine.families.unet.foretold import Foretold, OwnSurroundings
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.stack import StackCapture
@@ -145,7 +145,7 @@ class UnetRow:
     """[C, h, w] of the model in the last step, guided."""
     anchors: tuple[UnetAnchors, ...] = field(init=False, default=())
     """Of each pass, where it has a plan."""
-    foretold: Line | None = field(init=False, default=None)
+    foretold: Foretold | None = field(init=False, default=None)
     """[C, h, w] of the model's answers at its anchors, where others compute a tile alone."""
     _taken: Tensor | None = None
 
@@ -169,7 +169,7 @@ class UnetRow:
         if inactive.tile is not None:
             dtype = inactive.template.clean.dtype
             around = OwnSurroundings(inactive.tile, inactive.kept, passes, dtype, self._now)
-            self.surroundings, self.foretold = around, Line()
+            self.surroundings, self.foretold = around, Foretold()
         self.anchors = tuple(
             [
                 UnetAnchors(plan, number, inactive.selection, inactive.halves, around)
