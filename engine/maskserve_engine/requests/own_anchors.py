@@ -49,7 +49,7 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
     each = [
         tuple(
-            n - active / len(texts) + work.context + (len(text["prompt_embeds"]) * plan.text)
+            n - active / len(texts) + len(text["prompt_embeds"]) * plan.text
             for n, active in zip(work.tokens, counted.active, strict=True)
         )
         for text in texts
