@@ -353,7 +353,7 @@ def main(pipe: Connection) -> None:
     threading.Thread(target=read, name="calls", daemon=True).start()
     config = calls.get()
     start_log(config, "denoiser")
-    hide_unused_libraries(config)
+    hide_unused_libraries(config, text=False)
     door = threading.Lock()
 
     def tell(answer: RankAnswer) -> None:

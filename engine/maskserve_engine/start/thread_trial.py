@@ -113,7 +113,7 @@ def _line(child: subprocess.Popen[str]) -> str:
 
 def _step(config: Config, rows: int) -> None:
     """What one of the processes does: load, wait for a line, step for a while, print the rate."""
-    hide_unused_libraries(config)
+    hide_unused_libraries(config, text=False)
     engine = load_engine(config)
     engine.start()
     try:

@@ -21,7 +21,7 @@ class TritonPythonModel(WorkerModel):
     name = "denoiser"
 
     def open(self, config: Config) -> None:
-        hide_unused_libraries(config)
+        hide_unused_libraries(config, text=False)
         calls = ControlNetCalls(config.controls.service) if config.controls.service else None
         self._engine = load_engine(config, calls=calls)
         self._engine.start()

@@ -14,7 +14,7 @@ class TritonPythonModel(WorkerModel):
     name = "controlnet"
 
     def open(self, config: Config) -> None:
-        hide_unused_libraries(config)
+        hide_unused_libraries(config, text=False)
         self._frontend = ControlNetFrontend(pb_utils, config)
 
     def execute(self, requests: list[Any]) -> None:

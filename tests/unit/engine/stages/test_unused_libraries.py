@@ -33,6 +33,8 @@ ALL = {"peft", "torchao", "bitsandbytes", "gguf", "scipy"}
 def test_what_is_asked_for_is_left(asked: dict[str, str], used: set[str], tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path), **asked))
     assert set(unused_libraries(config)) == ALL - used
+    hides_text = "transformers" in unused_libraries(config, text=False)
+    assert hides_text == (asked.keys().isdisjoint({"weights", "gguf"}))
 
 
 def test_a_folder_that_is_quantised_may_want_any(tmp_path: Path) -> None:
@@ -55,12 +57,14 @@ def test_a_process_does_without_the_others(tiny_fill: Path) -> None:
     program = f"""
 import sys
 from maskserve_core.config import Config, ModelConfig
-from maskserve_engine.families.registry import load_decoder
+from maskserve_engine.families.registry import load_adapter, load_decoder
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 config = Config(model=ModelConfig(path={str(tiny_fill)!r}))
 assert "diffusers" not in sys.modules
 hide_unused_libraries(config, text=False)
 load_decoder(config)
+load_adapter(config)
+from diffusers import ControlNetModel, FluxControlNetModel
 print(sorted(name for name in {sorted({*ALL, "transformers"})} if sys.modules.get(name)))
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
