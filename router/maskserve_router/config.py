@@ -85,8 +85,9 @@ class AdmissionBounds(Table, frozen=True):
     """Edits taken and not answered, and as many operations of `control`. Of these and of
     `max_bytes` a key may have as much as it leaves free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of their requests, those still being read included. With keys, twice the largest
-    body at the least."""
+    """Bytes of their requests, those still being read included, and of what is made of them. With
+    keys, four times `[http] max_body_bytes` at the least: an edit's body counts as it came and as
+    it goes on, and one key alone may have half."""
     waiting_per_worker: Count = 8
     """Edits that wait at a worker; further ones wait here, the most urgent first."""
     aging_s: Seconds = 5.0
@@ -161,10 +162,9 @@ class Grpc(Table, frozen=True):
     """Connections at a time, as far as descriptors bear them; one more is closed."""
     idle_s: Seconds = 60.0
     """A connection without a call for so long is closed; clients open it anew when they need it."""
-    max_calls: Count = 1152
-    """Calls open at a time. Beyond, the longest silent one gives way to another client's."""
-    calls_per_client: Count = 640
-    """Of one client: the holder of a key, or without one an address."""
+    max_calls: Count = 1280
+    """Calls open at a time. Of these a client (the holder of a key, or without one an address) may
+    have as many as it leaves free. Beyond, the longest silent one gives way to another client's."""
     silence_s: Seconds = 300.0
     """A call that sends nothing for so long, with nothing under way for it, is ended."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
@@ -255,6 +255,12 @@ def _check(config: RouterConfig) -> None:
         host, _, port = address.removeprefix("dns:").rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"[workers] addresses: {address!r} is not host:port or dns:name:port")
+    least = 4 * config.http.max_body_bytes
+    if config.keys and config.admission.max_bytes < least:
+        raise ConfigError(
+            f"[admission] max_bytes: {config.admission.max_bytes} has no room for a key's largest "
+            f"body; with [[keys]], accepted: from {least}, four times [http] max_body_bytes"
+        )
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
         raise ConfigError("[[keys]] name: two keys have the same")

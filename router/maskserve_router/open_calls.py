@@ -65,8 +65,7 @@ class OpenCalls(Places):
     """The open calls of a listener."""
 
     def __init__(self, bounds: Grpc, metrics: Metrics) -> None:
-        of_one = bounds.calls_per_client
-        super().__init__("calls", bounds.max_calls, bounds.silence_s, metrics, per_client=of_one)
+        super().__init__("calls", bounds.max_calls, bounds.silence_s, metrics, shared=True)
 
     @contextmanager
     def enter(self, client: str, requests: AsyncIterator[Any]) -> Iterator[OpenCall]:

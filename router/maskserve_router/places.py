@@ -8,10 +8,10 @@ most silent ones.
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Protocol
 
 from maskserve_core.errors import DeadlineExceeded, MaskserveError
+from maskserve_core.shares import Shares
 from maskserve_router.failures import RetryLater
 from maskserve_router.metrics import Metrics
 
@@ -32,7 +32,7 @@ class Places:
         most: in all.
         silence_s: how long one may be silent.
         metrics: counts those that are refused.
-        per_client: of one client.
+        shared: whether a client may have as much as it leaves free, and no more.
         own: whether a client's silent ones give way to its own newcomers. Of a burst that is being
             sent they must not.
     """
@@ -44,15 +44,13 @@ class Places:
         silence_s: float,
         metrics: Metrics,
         *,
-        per_client: float = math.inf,
+        shared: bool = False,
         own: bool = False,
     ) -> None:
-        self._what, self._most, self._per_client = what, most, per_client
+        self._what, self._shared, self._shares = what, shared, Shares(most)
         self._silence_s, self._metrics, self._own = silence_s, metrics, own
         self._open: dict[Holder, str] = {}
         """Each one's client."""
-        self._of: dict[str, int] = {}
-        """Client -> how many it has."""
         self._silent: dict[str, dict[Holder, asyncio.TimerHandle]] = {}
         """Client -> its silent ones, the longest silent first, and what ends each."""
 
@@ -62,12 +60,13 @@ class Places:
         Raises:
             RetryLater: the client has as many as it may, or all places are taken by others.
         """
-        if self._of.get(client, 0) >= self._per_client:
-            self._refuse(f"{self._per_client} {self._what} of this client are open already")
-        if len(self._open) >= self._most:
+        if self._shares.total >= self._shares.budget:
             self._make_room(client)
+        elif self._shared and self._shares.room(client) < 1:
+            own = self._shares.held(client)
+            self._refuse(f"{own} {self._what} of this client are open already")
         self._open[holder] = client
-        self._of[client] = self._of.get(client, 0) + 1
+        self._shares.book(client)
         self.told(holder, silent=True)
 
     def told(self, holder: Holder, *, silent: bool) -> None:
@@ -92,9 +91,7 @@ class Places:
             return
         self.told(holder, silent=False)
         del self._open[holder]
-        self._of[client] -= 1
-        if not self._of[client]:
-            del self._of[client]
+        self._shares.give_back(client)
 
     def _make_room(self, client: str) -> None:
         numbers = {name: len(those) for name, those in self._silent.items()}

@@ -1,8 +1,8 @@
 """Which adapters there are, and what each is: kept in one file that a host's workers share.
 
 Listing thousands of adapters and reading their headers takes a storage seconds or minutes. So one
-process of the host does it for all, in the background, and each header is read once per version of
-its file. Looking up a name touches no storage.
+process of the host does it for all, in the background, and each header is read once, whatever the
+names and the versions of the files that have it. Looking up a name touches no storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.header_process import Bounds, HeaderProcess
+from maskserve_core.adapters.header_process import Bounds, Described, HeaderProcess
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.storage import Storage, StorageFailed, Stored
 from maskserve_core.config import Config
@@ -28,7 +28,7 @@ from maskserve_core.files.store import FileStore
 
 log = logging.getLogger("maskserve")
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class KnownAdapter(msgspec.Struct, frozen=True):
@@ -53,6 +53,8 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     config: str = ""
     """PEFT's configuration beside it, in the storage; empty: there is none."""
     config_bytes: int = 0
+    header: str = ""
+    """Digest of all that `described` goes by: another file with the same is what this one is."""
 
     def check(self, field: str) -> None:
         """Refuse one that is not served.
@@ -167,12 +169,14 @@ class Catalogue:
             for name, stored in files.items()
             if name in known and known[name].version == stored.version
         }
+        by_header = {each.header: each for each in known.values() if each.header}
         saved, problem = time.monotonic(), ""
         for name, stored in files.items():
             if name in adapters:
                 continue
             try:
-                adapters[name] = self._described(stored)
+                found = adapters[name] = self._described(stored, by_header)
+                by_header[found.header] = found
             except StorageFailed as error:
                 problem = f"{name}: {error}"
                 continue  # the next scan tries again
@@ -181,8 +185,10 @@ class Catalogue:
                 saved = time.monotonic()
         self._write(_Page(adapters, whole=not problem, problem=problem))
 
-    def _described(self, stored: Stored) -> KnownAdapter:
-        """What the header of a file says, or why it is refused."""
+    def _described(self, stored: Stored, by_header: Mapping[str, KnownAdapter]) -> KnownAdapter:
+        """What the header of a file says, or why it is refused; those that were read are not read
+        again, so that a bad one costs its time once.
+        """
         asked = self._config.adapters
         plain = KnownAdapter(
             stored.name,
@@ -207,8 +213,12 @@ class Catalogue:
         head = head_of(
             lambda begin, end: self._storage.read(stored.path, begin, end), stored.nbytes
         )
-        found = self._headers.describe(head, stored.nbytes, config)
-        return msgspec.structs.replace(plain, **msgspec.structs.asdict(found))
+        digest = hashlib.sha256(msgspec.msgpack.encode((head, stored.nbytes, config))).hexdigest()
+        if (same := by_header.get(digest)) is not None:
+            found = Described(same.rank, same.parts, same.notes, same.problem)
+        else:
+            found = self._headers.describe(head, stored.nbytes, config)
+        return msgspec.structs.replace(plain, header=digest, **msgspec.structs.asdict(found))
 
     def base_layers(self) -> BaseLayers | None:
         """Of the served model; None: its weights are no safetensors files.

@@ -469,6 +469,10 @@ def test_configuration_from_a_file_and_over_it(tmp_path: Path):
         ('[listen]\ntls_key = "x"', "tls_cert"),
         ("[limits]\nmax_pixels = 1", "max_pixels"),
         ('[[keys]]\nname = "a"\nsha256 = "short"', "keys"),
+        (
+            f'[admission]\nmax_bytes = 671088639\n[[keys]]\nname = "a"\nsha256 = "{"0" * 64}"',
+            "[admission] max_bytes: 671088639 has no room for a key's largest body",
+        ),
         ("[", "TOML"),
     ],
 )

@@ -54,7 +54,7 @@ async def test_silent_calls_without_a_key_end_at_once_and_take_no_place(method: 
 
 @pytest.mark.parametrize("method", [STREAM, INFER])
 async def test_silent_calls_with_a_key_leave_places_to_others(method: str):
-    bounds = {"max_calls": 40, "calls_per_client": 30}
+    bounds = {"max_calls": 60}
     keys = [*KEYS, {"name": "b", "sha256": hashlib.sha256(b"other").hexdigest()}]
     async with (
         cluster(keys=keys, grpc=bounds) as (router, _),
@@ -87,23 +87,25 @@ async def test_a_call_that_stays_silent_is_ended_and_one_that_is_served_is_not()
 
 
 async def test_the_longest_silent_call_of_who_has_most_gives_way():
-    calls = OpenCalls(Grpc(max_calls=4, calls_per_client=4), Metrics())
+    calls = OpenCalls(Grpc(max_calls=6), Metrics())
 
     async def never() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()
         yield b""
 
-    full = "4 calls are open"
+    full = "6 calls are open"
     with calls.enter("a", never()) as oldest, calls.enter("a", never()) as busy, busy.working():
         reading = asyncio.ensure_future(anext(oldest))
         await asyncio.sleep(0)
-        with calls.enter("a", never()), calls.enter("b", never()):
-            with pytest.raises(RetryLater, match=full), calls.enter("a", never()):
+        with calls.enter("a", never()), calls.enter("b", never()), calls.enter("c", never()):
+            told = "3 calls of this client are open"
+            with pytest.raises(RetryLater, match=told), calls.enter("a", never()):
                 pass
-            with calls.enter("c", never()):
-                with pytest.raises(RetryLater, match="needed its place"):
-                    await reading
-                with pytest.raises(RetryLater, match=full), calls.enter("b", never()):
+            with calls.enter("d", never()):
+                with pytest.raises(RetryLater, match=full), calls.enter("a", never()):
                     pass
-                with calls.enter("d", never()) as one, one.working():
-                    pass
+                with calls.enter("e", never()):
+                    with pytest.raises(RetryLater, match="needed its place"):
+                        await reading
+                    with pytest.raises(RetryLater, match=full), calls.enter("b", never()):
+                        pass

@@ -19,6 +19,7 @@ import pytest
 from msgspec import structs
 
 from maskserve_core.adapters.catalogue import Catalogue
+from maskserve_core.adapters.header_process import Described
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
@@ -156,6 +157,31 @@ def test_a_url_is_a_storage_too(tmp_path: Path) -> None:
             assert brought(store, "x") == brought(store, "y") == raw
     finally:
         memory.rm(f"/{name}", recursive=True)
+
+
+def test_a_header_that_was_read_costs_nothing_under_another_name_or_stamp(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that took ten seconds took them again each time its file was touched."""
+    read: list[bytes] = []
+
+    def describe(head: bytes, nbytes: int, config: bytes) -> Described:
+        read.append(head)
+        return Described(problem="takes longer than 10 s to read")
+
+    slow = write(folder / "slow.safetensors")
+    (folder / "same.safetensors").write_bytes(slow)
+    with opened(tmp_path) as store:
+        monkeypatch.setattr(store.catalogue._headers, "describe", describe)
+        store.catalogue.scan()
+        before = store.catalogue.all()["slow"]
+        (folder / "slow.safetensors").unlink()
+        (folder / "slow.safetensors").write_bytes(slow)
+        store.catalogue.scan(at_once=True)
+        after = store.catalogue.all()
+        assert after["slow"].version != before.version
+        assert {each.problem for each in after.values()} == {before.problem}
+    assert len(read) == 1
 
 
 def test_headers_are_read_once_per_version_and_host(tmp_path: Path, folder: Path) -> None:
