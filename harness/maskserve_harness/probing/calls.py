@@ -122,9 +122,15 @@ class Grpc:
     def infer(self, model: str, inputs: list[Any]) -> Any:
         return self._client.infer(model, inputs)
 
-    def control(self, op: str, timeout_s: float = TIMEOUT_S, **fields: Any) -> dict[str, Any]:
+    def control(
+        self,
+        op: str,
+        timeout_s: float = TIMEOUT_S,
+        headers: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
         inputs = tensors(triton_grpc, {"OP": json.dumps({"op": op, **fields}).encode()})
-        result = self._client.infer("control", inputs, client_timeout=timeout_s)
+        result = self._client.infer("control", inputs, client_timeout=timeout_s, headers=headers)
         answer: dict[str, Any] = json.loads(result.as_numpy("RESULT")[0])
         return answer
 

@@ -12,7 +12,9 @@ import gzip
 import json
 import os
 import random
+import socket
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -26,6 +28,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
+from maskserve_core.files.sockets import short_path
 from maskserve_harness.soaking.pictures import draw, png_file
 
 _SERVICE = "/inference.GRPCInferenceService"
@@ -47,10 +50,20 @@ class Target:
     """The attacker's own."""
     withdrawn: str
     """One that was valid before a reload."""
-    lora: str = ""
-    """Name of a damaged one."""
+    page: int = 0
+    """A page that edits at the worker."""
+    loras: Path = Path()
+    """Folder of LoRAs; DAMAGED is one of them."""
+    socket: Path = Path()
+    """Of a ControlNet service."""
+    shared: bytes = b""
+    """A picture that others have registered, too."""
+    shared_id: str = ""
+    """Its id."""
 
 
+DAMAGED = "damaged"
+"""Name of a LoRA."""
 Attack: TypeAlias = Callable[[Target], Awaitable[Iterable[str]]]
 """Gives how its requests ended, in words."""
 
@@ -77,7 +90,7 @@ async def run(target: Target, until: float, report: Path, names: Sequence[str] =
 
 def main(target: Target, until: float, report: Path, names: Sequence[str] = ()) -> None:
     """`run`, as the whole of a process."""
-    os.nice(15)
+    os.nice(5)
     asyncio.run(run(target, until, report, names))
 
 
@@ -90,7 +103,13 @@ def picture() -> tuple[bytes, bytes]:
     return drawn.image, drawn.mask
 
 
-def edit(model: str = "edit", image: bytes = b"", mask: bytes = b"", **settings: Any) -> bytes:
+def edit(
+    model: str = "edit",
+    image: bytes = b"",
+    mask: bytes = b"",
+    control: bytes = b"",
+    **settings: Any,
+) -> bytes:
     """A request as gRPC has it; a small picture of the attacker's own by default."""
     own_image, own_mask = picture()
     message = pb.ModelInferRequest(model_name=model)
@@ -101,6 +120,8 @@ def edit(model: str = "edit", image: bytes = b"", mask: bytes = b"", **settings:
         ("SETTINGS", json.dumps({"num_inference_steps": 2, **settings}).encode()),
     ):
         bytes_tensor.add_input(message, name, [value])
+    if control:
+        bytes_tensor.add_input(message, "CONTROL", [control])
     return bytes(message.SerializeToString())
 
 
@@ -188,6 +209,13 @@ async def registrations(target: Target) -> Iterable[str]:
     return [*sent, *await calls(target, known)]
 
 
+async def registrations_beside_evictions(target: Target) -> Iterable[str]:
+    """Of a picture that others edit by its name."""
+    register = operation("register", image=base64.b64encode(target.shared).decode())
+    evict = operation("evict", template_id=target.shared_id)
+    return await calls(target, [register, evict] * 10)
+
+
 async def large_registrations(target: Target) -> Iterable[str]:
     image = "A" * 40 * _MIB
     return await calls(target, [operation("register", image=image) for _ in range(4)])
@@ -245,8 +273,44 @@ async def pictures_by_url(target: Target) -> Iterable[str]:
 
 
 async def damaged_loras(target: Target) -> Iterable[str]:
-    named = [{"name": target.lora}]
-    return await calls(target, [edit(loras=named), operation("adapter_check", name=target.lora)])
+    named = [{"name": DAMAGED}]
+    return await calls(target, [edit(loras=named), operation("adapter_check", name=DAMAGED)])
+
+
+def damage_lora(folder: Path, number: int) -> None:
+    """Write a LoRA with a name of 64 KB and 40,000 dimensions, another one for each number."""
+    tensor = {"dtype": "F16", "shape": [1] * 40_000, "data_offsets": [0, 2]}
+    header = json.dumps({"a." * 32_000 + f"{number}.lora_A.weight": tensor}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(2)
+    (folder / f"{DAMAGED}.safetensors").write_bytes(data)
+
+
+async def loras_that_change(target: Target) -> Iterable[str]:
+    damage_lora(target.loras, time.time_ns())
+    with suppress(FileExistsError):
+        (target.loras / "passwd.safetensors").symlink_to("/etc/passwd")
+    listed = operation("adapters")
+    return await calls(target, [listed, edit(loras=[{"name": "passwd"}])])
+
+
+async def control_nets(target: Target) -> Iterable[str]:
+    """Pictures of control that are none, nets that there are not, nonsense at the socket."""
+    with short_path(target.socket.parent) as folder:
+        for nonsense in (b"\xff" * 100, b"{", b"\x81\xa1a", bytes(60_000)):
+            with (
+                suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door,
+            ):
+                door.settimeout(1.0)
+                door.connect(f"{folder}/{target.socket.name}")
+                door.send(nonsense)
+                door.send(nonsense)
+    none, huge = [{"name": "none"}], [{"name": "outline"}]
+    bomb = png_file(60_000, 60_000, 1, 0, b"")
+    return await calls(
+        target,
+        [edit(controls=none, control=picture()[0]), edit(controls=huge, control=bomb)],
+    )
 
 
 # Headers, texts and ports
@@ -279,6 +343,39 @@ async def wrong_tensors(target: Target) -> Iterable[str]:
     classified = pb.ModelInferRequest.FromString(edit())
     classified.outputs.add(name="META").parameters["classification"].int64_param = 1
     return await calls(target, [message.SerializeToString(), classified.SerializeToString()])
+
+
+# The page
+
+
+async def large_pictures_of_the_page(target: Target) -> Iterable[str]:
+    """Twenty of 49 megapixels, as its own script sends them."""
+    port, ask = target.page, f"http://127.0.0.1:{target.page}/config"
+    config = json.loads(await asyncio.to_thread(_fetched, ask))
+    names = {each["props"].get("elem_id"): each["id"] for each in config["components"]}
+    ends = []
+    for number in range(20):
+        file = base64.b64encode(_huge_mask() + bytes([number])).decode()
+        called = {"session_hash": "x", "component_id": names["editor"], "fn_name": "take"}
+        body = json.dumps({**called, "data": file}).encode()
+        path, kind = "/gradio_api/component_server", {"Content-Type": "application/json"}
+        ends.append(await asked(port, path, body, kind))
+    return ends
+
+
+async def other_sites_at_the_page(target: Target) -> Iterable[str]:
+    port, evil = target.page, {"Origin": "https://evil.example.com"}
+    large = {"Content-Type": "application/json"}
+    return [
+        await asked(port, "/config", b"", evil, "GET"),
+        await asked(port, "/gradio_api/upload", bytes(_MIB), {}),
+        await asked(port, "/gradio_api/component_server", bytes(100 * _MIB), large),
+    ]
+
+
+def _fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=_PATIENCE_S) as answer:
+        return bytes(answer.read())
 
 
 # Connections
@@ -329,6 +426,7 @@ ATTACKS: tuple[Attack, ...] = (
     bodies_that_stand_still,
     edits_of_high_priority,
     registrations,
+    registrations_beside_evictions,
     large_registrations,
     kept_results,
     adapter_checks,
@@ -338,9 +436,13 @@ ATTACKS: tuple[Attack, ...] = (
     masks_of_many_pixels,
     pictures_by_url,
     damaged_loras,
+    loras_that_change,
+    control_nets,
     headers_for_workers,
     shared_memory_of_a_worker,
     wrong_tensors,
+    large_pictures_of_the_page,
+    other_sites_at_the_page,
     streams_that_do_not_read,
     silent_calls,
     silent_connections,

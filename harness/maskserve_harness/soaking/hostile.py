@@ -8,20 +8,25 @@ bit.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import multiprocessing
+import os
 import random
 import re
+import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ import psutil
 from msgspec import toml
 
 from maskserve_core.models.registry import load_facts
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.probing.calls import Grpc
 from maskserve_harness.soaking import attacks
 from maskserve_harness.soaking.pictures import Album, Pixels
@@ -42,7 +48,7 @@ from maskserve_serving.stop_signals import StopSignals
 from maskserve_serving.supervisor import Supervisor
 
 _HONEST = ("anna", "ben", "clara")
-_ATTACKER, _WITHDRAWN = "mallory", "gone"
+_ATTACKER, _PAGE, _WITHDRAWN = "mallory", "page", "gone"
 _CALM_SHARE = 0.125
 """Of the attacked minutes, how long the honest clients are alone before, and again behind."""
 _EVERY_S = 6.0
@@ -50,9 +56,14 @@ _EVERY_S = 6.0
 _ANSWER_S = 120.0
 _STEPS = 4
 _KINDS = 4
-"""Edits that each client repeats."""
-P95_BAR, ROUTER_MIB_BAR = 2.0, 1024
-"""What holds: honest edits take at most so many times as long, and the router so much memory."""
+"""Edits that each client repeats; the picture of the first is named as a template."""
+_CONTROLLED, _NET = _KINDS, "outline"
+"""An edit with a ControlNet: what attacks leave of the service."""
+P95_BAR, MIB_BAR = 2.0, 1024
+"""What holds: honest edits take at most so many times as long, and the router and the page have so
+much memory."""
+_NONE = ("TimeoutError", "refused", "closed", "none")
+"""How requests of an attack ended that were not answered."""
 
 
 @dataclass(slots=True)
@@ -95,9 +106,12 @@ class Honest:
 
     def __init__(self, name: str, url: str, album: Album, firsts: dict[int, Pixels]) -> None:
         self._rng = random.Random(name)
-        self._key, self._album, self._firsts = secret(name), album, firsts
+        self._headers, self._album, self._firsts = {"x-api-key": secret(name)}, album, firsts
         self._grpc = Grpc(url)
         self._pool = ThreadPoolExecutor(32)
+        image = base64.b64encode(album.hot[0].image).decode()
+        told = self._grpc.control("register", headers=self._headers, image=image)
+        self.template_id = str(told["template_id"])
 
     def edit_until(self, end: float, stop: StopSignals | threading.Event, book: Book) -> None:
         """Edits until that time of the monotonic clock; returns when all are answered."""
@@ -105,7 +119,7 @@ class Honest:
         while time.monotonic() + (gap := self._rng.expovariate(1 / _EVERY_S)) < end:
             if stop.wait(gap):
                 break
-            under_way.append(self._pool.submit(self._edit, self._rng.randrange(_KINDS), book))
+            under_way.append(self._pool.submit(self.edit, self._rng.randrange(_KINDS), book))
         for edit in under_way:
             edit.result()
 
@@ -113,9 +127,10 @@ class Honest:
         self._pool.shutdown()
         self._grpc.close()
 
-    def _edit(self, kind: int, book: Book) -> None:
+    def edit(self, kind: int, book: Book) -> None:
+        """One edit of a kind, into the book."""
         picture = self._album.hot[kind]
-        settings = {
+        settings: dict[str, Any] = {
             "request_id": uuid.uuid4().hex,
             "num_inference_steps": _STEPS,
             "seed": kind,
@@ -126,11 +141,15 @@ class Honest:
             "IMAGE": picture.image,
             "MASK": picture.mask,
             "PROMPT": b"a red star",
-            "SETTINGS": json.dumps(settings).encode(),
         }
+        if kind == 0:
+            inputs["IMAGE"], settings["template_id"] = b"", self.template_id
+        if kind == _CONTROLLED:
+            inputs["CONTROL"], settings["controls"] = picture.image, [{"name": _NET}]
+        inputs["SETTINGS"] = json.dumps(settings).encode()
         began = time.monotonic()
         try:
-            pending = self._grpc.begin(inputs, _ANSWER_S, {"x-api-key": self._key})
+            pending = self._grpc.begin(inputs, _ANSWER_S, self._headers)
             answer = pending.wait(_ANSWER_S + 10.0)
         except Exception as error:
             book.add(lost=str(error)[:300] or repr(error))
@@ -168,7 +187,10 @@ def hostile_soak(
     options.out.mkdir(parents=True, exist_ok=True)
     base = free_base_port(2)
     config = options.out / "router.toml"
-    _write_keys(config, (*_HONEST, _ATTACKER, _WITHDRAWN))
+    _write_keys(config, (*_HONEST, _ATTACKER, _PAGE, _WITHDRAWN))
+    loras = (options.out / "loras").absolute()
+    loras.mkdir(parents=True, exist_ok=True)
+    attacks.damage_lora(loras, 0)
     serve = ServeOptions(
         model=str(options.model),
         base_port=base,
@@ -176,13 +198,25 @@ def hostile_soak(
         router_port=base + STRIDE,
         router_config=config,
         config=write_config(options),
-        adapters=str(_damaged_loras(options.out / "loras")),
+        adapters=str(loras),
+        controlnets=str(CHECKOUT / "assets" / "controlnets"),
+        controlnet_device="cpu",
         log_dir=options.out / "logs",
         say=options.say,
     )
-    with Supervisor(serve) as supervisor:
-        worker, router = supervisor.workers[0], supervisor.router
+    with Supervisor(serve) as supervisor, ExitStack() as opened:
+        worker, router, service = supervisor.workers[0], supervisor.router, supervisor.service
         assert router is not None
+        assert service is not None
+        page_port = free_base_port(1)
+        page = opened.enter_context(_page(router.grpc_url, page_port, options.out / "page.log"))
+        native = load_facts(options.model, worker.config.model.native_resolution).native_resolution
+        album = Album(options.seed, native, warm=1)
+        firsts: dict[int, Pixels] = {}
+        clients = [Honest(name, router.grpc_url, album, firsts) for name in _HONEST]
+        warm = Book()
+        for kind in (*range(_KINDS), _CONTROLLED):
+            clients[0].edit(kind, warm)  # so that its template is primed
         target = attacks.Target(
             router.ports.http,
             router.ports.grpc,
@@ -190,21 +224,20 @@ def hostile_soak(
             worker.spec.ports.grpc,
             secret(_ATTACKER),
             secret(_WITHDRAWN),
-            "damaged",
+            page_port,
+            loras,
+            _socket_in(Path(service.config.runtime_dir)),
+            album.hot[0].image,
+            clients[0].template_id,
         )
-        native = load_facts(options.model, worker.config.model.native_resolution).native_resolution
-        album = Album(options.seed, native, warm=1)
-        firsts: dict[int, Pixels] = {}
-        clients = [Honest(name, router.grpc_url, album, firsts) for name in _HONEST]
-        peak = Peak(lambda: router.pid)
+        peak, page_peak = Peak(lambda: router.pid), Peak(lambda: page.pid)
         seconds = 60 * options.minutes
-        _warm_up(clients)
         options.say("honest clients alone")
         calm, attacked = Book(), Book()
         cpu = CpuTime({"router": router.pid, "worker": worker.pid})
         _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
         cpu.book("alone")
-        _write_keys(config, (*_HONEST, _ATTACKER))
+        _write_keys(config, (*_HONEST, _ATTACKER, _PAGE))
         _get(router.ports.metrics, "/reload", post=True)
         options.say("the attacks begin")
         report = options.out / "attacks.json"
@@ -218,19 +251,27 @@ def hostile_soak(
         attacker.kill()
         options.say("honest clients alone again")
         _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
-        page = _get(router.ports.metrics, "/metrics")
+        clients[0].edit(_CONTROLLED, warm)
+        for path in _readable_by_others(worker.spec.files.runtime):
+            warm.add(wrong=f"others may read {path}")
+        metrics = _get(router.ports.metrics, "/metrics")
         for client in clients:
             client.close()
-        restarts = worker.restarts + router.restarts
+        restarts = sum(each.restarts for each in (worker, router, service))
         drained = supervisor.stop()
-    books = (calm, attacked)
+    books = (warm, calm, attacked)
+    found = json.loads(report.read_text()) if report.exists() else {}
     summary = {
         "lost": sum(len(book.lost) for book in books),
         "wrong": sum(len(book.wrong) for book in books),
         "p95_ratio": round(attacked.p95() / max(calm.p95(), 1e-9), 2),
         "router_mib": peak.stop(),
+        "page_mib": page_peak.stop(),
         "restarts": restarts,
-        "ejections": int(sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", page)))),
+        "least_often": least_often(found),
+        "ejections": int(
+            sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", metrics)))
+        ),
     }
     return {
         "model": options.model.name,
@@ -243,18 +284,27 @@ def hostile_soak(
         "stages_ms": {"alone": calm.means(), "attacked": attacked.means()},
         "cpu_s": cpu.seconds,
         "problems": [text for book in books for text in (*book.lost, *book.wrong)][:20],
-        "attacks": json.loads(report.read_text()) if report.exists() else {},
+        "attacks": found,
     }
 
 
 def passed(summary: dict[str, Any]) -> bool:
-    """Whether nobody was hurt."""
+    """Whether everything was tried, and nobody hurt."""
     none = ("lost", "wrong", "restarts", "ejections")
-    return (
+    return bool(
         not any(summary[name] for name in none)
         and 0 < summary["p95_ratio"] <= P95_BAR
-        and 0 < summary["router_mib"] <= ROUTER_MIB_BAR
+        and all(0 < summary[name] <= MIB_BAR for name in ("router_mib", "page_mib"))
+        and summary["least_often"] > 0
     )
+
+
+def least_often(found: dict[str, dict[str, int]]) -> int:
+    """Requests of the attack that had fewest answered: an attacker without processor time attacks
+    nobody.
+    """
+    kept = [{end: n for end, n in ends.items() if end not in _NONE} for ends in found.values()]
+    return min((sum(ends.values()) for ends in kept), default=0)
 
 
 class Peak:
@@ -319,13 +369,6 @@ def _edit_for(
         thread.join()
 
 
-def _warm_up(clients: Sequence[Honest]) -> None:
-    """Every kind of edit once, so that its template is primed."""
-    book = Book()
-    for kind in range(_KINDS):
-        clients[0]._edit(kind, book)
-
-
 def _write_keys(path: Path, names: Sequence[str]) -> None:
     keys = [
         {"name": name, "sha256": hashlib.sha256(secret(name).encode()).hexdigest()}
@@ -334,14 +377,34 @@ def _write_keys(path: Path, names: Sequence[str]) -> None:
     path.write_bytes(toml.encode({"keys": keys}))
 
 
-def _damaged_loras(folder: Path) -> Path:
-    """A folder with one LoRA of a name of 64 KB and 40,000 dimensions."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensor = {"dtype": "F16", "shape": [1] * 40_000, "data_offsets": [0, 2]}
-    header = json.dumps({"a." * 32_000 + "lora_A.weight": tensor}).encode()
-    data = len(header).to_bytes(8, "little") + header + bytes(2)
-    (folder / "damaged.safetensors").write_bytes(data)
-    return folder.absolute()
+@contextmanager
+def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`maskserve web` at that port."""
+    program = Path(sys.executable).with_name("maskserve")
+    command = [str(program), "web", "--url", url, "--port", str(port)]
+    named = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
+    with (
+        log.open("wb") as said,
+        subprocess.Popen(command, stdout=said, stderr=said, env=named) as page,
+    ):
+        try:
+            yield page
+        finally:
+            page.send_signal(signal.SIGINT)
+
+
+def _socket_in(folder: Path) -> Path:
+    return next(path for path in folder.rglob("*") if path.is_socket())
+
+
+def _readable_by_others(folder: Path) -> list[Path]:
+    """Files there that another user may read."""
+    found = []
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file() and path.stat().st_mode & 0o077:
+                found.append(path)
+    return found
 
 
 def _get(port: int, path: str, *, post: bool = False) -> str:

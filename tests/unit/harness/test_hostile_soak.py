@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from maskserve_harness.soaking import attacks
-from maskserve_harness.soaking.hostile import Book, passed
+from maskserve_harness.soaking.hostile import Book, least_often, passed
 from maskserve_router.edit_call import parse_request
 
 FINE: dict[str, Any] = {
@@ -15,6 +15,8 @@ FINE: dict[str, Any] = {
     "wrong": 0,
     "p95_ratio": 1.4,
     "router_mib": 300,
+    "page_mib": 200,
+    "least_often": 3,
     "restarts": 0,
     "ejections": 0,
 }
@@ -29,6 +31,8 @@ FINE: dict[str, Any] = {
         {"p95_ratio": 0.0},
         {"router_mib": 1025},
         {"router_mib": 0},
+        {"page_mib": 1025},
+        {"least_often": 0},
         {"restarts": 1},
         {"ejections": 2},
     ],
@@ -50,10 +54,17 @@ def test_a_book_tells_the_95th_percentile_of_what_was_right() -> None:
     assert (len(book.lost), len(book.wrong)) == (1, 1)
 
 
+def test_attacks_that_were_not_answered_have_not_attacked() -> None:
+    """An attacker that got no processor time hurt nobody, and the soak passed."""
+    assert least_often({"one": {"OK": 3, "429": 4}, "other": {"TimeoutError": 2, "400": 1}}) == 1
+    assert least_often({"one": {"OK": 3}, "other": {"TimeoutError": 2}}) == 0
+    assert least_often({}) == 0
+
+
 def test_attacks_are_requests_that_reach_what_they_attack() -> None:
     """One that is refused for another reason would attack nothing."""
     assert parse_request(attacks.edit()).model_name == "edit"
     assert parse_request(attacks.edit("edit_stream", progress=True)).model_name == "edit_stream"
     assert parse_request(attacks.operation("register", image="A")).model_name == "control"
     names = [attack.__name__ for attack in attacks.ATTACKS]
-    assert len(set(names)) == len(names) == 20
+    assert len(set(names)) == len(names) == 25
