@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import InvalidRequest
+from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.models.registry import lora_work
 from maskserve_core.planning.flops import ModelWork
+from maskserve_core.worker.holdings import Holdings
+from maskserve_core.worker.loading import Kind, Loadable, Loaded
 from maskserve_core.worker.residency import Resource
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
+from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.control_nets import EditControlNets
@@ -45,6 +49,11 @@ class EditAdapters:
     ) -> None:
         self._adapter, self._executor = adapter, executor
         self.loras, self.nets = loras, nets
+        self._held: dict[str, Holdings[Any]] = {
+            each.kind.name: each for each in (loras, nets) if each is not None
+        }
+        """By kind."""
+        self._drop = {LORAS.name: executor.drop, CONTROL_NETS.name: executor.drop_net}
         self._own_entries = config.adapters.entries == "own"
 
     def absent_nets(self, edit: RequestState) -> tuple[Resource, ...]:
@@ -119,10 +128,17 @@ class EditAdapters:
 
     def let_go(self, owner: str) -> None:
         """An edit or a priming has ended: what it held may make room."""
-        if self.loras is not None:
-            self.loras.let_go(owner)
-        if self.nets is not None:
-            self.nets.let_go(owner)
+        for held in self._held.values():
+            held.let_go(owner)
+
+    def arrived(self, kind: Kind, wanted: Loadable, loaded: Loaded) -> list[str]:
+        """One is on the device; the edits that wait for nothing more."""
+        return self._held[kind.name].arrived(wanted, loaded)
+
+    def failed(self, kind: Kind, wanted: Loadable, error: MaskserveError) -> list[str]:
+        """One will not come; the edits that waited for it."""
+        self._drop[kind.name](wanted.version)
+        return self._held[kind.name].failed(wanted, error)
 
     def waited(self, edit: RequestState, seconds: float) -> None:
         """Book how long an edit has waited for them."""
@@ -135,14 +151,8 @@ class EditAdapters:
 
     def dropped(self, resource: Resource) -> None:
         """It has to make room."""
-        if resource.kind == CONTROL_NETS.name:
-            assert self.nets is not None
-            self.nets.dropped(resource)
-            self._executor.drop_net(resource.name)
-            return
-        if self.loras is not None:
-            self.loras.dropped(resource)
-        self._executor.drop(resource.name)
+        self._held[resource.kind].dropped(resource)
+        self._drop[resource.kind](resource.name)
 
     def _works(self, job: EditJob) -> list[ModelWork]:
         """What its LoRAs, which are here, add to the model's work."""

@@ -5,7 +5,7 @@ Used by the engine thread only.
 
 from __future__ import annotations
 
-from maskserve_core.contracts.request import Lora
+from maskserve_core.worker.loading import Loadable
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.state import EntryReads, RequestState
@@ -37,9 +37,9 @@ class LateRows:
         """Those whose next step needs their LoRAs."""
         return [e for e in self.rows.values() if e.tally.done >= e.loras.without]
 
-    def waiting_for(self, lora: Lora) -> set[str]:
-        """Their ids."""
-        return {name for name, edit in self.rows.items() if lora in edit.loras.wanted}
+    def waiting_for(self, wanted: Loadable) -> list[RequestState]:
+        """Those that one of their LoRAs is brought for."""
+        return [edit for edit in self.rows.values() if wanted in edit.loras.wanted]
 
     def attach(self, edit: RequestState) -> None:
         """LoRAs have come while the row ran: its next steps have them, and their entries."""

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -21,7 +20,7 @@ from maskserve_core.errors import (
     Overloaded,
     guarded,
 )
-from maskserve_core.worker.loading import Loaded
+from maskserve_core.worker.loading import Kind, Loadable, Loaded
 from maskserve_core.worker.residency import Resource
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import Run, Ticket
@@ -236,17 +235,18 @@ class RequestManager:
         for request_id in self.residency.arrived(Resource(TEMPLATE, key)):
             self._resume(self.edits.pop(request_id))
 
-    def lora_came(self, lora: Lora, outcome: Loaded | MaskserveError) -> None:
-        """A LoRA is on the device, or will not be: who waited for it goes on, or is answered."""
-        loras = self.adapters.loras
-        assert loras is not None
+    def adapter_came(self, kind: Kind, wanted: Loadable, outcome: Loaded | MaskserveError) -> None:
+        """A LoRA or a ControlNet is on the device, or will not be: who waited for it goes on, or is
+        answered.
+        """
+        late = self.late.waiting_for(wanted)
         if isinstance(outcome, MaskserveError):
-            self.executor.drop(lora.version)
-            for request_id in self.late.waiting_for(lora).union(loras.failed(lora, outcome)):
+            failed = self.adapters.failed(kind, wanted, outcome)
+            for request_id in {edit.request_id for edit in late}.union(failed):
                 self.end(request_id, outcome)
             return
-        ready = loras.arrived(lora, outcome)
-        for edit in list(self.late.rows.values()):
+        ready = self.adapters.arrived(kind, wanted, outcome)
+        for edit in late:
             try:
                 if not self.adapters.absent_loras(edit):
                     self.late.attach(edit)
@@ -259,19 +259,6 @@ class RequestManager:
                 self._unpark(edit)
             else:
                 self._resume(self.edits.pop(request_id))
-
-    def net_came(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
-        """A ControlNet is on the device, or will not be: who waited goes on, or is answered."""
-        nets = self.adapters.nets
-        assert nets is not None
-        if isinstance(outcome, MaskserveError):
-            self.executor.drop_net(control.version)
-            for request_id in nets.failed(control, outcome):
-                self.end(request_id, outcome)
-            return
-        for request_id in nets.arrived(control, outcome):
-            self._end_wait(self.edits[request_id])
-            self._resume(self.edits.pop(request_id))
 
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
         """Status of what runs and of what waits; the latter is the same object for as long as the

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.errors import MaskserveError
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.cost_profile import read_profile
-from maskserve_core.worker.loading import Loaded
+from maskserve_core.worker.loading import Kind, Loadable, Loaded
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.policies import policy_of
 from maskserve_core.worker.residency import Residency
@@ -183,11 +182,8 @@ def assemble(
     def arrived(key: str) -> None:
         commands.put(lambda: manager.arrived(key))
 
-    def lora_came(lora: Lora, outcome: Loaded | MaskserveError) -> None:
-        commands.put(lambda: manager.lora_came(lora, outcome))
-
-    def net_came(control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
-        commands.put(lambda: manager.net_came(control, outcome))
+    def came(kind: Kind, wanted: Loadable, outcome: Loaded | MaskserveError) -> None:
+        commands.put(lambda: manager.adapter_came(kind, wanted, outcome))
 
     cache = store = None
     if config.cache.enabled:
@@ -229,13 +225,12 @@ def assemble(
     residency = Residency(
         config.engine.max_waiting, budgets, lambda resource: adapters.dropped(resource)
     )
-    adapters = EditAdapters(
-        config,
-        adapter,
-        holds,
-        None if loras is None else Loras(config, residency, loras, lora_came, observations),
-        None if nets is None else EditControlNets(residency, nets, net_came, observations),
-    )
+    held_loras = held_nets = None
+    if loras is not None:
+        held_loras = Loras(config, residency, loras, partial(came, LORAS), observations)
+    if nets is not None:
+        held_nets = EditControlNets(residency, nets, partial(came, CONTROL_NETS), observations)
+    adapters = EditAdapters(config, adapter, holds, held_loras, held_nets)
     scheduler = policy(
         config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
     )

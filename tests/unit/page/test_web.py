@@ -22,16 +22,12 @@ from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.soaking.pictures import png_file
+from maskserve_page.asked import settings_of, source_and_mask
+from maskserve_page.page import WORDS
+from maskserve_page.pictures import Pictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
-from maskserve_page.web import (
-    _WORDS,
-    _Pictures,
-    _pictures,
-    _Session,
-    _settings,
-    _source_and_mask,
-    summary,
-)
+from maskserve_page.session import Session
+from maskserve_page.told import summary
 from tests.fakes.pictures import encode
 
 MASK = Image.new("L", (8, 8), 255)
@@ -39,8 +35,8 @@ PLAIN: tuple[Any, ...] = (7, False, 0, 0, 0, 0, "auto", "")
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> _Pictures:
-    return _Pictures(tmp_path)
+def kept(tmp_path: Path) -> Pictures:
+    return Pictures(tmp_path)
 
 
 def painted(name: str, mask: Any) -> str:
@@ -51,20 +47,20 @@ def painted(name: str, mask: Any) -> str:
 
 @pytest.mark.parametrize(("width", "height"), [(20, 10), (7, 3), (1, 1), (33, 65)])
 def test_the_mask_is_what_was_painted_pixel_for_pixel(
-    kept: _Pictures, width: int, height: int
+    kept: Pictures, width: int, height: int
 ) -> None:
     random = np.random.default_rng(width)
     pixels = random.integers(0, 256, (height, width, 3), np.uint8)
     mask = random.random((height, width)) < 0.5
     mask[0, 0] = True
     picture = kept.take(encode(Image.fromarray(pixels)))
-    source, made = _source_and_mask(painted(picture.name, mask), kept)
+    source, made = source_and_mask(painted(picture.name, mask), kept)
     assert np.array_equal(np.asarray(made), np.where(mask, 255, 0))
     assert source.size == (height, width)
     assert np.array_equal(np.asarray(Image.open(picture.file)), pixels)
 
 
-def test_what_is_missing_or_broken_is_said(kept: _Pictures) -> None:
+def test_what_is_missing_or_broken_is_said(kept: Pictures) -> None:
     name = kept.take(encode(Image.new("RGB", (20, 10)))).name
     none = np.zeros((10, 20), bool)
     for text, told in [
@@ -80,10 +76,10 @@ def test_what_is_missing_or_broken_is_said(kept: _Pictures) -> None:
         (painted(name, np.ones((30, 30), bool)), "mask: is of another picture"),
     ]:
         with pytest.raises(InvalidRequest, match=told):
-            _source_and_mask(text, kept)
+            source_and_mask(text, kept)
 
 
-def test_a_photograph_is_turned_as_its_camera_says(kept: _Pictures) -> None:
+def test_a_photograph_is_turned_as_its_camera_says(kept: Pictures) -> None:
     taken = Image.new("RGB", (8, 4), (200, 30, 30))
     turned = taken.getexif()
     turned[0x0112] = 6
@@ -95,12 +91,12 @@ def test_a_photograph_is_turned_as_its_camera_says(kept: _Pictures) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"0" * 40])
-def test_what_is_no_picture_is_refused(kept: _Pictures, raw: bytes) -> None:
+def test_what_is_no_picture_is_refused(kept: Pictures, raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"picture: is .*; accepted: PNG, JPEG or WebP"):
         kept.take(raw)
 
 
-def test_twenty_large_pictures_take_no_memory(kept: _Pictures) -> None:
+def test_twenty_large_pictures_take_no_memory(kept: Pictures) -> None:
     """Of 49 megapixels each, in 155 KiB of file: decoded they were 4.3 GB."""
     row = b"\0" + bytes(3 * 7000)
     file = png_file(7000, 7000, 8, 2, b"")
@@ -124,7 +120,7 @@ def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
     clock, gone = [0.0], list[str]()
     one, two, three = (encode(Image.effect_noise((64, 64), 99)) for _ in range(3))
     most = len(two) + len(three)
-    kept = _Pictures(tmp_path, most_bytes=most, expires_s=9, gone=gone.append, now=lambda: clock[0])
+    kept = Pictures(tmp_path, most_bytes=most, expires_s=9, gone=gone.append, now=lambda: clock[0])
     first, second, third = (kept.take(file) for file in (one, two, three))
     assert first.name in gone
     assert len(list(tmp_path.iterdir())) == 3 - len(gone)
@@ -141,7 +137,7 @@ def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
 
 
 def test_the_picture_that_was_not_used_for_longest_goes(tmp_path: Path) -> None:
-    kept = _Pictures(tmp_path, most=2)
+    kept = Pictures(tmp_path, most=2)
     one, two = (kept.take(encode(Image.new("RGB", (n, n)))) for n in (1, 2))
     kept.get(one.name)
     three = kept.take(encode(Image.new("RGB", (3, 3))))
@@ -151,24 +147,28 @@ def test_the_picture_that_was_not_used_for_longest_goes(tmp_path: Path) -> None:
 
 
 def test_settings_are_those_that_the_server_takes() -> None:
-    asked = _settings(7, False, 12, 3.5, 2, 1, "require", "hollow:0.8, other")
+    asked = settings_of(7, False, 12, 3.5, 2, 1, "require", "hollow:0.8, other")
     assert asked["loras"] == [{"name": "hollow", "scale": 0.8}, {"name": "other"}]
-    for made in (asked, _settings(*PLAIN), _settings(None, True, None, None, 0, 0, "off", None)):
+    for made in (
+        asked,
+        settings_of(*PLAIN),
+        settings_of(None, True, None, None, 0, 0, "off", None),
+    ):
         parse_settings(json.dumps(made).encode())
-    assert "num_inference_steps" not in _settings(*PLAIN)
+    assert "num_inference_steps" not in settings_of(*PLAIN)
     with pytest.raises(InvalidRequest, match="LoRAs: 'x' is no number"):
-        _settings(*PLAIN[:-1], "hollow:x")
+        settings_of(*PLAIN[:-1], "hollow:x")
 
 
 def test_a_folder_of_pictures_that_is_not_there_is_told(tmp_path: Any) -> None:
-    assert _pictures(None) == []
+    assert pictures_of(None) == []
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.png").touch()
     (tmp_path / "elsewhere.png").symlink_to("/etc/passwd")
     (tmp_path / "folder.png").mkdir()
-    assert [path.name for path in _pictures(str(tmp_path))] == ["b.png"]
+    assert [path.name for path in pictures_of(str(tmp_path))] == ["b.png"]
     with pytest.raises(InvalidRequest, match="--images"):
-        _pictures(str(tmp_path / "none"))
+        pictures_of(str(tmp_path / "none"))
 
 
 class Asked:
@@ -206,9 +206,9 @@ class Asked:
         yield Progress(1, 2)
 
 
-def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: _Pictures) -> None:
+def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: Pictures) -> None:
     client: Any = Asked()
-    session, picture = _Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
+    session, picture = Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
     session.prepare(picture)
     for _ in range(3):
         assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
@@ -218,7 +218,7 @@ def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: _Pic
     assert client.cancelled == ["an-edit"]
 
 
-def test_a_picture_that_could_not_be_registered_is_tried_again(kept: _Pictures) -> None:
+def test_a_picture_that_could_not_be_registered_is_tried_again(kept: Pictures) -> None:
     client: Any = Asked()
     register, refused = client.register, threading.Event()
 
@@ -227,7 +227,7 @@ def test_a_picture_that_could_not_be_registered_is_tried_again(kept: _Pictures) 
         raise Overloaded("not now")
 
     client.register = refuse
-    session, picture = _Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
+    session, picture = Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
     session.prepare(picture)
     assert refused.wait(10)
     with pytest.raises(Overloaded):
@@ -236,9 +236,9 @@ def test_a_picture_that_could_not_be_registered_is_tried_again(kept: _Pictures) 
     assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
 
 
-def test_to_go_on_with_a_result_sends_no_picture(kept: _Pictures) -> None:
+def test_to_go_on_with_a_result_sends_no_picture(kept: Pictures) -> None:
     client: Any = Asked()
-    session = _Session(client)
+    session = Session(client)
     result = EditResult(
         Image.new("RGB", (8, 8), (1, 2, 3)), b"", {"result_template_id": f"{1:016x}"}
     )
@@ -264,7 +264,7 @@ def test_what_the_cache_saved_is_said() -> None:
 
 
 def test_the_demo_model_knows_the_words_that_are_shown() -> None:
-    for words in _WORDS["demo"]:
+    for words in WORDS["demo"]:
         _, colour, shape = words.split()
         assert colour in COLOURS
         assert shape in SHAPES
@@ -272,15 +272,15 @@ def test_the_demo_model_knows_the_words_that_are_shown() -> None:
 
 def test_the_model_is_known_or_not() -> None:
     client: Any = Asked()
-    assert _Session(client).model() == "demo"
+    assert Session(client).model() == "demo"
     client.silent = True
-    assert _Session(client).model() == ""
+    assert Session(client).model() == ""
 
 
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
     client: Any = Asked(f"{2:016x}")  # which another client has registered before
-    session = _Session(client)
-    kept = _Pictures(tmp_path, most=1, gone=session.forget)
+    session = Session(client)
+    kept = Pictures(tmp_path, most=1, gone=session.forget)
     for n in (1, 2, 3):
         picture = kept.take(encode(Image.new("RGB", (n, n))))
         session.prepare(picture)

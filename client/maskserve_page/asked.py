@@ -1,0 +1,87 @@
+"""What people ask of the page: a picture, a mask and settings, as an edit has them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import secrets
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from maskserve_core.errors import InvalidRequest
+from maskserve_page.pictures import PagePicture, Pictures
+
+_PREVIEWS = 6
+"""Of one edit, at most."""
+_SEED_BITS = 32
+
+
+def decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise InvalidRequest("picture", "came broken", "a PNG, JPEG or WebP file") from None
+
+
+def source_and_mask(painted: str | None, kept: Pictures) -> tuple[PagePicture, Image.Image]:
+    """The picture, and white where something was painted.
+
+    Args:
+        painted: what the canvas told; see `painter.js`.
+        kept: the page's pictures.
+
+    Raises:
+        InvalidRequest: there is no picture, or nothing was painted.
+    """
+    try:
+        told = json.loads(painted or "{}")
+        name, bits = told["name"], base64.b64decode(told.get("mask", ""), validate=True)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise InvalidRequest("picture", "there is none yet", "upload, paste or pick one") from None
+    source = kept.get(name)
+    height, width = source.size
+    touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
+    if not touched.any():
+        raise InvalidRequest("mask", "is empty", "paint over what is to change")
+    if len(bits) != -(-width * height // 8):
+        raise InvalidRequest("mask", "is of another picture", "paint it again")
+    return source, Image.fromarray(255 * touched.reshape(height, width))
+
+
+def settings_of(
+    seed: float | None,
+    draw: bool,
+    steps: float | None,
+    guidance: float | None,
+    dilate: int,
+    feather: int,
+    cache: str,
+    loras: str | None,
+) -> dict[str, Any]:
+    """SETTINGS of an edit; what is left at the model's own is not sent."""
+    asked: dict[str, Any] = {
+        "seed": secrets.randbits(_SEED_BITS) if draw or seed is None else int(seed),
+        "mask_dilate": int(dilate),
+        "mask_feather": int(feather),
+        "cache": cache,
+        "preview_every": max(1, int(steps or 28) // _PREVIEWS),
+    }
+    if steps:
+        asked["num_inference_steps"] = int(steps)
+    if guidance:
+        asked["guidance_scale"] = float(guidance)
+    named = [part.strip() for part in (loras or "").split(",") if part.strip()]
+    if named:
+        asked["loras"] = [_lora(text) for text in named]
+    return asked
+
+
+def _lora(text: str) -> dict[str, Any]:
+    name, colon, scale = text.partition(":")
+    try:
+        return {"name": name, "scale": float(scale)} if colon else {"name": name}
+    except ValueError:
+        raise InvalidRequest("LoRAs", f"{scale!r} is no number", "NAME or NAME:SCALE") from None

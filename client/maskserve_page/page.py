@@ -1,0 +1,289 @@
+"""What stands on the page, and what its buttons do.
+
+The page is made of Gradio's components and a canvas of its own (`painter.js`): theirs draws by
+WebGL, which takes seconds where there is no GPU, and its brush has soft rims.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maskserve_client import EditResult, Final, Preview
+from maskserve_core.contracts.settings import CACHE_MODES
+from maskserve_core.errors import Cancelled, InvalidRequest, MaskserveError
+from maskserve_page import told
+from maskserve_page.asked import decoded, settings_of, source_and_mask
+from maskserve_page.pictures import EXPIRES_S, PagePicture, Pictures
+from maskserve_page.session import Session
+
+_SHOWN_EVERY_S = 0.25
+"""Progress that comes sooner is not shown: to show it takes from the cores that compute."""
+WORDS = {
+    "demo": (
+        "a red star",
+        "a blue circle",
+        "a green square",
+        "a yellow triangle",
+        "a pink heart",
+        "a purple cross",
+    )
+}
+"""What models that know few words can paint, by their names."""
+_LEAST = {"demo": 0.02}
+"""Share of a picture below which a mask is too small for such a model to show much."""
+_MOST_STEPS_BACK = 8
+
+
+def make_page(session: Session, kept: Pictures, pictures: list[Path]) -> Any:
+    """The page.
+
+    Args:
+        session: with the worker or router that does the edits.
+        kept: pictures of those who use the page.
+        pictures: to begin with, beside those that people bring.
+    """
+    import gradio as gr
+
+    with gr.Blocks(
+        title="maskserve",
+        analytics_enabled=False,
+        fill_width=True,
+        delete_cache=(600, int(EXPIRES_S)),
+    ) as page:
+        gr.HTML(
+            "<h1>maskserve</h1> <p>Paint over what is to change, say what is to be there, and edit."
+            "</p>",
+            elem_classes="head",
+        )
+        with gr.Row():
+            with gr.Column(scale=5):
+                form = _form(gr, session, kept, pictures)
+            with gr.Column(scale=4, elem_classes="outcome"):
+                outcome = _outcome(gr)
+        _edits(gr, form, outcome, session, kept)
+        _steps_on_and_back(gr, form, outcome, kept)
+    return page
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Components by which people ask."""
+
+    editor: Any
+    prompt: Any
+    run: Any
+    stop: Any
+    seed: Any
+    more: list[Any]
+    """As `settings_of` takes them, behind the seed."""
+
+
+def _form(gr: Any, session: Session, kept: Pictures, pictures: list[Path]) -> _Form:
+    model = session.model()
+
+    def take(encoded: str) -> dict[str, str]:
+        """A picture that somebody brings, base64; where it is, or a sentence of what is wrong."""
+        try:
+            picture = kept.take(decoded(encoded))
+        except InvalidRequest as error:
+            return {"error": error.message}
+        session.prepare(picture)
+        return picture.told()
+
+    editor = gr.HTML(
+        html_template=_text("painter.html").replace("{least}", str(_LEAST.get(model, 0))),
+        js_on_load=_text("painter.js"),
+        server_functions=[take],
+        apply_default_css=False,
+        padding=False,
+        elem_id="editor",
+    )
+    with gr.Row(elem_classes="ask"):
+        prompt = gr.Textbox(
+            label="What is to be there",
+            placeholder="a red star",
+            elem_id="prompt",
+            scale=4,
+            min_width=200,
+        )
+        run = gr.Button("Edit", variant="primary", elem_id="run", min_width=100)
+        stop = gr.Button("Stop", variant="stop", elem_id="stop", visible=False, min_width=100)
+    if model in WORDS:
+        with gr.Row(elem_classes="chips", elem_id="chips"):
+            for words in WORDS[model]:
+                chip = gr.Button(words, size="sm")
+                chip.click(None, None, prompt, js=f"() => {json.dumps(words)}")
+    if pictures:
+        _gallery(gr, editor, session, kept, pictures)
+    with gr.Accordion("More", open=False):
+        with gr.Row():
+            seed = gr.Number(label="Seed", value=0, precision=0, minimum=0)
+            draw = gr.Checkbox(label="A new seed for each edit", value=True)
+        with gr.Row():
+            steps = gr.Number(label="Steps (0: the model's own)", value=0, precision=0)
+            guidance = gr.Number(label="Guidance (0: the model's own)", value=0)
+        with gr.Row():
+            dilate = gr.Slider(0, 64, 0, step=1, label="Grow the mask (pixels)")
+            feather = gr.Slider(0, 64, 0, step=1, label="Soft rim (pixels)")
+        with gr.Row():
+            cache = gr.Dropdown(list(CACHE_MODES), value="auto", label="Cache")
+            loras = gr.Textbox(label="LoRAs", placeholder="hollow:0.8, other")
+    more = [draw, steps, guidance, dilate, feather, cache, loras]
+    return _Form(editor, prompt, run, stop, seed, more)
+
+
+def _gallery(gr: Any, editor: Any, session: Session, kept: Pictures, pictures: list[Path]) -> None:
+    gr.HTML("Or begin with one of these", elem_classes="caption", padding=False)
+    gallery = gr.Gallery(
+        [str(path) for path in pictures],
+        show_label=False,
+        container=False,
+        columns=8,
+        allow_preview=False,
+        interactive=False,
+        buttons=[],
+        elem_id="pictures",
+    )
+
+    def picked(event: Any) -> str:
+        picture = kept.take(pictures[event.index].read_bytes())
+        session.prepare(picture)
+        return json.dumps(picture.told())
+
+    picked.__annotations__["event"] = gr.SelectData  # which is how Gradio knows to give it
+    gallery.select(picked, None, editor, show_progress="hidden")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Components that show an edit."""
+
+    status: Any
+    live: Any
+    shown: Any
+    bar: Any
+    """Of what can be done with a picture that is done."""
+    go_on: Any
+    undo: Any
+    file: Any
+    facts: Any
+    last: Any
+    """State: the name of the last picture that was made."""
+
+
+def _outcome(gr: Any) -> _Outcome:
+    status = gr.HTML("", elem_classes="status", elem_id="status", padding=False)
+    live = gr.HTML("", elem_classes="live", elem_id="live", padding=False)
+    shown = gr.HTML("", elem_id="result", padding=False)
+    with gr.Row(visible=False, elem_id="done") as bar:
+        go_on = gr.Button("Go on with this picture", min_width=210)
+        undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=80)
+        file = gr.DownloadButton("Download", elem_id="download", min_width=100)
+    facts = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)
+    return _Outcome(status, live, shown, bar, go_on, undo, file, facts, gr.State(""))
+
+
+def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Pictures) -> None:
+    """Edit and Stop."""
+    request = gr.State(_fresh_id)  # of the next edit, and of the one under way
+
+    def buttons(*, running: bool) -> dict[Any, Any]:
+        """Stop stands where Edit does, while there is something to stop."""
+        return {form.run: gr.Button(visible=not running), form.stop: gr.Button(visible=running)}
+
+    def facts(result: EditResult, made: PagePicture) -> dict[Any, Any]:
+        """What is told of an edit that is done, beside its picture."""
+        return {
+            outcome.facts: told.summary(result.meta),
+            form.seed: result.seed,
+            outcome.file: gr.DownloadButton(value=str(made.file), interactive=True),
+            outcome.go_on: gr.Button(interactive=True),
+            outcome.last: made.name,
+        }
+
+    def edit(*given: Any) -> Iterator[Any]:
+        """Shows an edit as it comes; its errors are sentences of the page."""
+        painted, text, name, *asked = given
+        try:
+            source, mask = source_and_mask(painted, kept)
+            settings = {**settings_of(*asked), "request_id": name}
+            yield buttons(running=True)
+            shown_at = 0.0
+            with closing(session.events(source, mask, text or "", settings)) as events:
+                for event in events:
+                    if isinstance(event, Final):
+                        made = kept.take(event.result.encoded)
+                        session.made(made, event.result)
+                        # The picture first: what is told about it takes its time, too.
+                        yield {
+                            **buttons(running=False),
+                            outcome.status: told.note(
+                                "done", event.result.meta.get("warnings", ())
+                            ),
+                            outcome.live: "",
+                            outcome.shown: told.compared(source, made, mask),
+                            outcome.bar: gr.Row(visible=True),
+                        }
+                        yield {**facts(event.result, made), request: _fresh_id()}
+                    elif time.monotonic() - shown_at >= _SHOWN_EVERY_S:
+                        values = {outcome.status: told.progress(event)}
+                        if isinstance(event, Preview):
+                            values |= {outcome.live: told.preview(event.image), outcome.shown: ""}
+                        yield values
+                        shown_at = time.monotonic()
+        except (MaskserveError, OSError) as error:
+            stopped = isinstance(error, Cancelled)
+            said = told.note("stopped") if stopped else told.sentence(error)
+            yield {
+                **buttons(running=False),
+                outcome.status: said,
+                outcome.live: "",
+                request: _fresh_id(),
+            }
+
+    begun = [form.run.click, form.prompt.submit]
+    # In the browser alone: the way to the server and back would hold the edit up.
+    gr.on(begun, None, None, outcome.status, js=f"() => `{told.note('sent')}`")
+    asked = [form.editor, form.prompt, request, form.seed, *form.more]
+    changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
+    gr.on(begun, edit, asked, changed, show_progress="hidden")
+    form.stop.click(session.stop, request, None, show_progress="hidden")
+
+
+def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: Pictures) -> None:
+    """From a result to its next edit, and back."""
+    past = gr.State([])
+
+    def carry_on(painted: str | None, result: str, before: list[str]) -> Any:
+        """The result becomes the picture to edit; the one before is kept."""
+        earlier = [*before, json.loads(painted)["name"]][-_MOST_STEPS_BACK:] if painted else before
+        return (
+            json.dumps(kept.get(result).told()),
+            earlier,
+            gr.Button(interactive=bool(earlier)),
+            gr.Button(interactive=False),
+        )
+
+    def go_back(before: list[str]) -> Any:
+        """The picture before."""
+        *rest, name = before
+        return json.dumps(kept.get(name).told()), rest, gr.Button(interactive=bool(rest))
+
+    editor, undo, go_on = form.editor, outcome.undo, outcome.go_on
+    go_on.click(carry_on, [editor, outcome.last, past], [editor, past, undo, go_on])
+    undo.click(go_back, [past], [editor, past, undo])
+
+
+def _fresh_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _text(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -1,0 +1,113 @@
+"""A page's edits at one server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from maskserve_client import Client, EditResult, Event
+from maskserve_core.errors import MaskserveError, TemplateNotFound
+from maskserve_page.pictures import PagePicture
+
+
+class Session:
+    """Edits of one server; pictures that it has, results among them, need not be sent again.
+
+    What the page registers there, and nobody has before, goes again with the page's own picture.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._templates: dict[str, Future[str]] = {}
+        self._own: set[str] = set()
+        """Templates that are at the server by this page alone."""
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(2, "register")
+
+    def close(self) -> None:
+        """Take back what was registered."""
+        for name in list(self._templates):
+            self.forget(name)
+        self._pool.shutdown()
+
+    def model(self) -> str:
+        """Name of the served model; empty where that cannot be known now."""
+        try:
+            return str(self._client.control("status").get("model", ""))
+        except MaskserveError:
+            return ""
+
+    def stop(self, request_id: str) -> None:
+        """Withdraw an edit; one that is done already is left."""
+        with suppress(MaskserveError):
+            self._client.cancel(request_id)
+
+    def prepare(self, source: PagePicture) -> None:
+        """Have the server keep the picture while the mask is being painted."""
+        self._template(source)
+
+    def forget(self, name: str) -> None:
+        """The page's picture has gone."""
+        with self._lock:
+            known = self._templates.pop(name, None)
+        if known is not None:
+            self._pool.submit(self._evict, known)
+
+    def _evict(self, known: Future[str]) -> None:
+        with suppress(MaskserveError):
+            template = known.result()
+            with self._lock:
+                own = template in self._own
+                self._own.discard(template)
+            if own:
+                self._client.control("evict", template_id=template)
+
+    def _register(self, file: Path) -> str:
+        listed: set[str] | None = None
+        with suppress(MaskserveError):
+            found = self._client.control("templates")["templates"]
+            listed = {each["template_id"] for each in found if each["registered"]}
+        template = self._client.register(file)
+        if listed is not None and template not in listed:
+            with self._lock:
+                self._own.add(template)
+        return template
+
+    def events(
+        self, source: PagePicture, mask: Image.Image, prompt: str, settings: dict[str, Any]
+    ) -> Generator[Event, None, None]:
+        """The events of one edit."""
+        for again in (False, True):
+            name = self._template(source, anew=again).result()
+            more = {**settings, "template_id": name, "keep_result": True}
+            try:
+                with closing(self._client.edit_stream(None, mask, prompt, **more)) as events:
+                    yield from events
+                return
+            except TemplateNotFound:  # the server was restarted, or has dropped it
+                if again:
+                    raise
+
+    def made(self, picture: PagePicture, result: EditResult) -> None:
+        """An edit's picture: the server has it, to be gone on with."""
+        if result.result_template_id is not None:
+            known: Future[str] = Future()
+            known.set_result(result.result_template_id)
+            with self._lock:
+                self._templates[picture.name] = known
+
+    def _template(self, source: PagePicture, *, anew: bool = False) -> Future[str]:
+        """The template that the picture is at the server, or will be."""
+        with self._lock:
+            known = self._templates.get(source.name)
+            failed = known is not None and known.done() and known.exception() is not None
+            if known is None or failed or anew:
+                known = self._pool.submit(self._register, source.file)
+                self._templates[source.name] = known
+        return known

@@ -1,0 +1,83 @@
+"""What the page tells of an edit, as HTML."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from maskserve_client import Preview, Progress
+from maskserve_core.contracts.meta import STAGES
+from maskserve_core.errors import MaskserveError
+from maskserve_page.pictures import PagePicture
+
+
+def compared(before: PagePicture, after: PagePicture, mask: Image.Image) -> str:
+    """Both pictures, the second one from a line on that people move; it begins left of the mask, so
+    that all of the edit is seen.
+    """
+    left, _, _, _ = mask.getbbox() or (0, 0, 0, 0)
+    at = max(3, 100 * left // mask.width - 3)
+    return (
+        f'<div class="compare" style="--at: {at}%">'
+        f'<img alt="before" src="{html.escape(before.url)}">'
+        f'<img class="after" alt="after" src="{html.escape(after.url)}">'
+        '<span class="was">before</span><span class="is">after</span>'
+        f'<input type="range" min="0" max="100" value="{at}" aria-label="from before to after" '
+        "oninput=\"this.parentNode.style.setProperty('--at', this.value + '%')\">"
+        '<span class="line"></span></div>'
+    )
+
+
+def preview(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=85)
+    text = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="as it comes" src="data:image/jpeg;base64,{text}">'
+
+
+def summary(meta: Mapping[str, Any]) -> str:
+    """What an edit took and what the cache saved; times of stages are folded."""
+    timings = meta.get("timings_ms", {})
+    total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
+    computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
+    said = {
+        "hit": "the picture's activations were there",
+        "miss": "the picture's activations are being made for the next edit",
+        "off": "not used",
+    }.get(str(meta.get("cache")), str(meta.get("cache")))
+    cache = f"Cache: {html.escape(said)}."
+    if computed is not None and whole:
+        cache += f" {computed / whole:.0%} of the tokens were computed."
+    rows = "".join(
+        f"<tr><td>{stage}</td><td>{timings[stage]:.0f} ms</td></tr>"
+        for stage in STAGES
+        if stage in timings
+    )
+    return (
+        f"<strong>{total:.2f} s</strong>, {meta['steps']} steps, seed {meta['seed']}, worker "
+        f"{html.escape(str(meta['worker']))}. {cache}"
+        f"<details><summary>Times</summary><table>{rows}</table></details>"
+    )
+
+
+def progress(event: Progress | Preview) -> str:
+    return (
+        f'<p role="status">step {event.step} of {event.steps}</p>'
+        f'<progress value="{event.step}" max="{event.steps}"></progress>'
+    )
+
+
+def note(text: str, warnings: Sequence[str] = ()) -> str:
+    told = "".join(f"<p>{html.escape(each)}</p>" for each in warnings)
+    return f'<p role="status">{html.escape(text)}</p>{told}'
+
+
+def sentence(error: Exception) -> str:
+    """An error without its code, as people read it."""
+    text = error.message if isinstance(error, MaskserveError) else str(error)
+    return f'<p role="alert"><strong>That did not work.</strong> {html.escape(text)}</p>'
