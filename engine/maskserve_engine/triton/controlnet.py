@@ -25,7 +25,7 @@ from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.tensor_io import read_array_or_none, read_bytes
 from maskserve_core.worker.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.control_service import ControlNetService
+from maskserve_engine.control_service.service import ControlNetService
 
 _OPS = "attach, close, drop, health, load, open"
 
@@ -55,14 +55,14 @@ class ControlNetFrontend:
                 answer.fail(guarded("", error))
 
     def _operate(self, request: Any, answer: Answer) -> None:
-        service = self._service
+        service, sessions = self._service, self._service.sessions
         match _operation(read_bytes(self._api, request, "OP")):
             case {"op": "health"}:
                 if service.problem:
                     raise EngineFailed(f"the ControlNet service has failed: {service.problem}")
-                _reply(answer, service.counts())
+                _reply(answer, sessions.counts())
             case {"op": "attach", "dtype": str(dtype)}:
-                _reply(answer, service.attach(dtype))
+                _reply(answer, sessions.attach(dtype))
             case {
                 "op": "load",
                 "session": str(session),
@@ -76,9 +76,9 @@ class ControlNetFrontend:
                     else:
                         answer.fail(outcome)
 
-                service.load(session, ResolvedControl(name=name, version=version), done)
+                sessions.load(session, ResolvedControl(name=name, version=version), done)
             case {"op": "drop", "session": str(session), "version": str(version)}:
-                service.drop(session, version)
+                sessions.drop(session, version)
                 _reply(answer, {})
             case {"op": "open", "session": str(session), "row": str(row), "opening": facts}:
                 arrays = read_array_or_none(self._api, request, "ARRAYS", np.uint8, ndim=1)
@@ -87,10 +87,10 @@ class ControlNetFrontend:
                     opening = Opening.unpacked(facts, packed)
                 except ValueError as error:
                     raise InvalidRequest("OP.opening", str(error)) from error
-                service.open(session, row, opening)
+                sessions.open(session, row, opening)
                 _reply(answer, {})
             case {"op": "close", "session": str(session), "row": str(row)}:
-                service.close_row(session, row)
+                sessions.close_row(session, row)
                 _reply(answer, {})
             case _:
                 raise InvalidRequest("OP", "is no operation with its keys", _OPS)

@@ -28,7 +28,7 @@ from maskserve_core.worker.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.transport import Connection as Denoiser
-from maskserve_engine.control_service import ControlNetService
+from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.stages.loader import dtype_of
 
 PATIENCE_S = 120.0
@@ -41,10 +41,10 @@ class DirectCalls:
         self._service = service
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
-        service = self._service
+        sessions = self._service.sessions
         match op:
             case {"op": "attach"}:
-                return dict(service.attach(op["dtype"]))
+                return dict(sessions.attach(op["dtype"]))
             case {"op": "load"}:
                 found: list[Loaded | MaskserveError] = []
                 came = threading.Event()
@@ -54,16 +54,16 @@ class DirectCalls:
                     came.set()
 
                 control = ResolvedControl(name=op["name"], version=op["version"])
-                service.load(op["session"], control, done)
+                sessions.load(op["session"], control, done)
                 came.wait(limit_s)
                 [loaded] = found
                 if isinstance(loaded, MaskserveError):
                     raise loaded
                 return {"digest": loaded.digest}
             case {"op": "open"}:
-                service.open(op["session"], op["row"], Opening.unpacked(op["opening"], arrays))
+                sessions.open(op["session"], op["row"], Opening.unpacked(op["opening"], arrays))
             case {"op": "close"}:
-                service.close_row(op["session"], op["row"])
+                sessions.close_row(op["session"], op["row"])
         return {}
 
     def close(self) -> None:

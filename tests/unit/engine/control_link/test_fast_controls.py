@@ -280,7 +280,7 @@ def test_what_an_ask_ahead_cannot_have_costs_the_row_alone(model: Model) -> None
     for _ in range(2):
         model.adapter.step(rows, None)
     served = row_of[id(lost)][1]
-    session = model.service.front._service._sessions[served.link.session]
+    session = model.service.front._service.sessions._sessions[served.link.session]
     slots = session.rows.pop(served.name).slots
     for _ in range(2):  # the answer to what was asked before is still there
         try:

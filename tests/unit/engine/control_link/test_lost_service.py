@@ -20,7 +20,7 @@ from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.served import ControlService, RowAsk, ask_service
 from maskserve_engine.control_link.slots import Slot
 from maskserve_engine.control_link.transport import Answered, Ask, Lost
-from maskserve_engine.control_service import ControlNetService
+from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.requests.executor import DenseRowSpec, StepInput, StepResult
@@ -200,7 +200,7 @@ def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site) -> None
     executor = executor_of(site, service, jobs)
     [served] = executor._served.values()
     served.await_opened()
-    site.service.front._service.close_row(served.link.session, served.name)
+    site.service.front._service.sessions.close_row(served.link.session, served.name)
     result = step(executor, "with", "without")
     assert "not open" in str(result.failed["with"])
     assert service.holds(site.service.versions["one"])
@@ -221,9 +221,9 @@ def test_a_denoiser_that_ends_leaves_nothing(site: Site) -> None:
     assert slots(site)
     executor.close()
     end = time.monotonic() + 10
-    while site.service.front._service.counts()["rows"] and time.monotonic() < end:
+    while site.service.front._service.sessions.counts()["rows"] and time.monotonic() < end:
         time.sleep(0.01)
-    assert site.service.front._service.counts() == {"sessions": 0, "rows": 0, "nets": 1}
+    assert site.service.front._service.sessions.counts() == {"sessions": 0, "rows": 0, "nets": 1}
     assert not slots(site)
 
 
@@ -263,12 +263,12 @@ def test_a_row_is_no_path(site: Site, name: str) -> None:
     opening = site.adapter.opening(site.adapter.dense_row(jobs[0]), jobs[0])
     assert opening is not None
     with pytest.raises(InvalidRequest, match=r"OP\.row: is no name of a row"):
-        site.service.front._service.open("s", name, opening)
+        site.service.front._service.sessions.open("s", name, opening)
 
 
 def test_numbers_of_another_type_are_refused(site: Site) -> None:
     with pytest.raises(InvalidRequest, match=r"OP\.dtype: is bfloat16"):
-        site.service.front._service.attach("bfloat16")
+        site.service.front._service.sessions.attach("bfloat16")
 
 
 def test_a_slot_grows_and_tells_what_is_not_there(tmp_path: Path) -> None:

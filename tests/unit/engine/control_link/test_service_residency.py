@@ -14,7 +14,7 @@ from maskserve_core.config import Config, ControlsConfig, ModelConfig
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_core.worker.loading import Done, Loaded
-from maskserve_engine.control_service import ControlNetService
+from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.adapter import Adapter
 
 ROOM = 10
@@ -70,12 +70,14 @@ class Rig:
     source: Source
 
     def attach(self) -> str:
-        return self.service.attach("float32")["session"]
+        return self.service.sessions.attach("float32")["session"]
 
     def load(self, session: str, name: str) -> list[Loaded | MaskserveError]:
         """What is said of it, once it is."""
         told: list[Loaded | MaskserveError] = []
-        self.service.load(session, ResolvedControl(name=name, version=name, image=0), told.append)
+        self.service.sessions.load(
+            session, ResolvedControl(name=name, version=name, image=0), told.append
+        )
         return told
 
     def here(self, session: str, name: str) -> list[Loaded | MaskserveError]:
@@ -94,9 +96,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     service = ControlNetService(
         config, tmp_path / "controls", cast(Any, Source), cast(Adapter, Family())
     )
-    yield Rig(service, cast(Source, service._loader))
+    yield Rig(service, cast(Source, service.sessions._loader))
     service.close()
-    service._residency.check_integrity()
+    service.sessions._residency.check_integrity()
 
 
 def test_all_who_ask_for_one_are_told_when_its_one_load_ends(rig: Rig) -> None:
@@ -108,7 +110,7 @@ def test_all_who_ask_for_one_are_told_when_its_one_load_ends(rig: Rig) -> None:
         ["sha of a4"]
     ] * 3
     assert rig.load(other, "a4") != []
-    assert rig.service.counts()["nets"] == 1
+    assert rig.service.sessions.counts()["nets"] == 1
 
 
 def test_what_any_denoiser_holds_stays_and_what_none_holds_makes_room(rig: Rig) -> None:
@@ -116,24 +118,24 @@ def test_what_any_denoiser_holds_stays_and_what_none_holds_makes_room(rig: Rig) 
     rig.here(one, "a5")
     rig.here(other, "a5")
     rig.here(one, "b4")
-    rig.service.drop(one, "a5")
+    rig.service.sessions.drop(one, "a5")
     with pytest.raises(Overloaded, match="no room for ControlNet c5"):
         rig.load(one, "c5")
-    rig.service.drop(other, "a5")
+    rig.service.sessions.drop(other, "a5")
     assert rig.load(one, "c5") == []
     rig.source.come("c5")
-    assert set(rig.service._own) == {"b4", "c5"}
+    assert set(rig.service.sessions._own) == {"b4", "c5"}
 
 
 def test_the_least_used_per_byte_goes_first(rig: Rig) -> None:
     session = rig.attach()
     for _ in range(5):
         rig.here(session, "often4")
-        rig.service.drop(session, "often4")
+        rig.service.sessions.drop(session, "often4")
     rig.here(session, "seldom4")  # the one used last, and yet the one to go
-    rig.service.drop(session, "seldom4")
+    rig.service.sessions.drop(session, "seldom4")
     rig.here(session, "new4")
-    assert set(rig.service._own) == {"often4", "new4"}
+    assert set(rig.service.sessions._own) == {"often4", "new4"}
 
 
 def test_a_load_that_fails_is_told_and_tried_anew_and_holds_nothing(rig: Rig) -> None:
@@ -142,7 +144,7 @@ def test_a_load_that_fails_is_told_and_tried_anew_and_holds_nothing(rig: Rig) ->
     rig.source.fail("a9")
     assert [str(error) for error in told] == ["[ENGINE_FAILED] it is broken"]
     assert rig.here(session, "b9")
-    rig.service.drop(session, "b9")
+    rig.service.sessions.drop(session, "b9")
     assert rig.here(session, "a9")
 
 
@@ -151,7 +153,7 @@ def test_a_session_that_ends_lets_go(rig: Rig) -> None:
     rig.here(one, "a9")
     with pytest.raises(Overloaded):
         rig.load(other, "b9")
-    with rig.service._door:
+    with rig.service.sessions._door:
         rig.service._forget(one)
     assert rig.here(other, "b9")
 
@@ -175,7 +177,7 @@ def test_threads_that_load_and_drop_keep_the_books(rig: Rig) -> None:
             except Overloaded:
                 continue
             finally:
-                rig.service.drop(session, name)
+                rig.service.sessions.drop(session, name)
 
     users = [threading.Thread(target=use, args=(rig.attach(), n)) for n in range(4)]
     for each in users:
@@ -186,5 +188,5 @@ def test_threads_that_load_and_drop_keep_the_books(rig: Rig) -> None:
     coming.join()
     for name in list(rig.source.under_way):
         rig.source.come(name)
-    rig.service._residency.check_integrity()
-    assert sum(int(name[-1]) for name in rig.service._own) <= ROOM
+    rig.service.sessions._residency.check_integrity()
+    assert sum(int(name[-1]) for name in rig.service.sessions._own) <= ROOM

@@ -1,0 +1,1 @@
+"""A ControlNet service: nets beside rows whose bases are in other processes (Katz §5)."""

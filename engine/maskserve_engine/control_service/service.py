@@ -1,0 +1,204 @@
+"""A ControlNet service's own thread: denoisers ask through the transport, and it answers them, one
+after the other.
+
+Rows of one ask are packed together, just as their denoiser would pack them, and never with
+another's: so residuals are the same bytes as in-process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+
+from maskserve_core.config import Config
+from maskserve_core.errors import MaskserveError
+from maskserve_core.files.sockets import short_path
+from maskserve_engine.adapters.control_net_loader import ControlNetLoader
+from maskserve_engine.control_link.slots import aligned
+from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
+from maskserve_engine.control_service.sessions import DenoiserSessions
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.control import NetStep, Residual
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.stages.loader import device_of, dtype_of
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.2
+
+
+class ControlNetService:
+    """Answers steps of several denoisers' rows; what it holds for them is in `sessions`.
+
+    Args:
+        config: of the service: `[model] device` is that of the nets.
+        folder: for the socket and the slots; best in memory. Made anew.
+        loader: brings ControlNets from `[controls] folder`.
+        adapter: of the base's family; None: as the configuration says.
+        connection: of a denoiser; a bench's is as slow as some network.
+        ended: called where nobody can be answered any more; by itself it ends the process, which
+            the supervisor notices.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        loader: Callable[..., ControlNetLoader] = ControlNetLoader,
+        adapter: Adapter | None = None,
+        connection: Callable[[socket.socket], Connection] = Connection,
+        ended: Callable[[], object] = lambda: os._exit(1),
+    ) -> None:
+        self._config, self._folder, self._connection = config, folder, connection
+        self._device = device_of(config)
+        self._adapter: Adapter = adapter or load_adapter(_shape_of(config))
+        self.sessions = DenoiserSessions(
+            config, folder, str(folder / "socket"), loader, self._adapter
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, mode=0o700)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with short_path(folder) as short:
+            self._listener.bind(f"{short}/socket")
+        self._listener.listen(64)
+        self._stop = threading.Event()
+        self._ended = ended
+        self._turn_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="controlnets", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._watch, name="controlnets-watch", daemon=True).start()
+
+    @property
+    def problem(self) -> str:
+        """Why nobody is answered any more; empty: all is well. One that is busy with a step for
+        `[engine] stuck_timeout_s` does not come back.
+        """
+        if not self._thread.is_alive():
+            return "its thread has ended"
+        silent_s = time.monotonic() - self._turn_at
+        if silent_s > self._config.engine.stuck_timeout_s:
+            return f"its thread has been busy for {silent_s:.0f} s"
+        return ""
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10.0)
+        self.sessions.close()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self) -> None:
+        limit_threads(self._config)
+        selector = selectors.DefaultSelector()
+        selector.register(self._listener, selectors.EVENT_READ)
+        cuda = self._device.type == "cuda"
+        there = torch.cuda.device(self._device) if cuda else nullcontext()
+        with torch.inference_mode(), there:
+            while not self._stop.is_set():
+                for key, _ in selector.select(_LOOK_S):
+                    self._turn_at = time.monotonic()
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                        continue
+                    connection = key.fileobj
+                    assert isinstance(connection, Connection)
+                    try:
+                        self._serve(connection)
+                    except Exception as error:
+                        known = isinstance(error, Lost)
+                        _log.info("a session is over: %s", error, exc_info=not known)
+                        selector.unregister(connection)
+                        self._end(connection)
+                self._turn_at = time.monotonic()
+        for key in list(selector.get_map().values()):
+            if isinstance(key.fileobj, Connection):
+                key.fileobj.close()
+        selector.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            accepted = self._connection(self._listener.accept()[0])
+        except OSError as error:  # it has gone away, or there are too many files
+            _log.warning("a denoiser could not be let in: %s", error)
+            self._stop.wait(_LOOK_S)
+            return
+        selector.register(accepted, selectors.EVENT_READ)
+
+    def _watch(self) -> None:
+        """In a thread of its own: a service that answers nobody ends, and is started again."""
+        while not self._stop.wait(_LOOK_S):
+            problem = self.problem
+            if problem and not self._stop.is_set():
+                _log.critical("the ControlNet service ends: %s", problem)
+                self._ended()
+                return
+
+    def _end(self, connection: Connection) -> None:
+        connection.close()
+        self.sessions.end(connection.session)
+
+    def _serve(self, connection: Connection) -> None:
+        """Read one message, and answer it."""
+        ask = connection.read()
+        if ask is None:
+            if not self.sessions.connected(connection.session):
+                raise Lost("its session is not known")
+            return
+        try:
+            self._answer(connection, ask)
+        except Lost:
+            raise
+        except Exception as error:
+            _log.exception("a step of %d rows failed", len(ask.rows))
+            what = error.message if isinstance(error, MaskserveError) else type(error).__name__
+            connection.send(Answered(ask.number, ended=True, error=what))
+
+    def _answer(self, connection: Connection, ask: Ask) -> None:
+        session, rows = self.sessions.rows(connection.session, [each.row for each in ask.rows])
+        ends = dict.fromkeys(rows, 0)
+        slots = {each.row: each.slot for each in ask.rows}
+        steps = []
+        for each in ask.rows:
+            row = rows[each.row]
+            dtype = getattr(torch, each.dtype)
+            sample = row.slots.ask(each.slot).read(0, each.shape, dtype).to(self._device)
+            steps.append(NetStep(each.row, row.own, each.step, sample, each.computed))
+
+        def send(residuals: Sequence[Residual]) -> None:
+            parts = []
+            for name, first, last, added in residuals:
+                row, offset = rows[name], ends[name]
+                row.slots.answer(slots[name]).write(offset, added)
+                ends[name] = aligned(offset + added.nbytes)
+                dtype = str(added.dtype).removeprefix("torch.")
+                parts.append(AddedPart(name, first, last, offset, tuple(added.shape), dtype))
+            connection.send(Answered(ask.number, tuple(parts)))
+
+        if session.batch is None or session.batch[0] != ask.batch:
+            session.batch = ask.batch, self._adapter.net_batch()
+        session.batch[1].run(steps, send)
+        connection.send(Answered(ask.number, ended=True))
+
+
+def _shape_of(config: Config) -> Config:
+    """Of the base: its shape alone, for nets are made to fit it."""
+    model = replace(
+        config.model,
+        device="meta",
+        dtype=str(dtype_of(config)).removeprefix("torch."),
+        weights="bf16",
+        gguf="",
+        fuse_loras=(),
+    )
+    return replace(config, model=model)

@@ -1,0 +1,258 @@
+"""Denoisers, their rows, and the ControlNets that these name: what a service holds for them.
+
+Opens, closes and loads come by KServe calls, in any thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_core.worker.loading import Done, Loaded
+from maskserve_core.worker.observations import Observations
+from maskserve_core.worker.residency import Residency, Resource
+from maskserve_engine.adapters.control_net_loader import (
+    CONTROL_NETS,
+    ControlNetLoader,
+    NetFolder,
+)
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.slots import RowSlots
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.control import NetBatch
+from maskserve_engine.requests.control_nets import EditControlNets
+from maskserve_engine.stages.loader import device_of, dtype_of
+
+_CONNECT_S = 60.0
+"""In which a denoiser that attached connects, or its session is forgotten."""
+_MOST_WAITING = 10_000
+"""Loads that denoisers wait for; each has its own in one thread."""
+_ROW_NAME = re.compile(r"[\w-]{1,200}")
+
+
+@dataclass(slots=True, eq=False)
+class OpenRow:
+    own: Any
+    """The family's."""
+    slots: RowSlots
+    nets: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class DenoiserSession:
+    """Of one denoiser."""
+
+    name: str
+    opened: float
+    rows: dict[str, OpenRow] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    """Versions of ControlNets; each is held for `_owner` of it."""
+    batch: tuple[int, NetBatch] | None = None
+    """The number of the last ask's batch, and what was kept of it."""
+    connected: bool = False
+
+
+class DenoiserSessions:
+    """Rows of several denoisers, and the ControlNets on the device.
+
+    Args:
+        config: of the service: `[model] device` is that of the nets.
+        folder: where the slots of rows are.
+        socket: what denoisers connect to.
+        loader: brings ControlNets from `[controls] folder`.
+        adapter: of the base's family.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        socket: str,
+        loader: Callable[..., ControlNetLoader],
+        adapter: Adapter,
+    ) -> None:
+        self._folder, self._socket, self._adapter = folder, socket, adapter
+        self._device, self._dtype = device_of(config), dtype_of(config)
+        self._loader = loader(config, adapter.facts, self._brought)
+        self._door = threading.Lock()
+        """Before sessions and nets."""
+        self._sessions: dict[str, DenoiserSession] = {}
+        self._own: dict[str, Any] = {}
+        """Version → a ControlNet on the device, as the family's rows take it."""
+        self._residency = Residency(
+            _MOST_WAITING, {CONTROL_NETS.name: config.controls.device_bytes}, self._dropped
+        )
+        self._nets = EditControlNets(self._residency, self._loader, self._came, Observations())
+        self._waiting: dict[str, Done] = {}
+        """By ticket, those whose ControlNet is being loaded."""
+        self._names = itertools.count()
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def attach(self, dtype: str) -> dict[str, str]:
+        """A session for a denoiser: its name, the socket to connect to, and the slots' folder.
+
+        Raises:
+            InvalidRequest: its numbers are of another type.
+        """
+        own = str(self._dtype).removeprefix("torch.")
+        if dtype != own:
+            raise InvalidRequest("OP.dtype", f"is {dtype}, and ControlNets run in {own} here", own)
+        with self._door:
+            now = time.monotonic()
+            for each in list(self._sessions.values()):
+                if not each.connected and now - each.opened > _CONNECT_S:
+                    self._forget(each.name)
+            name = f"{os.getpid()}-{next(self._names)}"
+            self._sessions[name] = DenoiserSession(name, now)
+        return {"session": name, "socket": self._socket, "folder": str(self._folder)}
+
+    def load(self, session: str, control: ResolvedControl, done: Done) -> None:
+        """Hold a ControlNet for a denoiser, until it drops it or ends; `done` is told in any
+        thread.
+
+        Raises:
+            MaskserveError: there is no such session, or no room.
+        """
+        with self._door:
+            own, owner = self._session(session), _owner(session, control.version)
+            wanted = self._nets.hold(owner, [control])
+            own.held.add(control.version)
+            ticket = f"{owner} {next(self._names)}"
+            if self._residency.wait(ticket, wanted):
+                self._waiting[ticket] = done
+                return
+            loaded = self._nets.loaded(control)
+        done(loaded)
+
+    def drop(self, session: str, version: str) -> None:
+        """A denoiser needs a ControlNet no more; it stays until its room is wanted."""
+        with self._door:
+            self._session(session).held.discard(version)
+            self._nets.let_go(_owner(session, version))
+
+    def open(self, session: str, row: str, opening: Opening) -> None:
+        """Take a row.
+
+        Raises:
+            MaskserveError: its name is none, there is no such session, or a ControlNet of it is not
+                held.
+        """
+        if not _ROW_NAME.fullmatch(row):  # files have it
+            raise InvalidRequest("OP.row", "is no name of a row", "letters, digits, - and _")
+        with self._door:
+            nets = {}
+            for control in opening.facts.controls:
+                if control.net not in self._own:
+                    raise EngineFailed(f"the ControlNet service does not hold {control.net}")
+                nets[control.net] = self._own[control.net]
+            own = self._session(session)
+        kept = {"cis", *[name for name, x in opening.arrays.items() if not x.is_floating_point()]}
+        arrays = {
+            # Copied: products of what lies at odd addresses round differently on CPUs.
+            name: x.to(self._device, x.dtype if name in kept else self._dtype, copy=True)
+            for name, x in opening.arrays.items()
+        }
+        with torch.inference_mode():
+            made = self._adapter.net_row(Opening(opening.facts, arrays), nets)
+        own.rows[row] = OpenRow(made, RowSlots(self._folder, row), tuple(nets))
+
+    def close_row(self, session: str, row: str) -> None:
+        with self._door:
+            closed = self._session(session).rows.pop(row, None)
+        if closed is not None:
+            closed.slots.remove()
+
+    def counts(self) -> dict[str, Any]:
+        """What `health` says."""
+        with self._door:
+            sessions = list(self._sessions.values())
+            rows = sum(len(each.rows) for each in sessions)
+            return {"sessions": len(sessions), "rows": rows, "nets": len(self._own)}
+
+    def connected(self, name: str) -> bool:
+        """A denoiser has connected; False if its session is not known."""
+        with self._door:
+            session = self._sessions.get(name)
+            if session is not None:
+                session.connected = True
+            return session is not None
+
+    def rows(self, name: str, rows: Sequence[str]) -> tuple[DenoiserSession, dict[str, OpenRow]]:
+        """A session, and those rows of it.
+
+        Raises:
+            EngineFailed: there is no such session, or such a row is not open.
+        """
+        with self._door:
+            session = self._session(name)
+            try:
+                return session, {row: session.rows[row] for row in rows}
+            except KeyError:
+                raise EngineFailed("a row was asked for that is not open") from None
+
+    def end(self, name: str) -> None:
+        """A denoiser has gone, with its rows."""
+        with self._door:
+            session = self._forget(name)
+        for row in () if session is None else session.rows.values():
+            row.slots.remove()
+
+    def _forget(self, name: str) -> DenoiserSession | None:
+        """A session is over, and what it held may make room."""
+        session = self._sessions.pop(name, None)
+        for version in () if session is None else session.held:
+            self._nets.let_go(_owner(name, version))
+        return session
+
+    def _session(self, name: str) -> DenoiserSession:
+        found = self._sessions.get(name)
+        if found is None:
+            raise EngineFailed("the ControlNet service does not know this session any more")
+        return found
+
+    def _brought(self, version: str, folder: NetFolder) -> None:
+        """In the loader's thread."""
+        with torch.inference_mode():
+            own = self._adapter.control_net(folder.read().to(self._device))
+        with self._door:
+            self._own[version] = own
+
+    def _came(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
+        """Likewise."""
+        with self._door:
+            if isinstance(outcome, Loaded):
+                tickets = self._nets.arrived(control, outcome)
+            else:
+                self._own.pop(control.version, None)
+                tickets = self._nets.failed(control, outcome)
+                for session in self._sessions.values():
+                    if control.version in session.held:
+                        session.held.discard(control.version)
+                        self._nets.let_go(_owner(session.name, control.version))
+            waiting = [self._waiting.pop(ticket) for ticket in tickets]
+        for done in waiting:
+            done(outcome)
+
+    def _dropped(self, resource: Resource) -> None:
+        """It has made room for another."""
+        self._nets.dropped(resource)
+        self._own.pop(resource.name, None)
+
+
+def _owner(session: str, version: str) -> str:
+    """Of what `Holdings` keeps for a session."""
+    return f"{session} {version}"
