@@ -51,6 +51,13 @@ _EXIF_SIZES = {
 }
 """Bytes of one of a value, by TIFF's type."""
 _EXIF_ORIENTATION = 0x0112
+_EXIF_HEADS = re.compile(rb"(?:Exif\0\0)+")
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+_PNG_XMP, _PNG_EXIF = b"XML:com.adobe.xmp", b"Raw profile type exif"
+"""Keywords of text chunks. The second is older than eXIf, and hexadecimal."""
+_JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_MOST_TEXT_BYTES = 2**20
+"""Of such a chunk, inflated, as Pillow has it."""
 
 _FOREIGN = (
     (b"GIF8", "a GIF"),
@@ -79,7 +86,7 @@ class Container:
     size: tuple[int, int]
     """(height, width) as stored, before the orientation is applied."""
     orientation: int
-    """EXIF orientation, 1 to 8; 1 when absent or nonsense."""
+    """As Pillow turns: EXIF's, 1 to 8, or XMP's where EXIF has none; 1 when absent or nonsense."""
     payload: bytes
     """What the decoder is given: the image without its metadata."""
     bit_depth: int = 8
@@ -138,8 +145,8 @@ def _read_png(data: bytes) -> Container:
     )
     if deflate or filtering or interlace > 1:
         raise BadContainer("is a damaged PNG")
-    kept, words = [PNG_SIGNATURE], dict[bytes, bytes]()
-    orientation, transparency, pixels = 1, b"", False
+    kept, words, texts = [PNG_SIGNATURE], dict[bytes, bytes](), dict[bytes, bytes]()
+    exif, transparency, pixels = b"", b"", False
     at = 8
     for number in range(_MAX_PARTS):
         if at + 12 > len(data):
@@ -157,7 +164,9 @@ def _read_png(data: bytes) -> Container:
         elif name == b"tRNS":
             transparency = data[at + 8 : end - 4]
         elif name == b"eXIf":
-            orientation = _orientation(data[at + 8 : end - 4])
+            exif = data[at + 8 : end - 4]
+        elif name in (b"tEXt", b"zTXt", b"iTXt"):
+            texts |= _text_chunk(name, data[at + 8 : end - 4])
         elif name in CHUNKS and not pixels and name not in words:
             words |= _colour_chunk(name, data[at + 8 : end - 4])
         if name == b"IEND":
@@ -169,6 +178,7 @@ def _read_png(data: bytes) -> Container:
         kept.append(_IEND)  # the picture is whole: what follows is its animation
         end = len(data)
     found = b"".join(kept)
+    orientation = _orientation(exif or _from_hex(texts.get(_PNG_EXIF, b"")), texts.get(_PNG_XMP))
     return Container(
         "png", (height, width), orientation, found, depth, colour, transparency, words, end
     )
@@ -184,12 +194,42 @@ def _colour_chunk(name: bytes, body: bytes) -> Words:
     begin = body.find(b"\0", 0, 80)
     if begin < 0 or body[begin + 1 : begin + 2] != b"\0":
         return {}
+    profile = _inflated(body[begin + 2 :], MOST_PROFILE_BYTES)
+    return {} if profile is None else {name: profile}
+
+
+def _text_chunk(name: bytes, body: bytes) -> Mapping[bytes, bytes]:
+    """The text of a chunk that may say how the picture is turned, by its keyword."""
+    keyword, _, text = body[: 80 + _MOST_TEXT_BYTES].partition(b"\0")
+    if keyword not in (_PNG_XMP, _PNG_EXIF):
+        return {}
+    packed = name == b"zTXt"
+    if packed:
+        method, text = text[:1], text[1:]
+    elif name == b"iTXt":
+        packed, method = text[:1] != b"\0", text[1:2]
+        text = text[2:].split(b"\0", 2)[-1]  # behind a language and a translated keyword
+    if packed:
+        text = (_inflated(text, _MOST_TEXT_BYTES) if method == b"\0" else None) or b""
+    return {keyword: text}
+
+
+def _inflated(data: bytes, most: int) -> bytes | None:
+    """None: it is damaged, or larger."""
     inflate = zlib.decompressobj()
     try:
-        profile = inflate.decompress(body[begin + 2 :], MOST_PROFILE_BYTES)
+        found = inflate.decompress(data, most)
     except zlib.error:
-        return {}
-    return {name: profile} if inflate.eof else {}
+        return None
+    return found if inflate.eof else None
+
+
+def _from_hex(text: bytes) -> bytes:
+    """A profile in hexadecimal, behind three lines: empty, its name, its length."""
+    try:
+        return bytes.fromhex("".join(text.decode("ascii").split("\n")[3:]))
+    except ValueError:
+        return b""
 
 
 def _read_jpeg(data: bytes) -> Container:
@@ -198,7 +238,7 @@ def _read_jpeg(data: bytes) -> Container:
     """
     kept = [data[:2]]
     size: tuple[int, int] | None = None
-    exif, profile = b"", dict[int, bytes]()
+    exif, xmp, profile = b"", b"", dict[int, bytes]()
     at = 2
     for _ in range(_MAX_PARTS):
         fill = _FILL_BYTES.match(data, at)  # any number of them before a marker
@@ -219,6 +259,8 @@ def _read_jpeg(data: bytes) -> Container:
             size = (int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big"))
         if marker == 0xE1 and body.startswith(b"Exif\x00\x00") and not exif:
             exif = body[6:]
+        if marker == 0xE1 and body.startswith(_JPEG_XMP):
+            xmp = body
         if marker == 0xE2 and body.startswith(b"ICC_PROFILE\0") and len(body) > 14:
             profile[body[12]] = body[14:]
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
@@ -236,7 +278,7 @@ def _read_jpeg(data: bytes) -> Container:
     whole = b"".join(profile[part] for part in sorted(profile))
     words = {PROFILE: whole} if 0 < len(whole) <= MOST_PROFILE_BYTES else {}
     found = b"".join(kept)
-    return Container("jpeg", size, _orientation(exif), found, words=words, end=end)
+    return Container("jpeg", size, _orientation(exif, xmp), found, words=words, end=end)
 
 
 def _jpeg_end(data: bytes, at: int) -> int:
@@ -281,38 +323,50 @@ def _read_webp(data: bytes) -> Container:
     if name != b"VP8X":
         beside = {}  # stray chunks
     exif = beside.get(b"EXIF", b"") if body[0] & 0x08 else b""
-    orientation = _orientation(exif.removeprefix(b"Exif\x00\x00"))
+    xmp = beside.get(b"XMP ", b"") if body[0] & 0x04 else b""
+    orientation = _orientation(exif, xmp)
     profile = beside.get(b"ICCP", b"")
     words = {PROFILE: profile} if 0 < len(profile) <= MOST_PROFILE_BYTES else {}
     return Container("webp", (height, width), orientation, data, words=words, end=end)
 
 
 def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
-    """The first EXIF chunk and the first ICCP chunk, by name."""
+    """The first EXIF, ICCP and XMP chunk, by name."""
     found: dict[bytes, bytes] = {}
     at = 12
     for _ in range(_MAX_PARTS):
         if at + 8 > len(data):
             return found
         name, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
-        if name in (b"EXIF", b"ICCP"):
+        if name in (b"EXIF", b"ICCP", b"XMP "):
             found.setdefault(name, data[at + 8 : at + 8 + length])
         at += 8 + length + (length & 1)
     raise BadContainer(f"is a WebP of more than {_MAX_PARTS} chunks")
 
 
-def _orientation(tiff: bytes) -> int:
-    """The orientation tag of the first directory of an EXIF block; 1 if it cannot be read.
+def _orientation(exif: bytes, xmp: bytes | None) -> int:
+    """That of EXIF, or of XMP where EXIF has none, which is how Pillow turns."""
+    heads = _EXIF_HEADS.match(exif)
+    said = _exif_orientation(exif[heads.end() :] if heads else exif)
+    if said is None and xmp:
+        found = _XMP_ORIENTATION.search(xmp)
+        said = int(found[1]) if found else None
+    return said if said is not None and 1 <= said <= 8 else 1
+
+
+def _exif_orientation(tiff: bytes) -> int | None:
+    """The orientation tag of the first directory of an EXIF block; None if it has none that can be
+    read, 0 if that is nonsense.
 
     Pillow reads the value, whatever its type. It is shown this one entry alone: of a directory it
     would copy what each of up to 65,535 entries points to.
     """
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     if order is None or tiff[2:4] not in (b"*\0", b"\0*") or len(tiff) < 8:
-        return 1
+        return None
     (at,) = struct.unpack_from(order + "I", tiff, 4)
     if at + 2 > len(tiff):
-        return 1
+        return None
     (count,) = struct.unpack_from(order + "H", tiff, at)
     alone = value = b""
     for entry in range(at + 2, min(at + 2 + 12 * count, len(tiff) - 11), 12):
@@ -325,7 +379,7 @@ def _orientation(tiff: bytes) -> int:
             value = tiff[begin : begin + size]  # the last one counts
             alone = struct.pack(order + "IHHHI", 8, 1, _EXIF_ORIENTATION, kind, 1)
     if not alone:
-        return 1
+        return None
     if len(value) <= 4:
         alone += value.ljust(4, b"\0")
     else:
@@ -333,7 +387,7 @@ def _orientation(tiff: bytes) -> int:
     exif = Image.Exif()
     try:
         exif.load(tiff[:4] + alone + bytes(4) + value)
-        turned = exif.get(_EXIF_ORIENTATION, 1)
-        return next((each for each in range(1, 9) if each == turned), 1)
+        turned = exif.get(_EXIF_ORIENTATION, 0)
+        return next((each for each in range(1, 9) if each == turned), 0)
     except (OSError, SyntaxError, ValueError, TypeError, struct.error, ZeroDivisionError):
-        return 1
+        return 0

@@ -7,12 +7,14 @@ import io
 import random
 import struct
 import warnings
+import zlib
 from itertools import product
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
@@ -109,3 +111,48 @@ def test_an_orientation_of_any_type_turns_as_pillow_turns_it(kind: int) -> None:
             opened = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
         found = decode_image(file, "IMAGE", NO_LIMITS)
         np.testing.assert_array_equal(found.pixels, np.asarray(opened), err_msg=str((order, value)))
+
+
+_XMP = (
+    '<x:xmpmeta><rdf tiff:Orientation="{}"/>',
+    "<tiff:Orientation>{}</tiff:Orientation>",
+    "<x/>{}",
+)
+
+
+def _with_orientation(form: str, exif: bytes, xmp: bytes) -> bytes:
+    """The scene in a file whose EXIF and XMP these are."""
+    if form in ("JPEG", "WEBP"):
+        return encode(SCENE, form, lossless=True, exif=exif, xmp=xmp)
+    more = PngInfo()
+    if form == "old PNG":
+        words = f"\nexif\n{len(exif)}\n{exif.hex()}\n"
+        more.add_text("Raw profile type exif", words, zip=True)
+    more.add_itxt("XML:com.adobe.xmp", xmp.decode(), "en", "x", zip=form == "old PNG")
+    return encode(SCENE, "PNG", pnginfo=more, **({"exif": exif} if form == "PNG" else {}))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "WEBP", "PNG", "old PNG"])
+def test_xmp_turns_where_exif_does_not_say_as_pillow_has_it(form: str) -> None:
+    for said, text, number in product((None, 0, 1, 6), _XMP, (0, 1, 3, 8, 9)):
+        exif = Image.Exif()
+        if said is not None:
+            exif[0x0112] = said
+        file = _with_orientation(form, exif.tobytes(), text.format(number).encode())
+        opened = Image.open(io.BytesIO(file))
+        turned = ImageOps.exif_transpose(opened)
+        found = decode_image(file, "IMAGE", NO_LIMITS)
+        np.testing.assert_array_equal(found.pixels, np.asarray(turned), str((said, text, number)))
+
+
+def test_a_text_of_a_png_is_inflated_to_a_bound() -> None:
+    ihdr, *pixels, iend = chunks_of(png(SCENE, RGB))
+    said = b'tiff:Orientation="6"'
+    for packed, turned in (
+        (zlib.compress(said), True),
+        (zlib.compress(said + bytes(2**21)), False),
+        (said, False),
+    ):
+        text = (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + packed)
+        found = decode_image(png_of(ihdr, text, *pixels, iend), "IMAGE", NO_LIMITS)
+        assert (found.pixels.shape == SCENE.shape) is not turned
