@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from maskserve_client import Client, MaskserveError
 from maskserve_harness.perf.errors import PerfError
@@ -116,19 +116,26 @@ def _split(option: str, url: str) -> tuple[str, int]:
 
 
 @contextmanager
-def own_server(model: str, log_dir: Path, config: Path | None = None) -> Iterator[Server]:
+def own_server(
+    model: str, log_dir: Path, config: Path | None = None, *, devices: Literal[1, 2, 4, 8] = 1
+) -> Iterator[Server]:
     """A worker on free ports. It drains and stops at the end, and stops at once on an exception.
 
     Raises:
         ServeError: it cannot start.
     """
-    with own_workers(model, log_dir, 1, config) as [server]:
+    with own_workers(model, log_dir, 1, config, devices=devices) as [server]:
         yield server
 
 
 @contextmanager
 def own_workers(
-    model: str, log_dir: Path, count: int, config: Path | None = None
+    model: str,
+    log_dir: Path,
+    count: int,
+    config: Path | None = None,
+    *,
+    devices: Literal[1, 2, 4, 8] = 1,
 ) -> Iterator[list[Server]]:
     """The same of several workers, which share the cores."""
     options = ServeOptions(
@@ -137,6 +144,7 @@ def own_workers(
         log_dir=log_dir,
         config=config,
         workers=count,
+        devices_per_worker=devices,
     )
     supervisor = Supervisor(options)
     supervisor.start()

@@ -1,13 +1,17 @@
-"""Record what a worker answers to 60 fixed edits, and compare it with an earlier record.
+"""Record what workers answer to some 90 fixed edits, and compare it with an earlier record.
 
 Two versions of the code that should answer alike are compared byte by byte. Dense and cached edits,
 streams with previews, templates by name, refusals and operations are sent one after the other; the
-record holds digests of each IMAGE and of its pixels, the error's text, and META without times.
+record holds digests of each IMAGE and of its pixels, the error's text, and META without times. One
+worker after the other is asked: `demo` and `unet`, with LoRAs and ControlNets, and `ranks`, of two
+devices.
 
-    scripts/bench record_edits --out before.json         # a worker of its own, the demo model
+    scripts/bench record_edits --out before.json
     scripts/bench record_edits --compare before.json     # exit code 1 if anything differs
+    scripts/bench record_edits --only unet --compare before.json
 
-`--url` names a worker that has just started, of any version: only Triton's own client speaks to it.
+`--url` names a worker that has just started, of any version, to be asked what `demo` is asked
+without LoRAs and ControlNets: only Triton's own client speaks to it.
 A record holds on one machine only: another CPU rounds floats otherwise, and another version of
 torch or Pillow may.
 """
@@ -18,16 +22,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tritonclient.utils import InferenceServerException
 
-from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.server import own_server, running_server
 from maskserve_harness.recording.comparison import differences
+from maskserve_harness.recording.edits import SITES, cases
 from maskserve_harness.recording.record import Record, Recorder
 from maskserve_serving.errors import ServeError
 
@@ -44,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     if before is None:
         return 0
-    found = differences(before, record)
-    print("\n".join(found) or f"all {len(record)} answers are the same")
+    found = differences({site: before.get(site, {}) for site in record}, record)
+    answers = sum(map(len, record.values()))
+    print("\n".join(found) or f"all {answers} answers are the same")
     return 1 if found else 0
 
 
@@ -55,16 +60,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="write the record to this JSON file")
     add("--compare", type=Path, metavar="RECORD", help="an earlier record")
     add("--url", help="host:port (gRPC) of a worker that runs; HTTP is at the port before")
-    add("--config", type=Path, help="configuration (TOML) of a worker of its own")
-    add("--model", default=str(DEMO_MODEL), help="model folder")
+    add("--only", nargs="+", choices=SITES, default=list(SITES), help="these workers alone")
     return parser.parse_args(argv)
 
 
-def take(options: argparse.Namespace) -> Record:
-    with ExitStack() as stack:
-        if options.url:
-            server = running_server(options.url, None)
-        else:
-            logs = Path(stack.enter_context(TemporaryDirectory()))
-            server = stack.enter_context(own_server(options.model, logs, options.config))
-        return stack.enter_context(closing(Recorder(server, print))).take()
+def take(options: argparse.Namespace) -> dict[str, Record]:
+    """Records by worker."""
+    if options.url:
+        with closing(Recorder(running_server(options.url, None), cases, print)) as recorder:
+            return {options.url: recorder.take()}
+    records = {}
+    for name in options.only:
+        site = SITES[name]
+        with TemporaryDirectory() as logs:
+            config = Path(logs) / "config.toml"
+            config.write_text(site.config, encoding="utf-8")
+            with (
+                own_server(str(site.model), Path(logs), config, devices=site.devices) as server,
+                closing(Recorder(server, site.cases, print)) as recorder,
+            ):
+                records[name] = recorder.take()
+    return records

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.soaking.bad_input import BAD_REQUESTS
 from maskserve_harness.soaking.pictures import Picture, draw
 
 Way = Literal["grpc", "http", "stream"]
 PROMPT = "a red star"
 # Picture seeds: dense edits, templates of the cache, registered templates.
-_DENSE, _CACHED, _REGISTERED = 1000, 2000, 3000
+_DENSE, _CACHED, _REGISTERED, _BESIDE = 1000, 2000, 3000, 4000
 TEMPLATES = (draw(_REGISTERED, 128, 128), draw(_REGISTERED + 1, 96, 160, 0.15))
 """Pictures that are registered and primed before the edits."""
 
@@ -30,7 +32,19 @@ class Case:
     name: str
     way: Way
     inputs: dict[str, bytes]
-    """IMAGE, MASK, PROMPT, SETTINGS."""
+    """IMAGE, MASK, PROMPT, SETTINGS, and CONTROL if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A worker, and the edits that it is sent."""
+
+    model: Path
+    config: str
+    """TOML."""
+    cases: Callable[[Sequence[str]], list[Case]]
+    """By what the worker calls TEMPLATES."""
+    devices: Literal[1, 2] = 1
 
 
 def cases(template_ids: Sequence[str]) -> list[Case]:
@@ -41,6 +55,72 @@ def cases(template_ids: Sequence[str]) -> list[Case]:
     """
     made = [*_dense(), *_masks(), *_outputs(), *_cached(), *_named(template_ids), *_streams()]
     return [*made, *_refused()]
+
+
+def _beside(lora: str, net: str, outline: Callable[[Picture], bytes]) -> list[Case]:
+    """Edits with a LoRA, with a ControlNet, and with both; dense, cached, seen before or not."""
+    picture, made = draw(_BESIDE, 128, 128), []
+    ways: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("lora", {"loras": [{"name": lora, "scale": 0.8}]}),
+        ("control", {"controls": [{"name": net, "image": 0, "end": 0.8}]}),
+    )
+    for name, asked in (*ways, ("both", ways[0][1] | ways[1][1])):
+        for cache in ("off", "require"):
+            case = _case(f"{name}-{cache}", picture, cache=cache, **asked, num_inference_steps=8)
+            made.append(_with(case, CONTROL=outline(picture)) if "controls" in asked else case)
+    return made
+
+
+def _outline(picture: Picture) -> bytes:
+    """The rim of the masked box, white on black."""
+    left, top, right, bottom = picture.box
+    drawn = np.zeros_like(picture.pixels)
+    drawn[top:bottom, left:right] = 255
+    drawn[top + 3 : bottom - 3, left + 3 : right - 3] = 0
+    return encoded(drawn, "PNG")
+
+
+def _plainly(template_ids: Sequence[str]) -> list[Case]:
+    """Some edits of each sort that every model and any number of devices take."""
+    picture = draw(_BESIDE + 1, 128, 128)
+    made = [
+        _case("dense", picture),
+        _case("dense-no-prompt", picture, prompt=""),
+        _case("dense-wide", draw(_BESIDE + 2, 96, 160), num_inference_steps=7),
+        _case("cached", picture, cache="require", num_inference_steps=8),
+        _case("cached-half", draw(_BESIDE + 3, 128, 128, 0.5), cache="require"),
+        _case("stream", picture, "stream", progress=True, preview_every=2, num_inference_steps=6),
+    ]
+    for i, name in enumerate(template_ids):
+        made.append(_case(f"template-{i}", TEMPLATES[i], template_id=name, cache="auto"))
+    return made
+
+
+def _config(**tables: Mapping[str, object]) -> str:
+    lines = []
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    return "\n".join((*lines, ""))
+
+
+_BESIDE_MODEL = {
+    "adapters": {"store": str(CHECKOUT / "assets" / "adapters")},
+    "controls": {"folder": str(CHECKOUT / "assets" / "controlnets")},
+}
+SITES = {
+    "demo": Site(
+        DEMO_MODEL,
+        _config(**_BESIDE_MODEL),
+        lambda ids: [*cases(ids), *_beside("hollow", "outline", _outline)],
+    ),
+    "unet": Site(
+        CHECKOUT / "assets" / "models" / "demo-unet",
+        _config(**_BESIDE_MODEL),
+        lambda ids: [*_plainly(ids), *_beside("unet-ninth-colour", "unet-outline", _outline)],
+    ),
+    "ranks": Site(DEMO_MODEL, _config(engine={"policy": "deadline"}), _plainly, devices=2),
+}
+"""What a whole record asks, one worker after the other."""
 
 
 def _case(

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from maskserve_harness.perf.server import Server
 from maskserve_harness.probing.calls import Answer, Grpc, Http, Stream
 from maskserve_harness.recording.comparison import PICTURE, pixels_of
-from maskserve_harness.recording.edits import TEMPLATES, Case, cases
+from maskserve_harness.recording.edits import TEMPLATES, Case
 
 Record: TypeAlias = dict[str, dict[str, Any]]
 """Name of an edit or operation → what was answered, as JSON values."""
@@ -34,7 +34,13 @@ class Recorder:
     The worker must have just started, since what it has seen before decides what is cached.
     """
 
-    def __init__(self, server: Server, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        cases: Callable[[Sequence[str]], list[Case]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._cases = cases
         self._grpc, self._http = Grpc(server.grpc), Http(server.http)
         self._stream_url, self._say = server.grpc, say
 
@@ -50,7 +56,7 @@ class Recorder:
         for number, picture in enumerate(TEMPLATES):
             answer = record[f"register {number}"] = self._register(picture.image)
             names.append(str(answer["template_id"]))
-        for case in cases(names):
+        for case in self._cases(names):
             self._settle()
             record[case.name] = {"inputs": _inputs_digest(case), **_refusable(self._edit, case)}
             self._say(f"{len(record):3} {case.name}")

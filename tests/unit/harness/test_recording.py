@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomllib
 
+from maskserve_core.config import Config
+from maskserve_core.config_file import config_of
 from maskserve_harness.recording.comparison import differences
-from maskserve_harness.recording.edits import TEMPLATES, cases
+from maskserve_harness.recording.edits import SITES, TEMPLATES, cases
 from maskserve_harness.recording.record import answer_digest
 from tests.fakes.pictures import encode, scene
 
@@ -28,6 +31,20 @@ def test_there_are_sixty_edits_always_the_same() -> None:
     assert len({case.name for case in first}) == len(first) == 60
     assert {case.way for case in first} == {"grpc", "http", "stream"}
     assert len(TEMPLATES) == len(names)
+
+
+@pytest.mark.parametrize(("site", "count"), [("demo", 66), ("unet", 14), ("ranks", 8)])
+def test_each_worker_is_asked_the_same_again(site: str, count: int) -> None:
+    asked = SITES[site]
+    made = asked.cases(["a" * 32, "b" * 32])
+    assert made == asked.cases(["a" * 32, "b" * 32])
+    assert len({case.name for case in made}) == len(made) == count
+    assert config_of(tomllib.loads(asked.config)).engine.policy == (
+        "deadline" if site == "ranks" else Config().engine.policy
+    )
+    for case in made:
+        if "CONTROL" in case.inputs:
+            assert b"controls" in case.inputs["SETTINGS"]
 
 
 def test_a_record_is_equal_to_itself() -> None:
