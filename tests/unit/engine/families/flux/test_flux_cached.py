@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
@@ -22,16 +21,10 @@ from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
-from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay, in_memory
-from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
+from tests.fakes.jobs import encode_case, guided, random_case, tolerance
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result
-
-
-@pytest.fixture(scope="module", params=["fill", "inpaint"])
-def config(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Config:
-    return config_of(tiny_flux[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +34,12 @@ def kontext(tiny_kontext: Path) -> tuple[Encoder, Replay]:
     return load_encoder(config), Replay(load_adapter(config))
 
 
-@pytest.fixture(scope="module")
-def encoder(config: Config) -> Encoder:
-    return load_encoder(config)
-
-
-@pytest.fixture(scope="module")
-def adapter(config: Config) -> FluxAdapter:
-    adapter = load_adapter(config)
-    assert isinstance(adapter, FluxAdapter)
-    return adapter
-
-
 def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
     rng = np.random.default_rng(seed)
     if encoder.facts.true_cfg and seed % 2:
         settings = {**guided(rng), **settings}
     case = random_case(rng, **settings)
     return encode_case(encoder, case, f"edit-{seed}")
-
-
-@pytest.fixture
-def replay(adapter: FluxAdapter) -> Replay:
-    return Replay(adapter)
 
 
 @pytest.mark.parametrize("kind", KINDS)

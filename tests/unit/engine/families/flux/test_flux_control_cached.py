@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import Config
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.forward import State
 from maskserve_engine.families.control import RowControl
@@ -23,31 +21,10 @@ from maskserve_engine.families.flux.control import (
     FluxNets,
     controlled,
 )
-from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.control_nets import random_net
-from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run
-
-
-@pytest.fixture(scope="module", params=["fill", "inpaint"])
-def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Config:
-    return config_of(tiny_fill if request.param == "fill" else tiny_inpaint)
-
-
-@pytest.fixture(scope="module")
-def encoder(config: Config) -> Encoder:
-    return load_encoder(config)
-
-
-@pytest.fixture(scope="module")
-def adapter(config: Config) -> FluxAdapter:
-    return cast(FluxAdapter, load_adapter(config))
-
-
-@pytest.fixture
-def replay(adapter: FluxAdapter) -> Replay:
-    return Replay(adapter)
 
 
 @pytest.fixture(scope="module")

@@ -23,23 +23,13 @@ from maskserve_engine.families.flow import batch as flow_batch
 from maskserve_engine.families.flow.preparation import grid_of
 from maskserve_engine.families.flow.rows import CachedTokens
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.registry import load_adapter
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module", params=["fill", "inpaint"])
-def folder(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Path:
-    return tiny_fill if request.param == "fill" else tiny_inpaint
-
-
-@pytest.fixture(scope="module")
-def encoder(folder: Path) -> Encoder:
-    return load_encoder(config_of(folder))
 
 
 def adapter_of(folder: Path, capture: Replayed | None, *, buckets: bool = True) -> FluxAdapter:

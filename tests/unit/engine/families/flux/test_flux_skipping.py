@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import Config, ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.encoder import Encoder
@@ -33,26 +33,9 @@ THRESHOLD = 0.2
 LONG = {"num_inference_steps": STEPS, "strength": 1.0}
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint"])
-def folder(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Path:
-    return tiny_fill if request.param == "fill" else tiny_inpaint
-
-
 @pytest.fixture(scope="module")
-def encoder(folder: Path) -> Encoder:
-    return load_encoder(config_of(folder))
-
-
-@pytest.fixture(scope="module")
-def adapter(folder: Path) -> FluxAdapter:
-    adapter = load_adapter(config_of(folder, model={"outside_noise": "edit"}))
-    assert isinstance(adapter, FluxAdapter)
-    return adapter
-
-
-@pytest.fixture
-def replay(adapter: FluxAdapter) -> Replay:
-    return Replay(adapter)
+def config(folder: Path) -> Config:
+    return config_of(folder, model={"outside_noise": "edit"})
 
 
 def job_of(encoder: Encoder, seed: int) -> EditJob:

@@ -17,7 +17,6 @@ from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import assert_equal
@@ -25,20 +24,13 @@ from tests.support.own_rows import plan, result, row_of, run
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
-def config(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Config:
-    return config_of(tiny_flux[request.param], model={"outside_noise": "edit"})
+def folder(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Path:
+    return tiny_flux[request.param]
 
 
 @pytest.fixture(scope="module")
-def encoder(config: Config) -> Encoder:
-    return load_encoder(config)
-
-
-@pytest.fixture(scope="module")
-def adapter(config: Config) -> FluxAdapter:
-    adapter = load_adapter(config)
-    assert isinstance(adapter, FluxAdapter)
-    return adapter
+def config(folder: Path) -> Config:
+    return config_of(folder, model={"outside_noise": "edit"})
 
 
 def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
