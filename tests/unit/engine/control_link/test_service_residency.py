@@ -153,8 +153,7 @@ def test_a_session_that_ends_lets_go(rig: Rig) -> None:
     rig.here(one, "a9")
     with pytest.raises(Overloaded):
         rig.load(other, "b9")
-    with rig.service.sessions._door:
-        rig.service._forget(one)
+    rig.service.sessions.end(one)
     assert rig.here(other, "b9")
 
 
