@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from maskserve_core.errors import InvalidRequest
-from maskserve_page.pictures import PagePicture, Pictures
+from maskserve_page.pictures import PagePicture, PagePictures
 
 _PREVIEWS = 6
 """Of one edit, at most."""
@@ -26,7 +26,7 @@ def decoded(text: str) -> bytes:
         raise InvalidRequest("picture", "came broken", "a PNG, JPEG or WebP file") from None
 
 
-def source_and_mask(painted: str | None, kept: Pictures) -> tuple[PagePicture, Image.Image]:
+def source_and_mask(painted: str | None, kept: PagePictures) -> tuple[PagePicture, Image.Image]:
     """The picture, and white where something was painted.
 
     Args:

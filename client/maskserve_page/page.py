@@ -20,7 +20,7 @@ from maskserve_core.contracts.settings import CACHE_MODES
 from maskserve_core.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import told
 from maskserve_page.asked import decoded, settings_of, source_and_mask
-from maskserve_page.pictures import EXPIRES_S, PagePicture, Pictures
+from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import Session
 
 _SHOWN_EVERY_S = 0.25
@@ -41,7 +41,7 @@ _LEAST = {"demo": 0.02}
 _MOST_STEPS_BACK = 8
 
 
-def make_page(session: Session, kept: Pictures, pictures: list[Path]) -> Any:
+def make_page(session: Session, kept: PagePictures, pictures: list[Path]) -> Any:
     """The page.
 
     Args:
@@ -85,7 +85,7 @@ class _Form:
     """As `settings_of` takes them, behind the seed."""
 
 
-def _form(gr: Any, session: Session, kept: Pictures, pictures: list[Path]) -> _Form:
+def _form(gr: Any, session: Session, kept: PagePictures, pictures: list[Path]) -> _Form:
     model = session.model()
 
     def take(encoded: str) -> dict[str, str]:
@@ -139,7 +139,9 @@ def _form(gr: Any, session: Session, kept: Pictures, pictures: list[Path]) -> _F
     return _Form(editor, prompt, run, stop, seed, more)
 
 
-def _gallery(gr: Any, editor: Any, session: Session, kept: Pictures, pictures: list[Path]) -> None:
+def _gallery(
+    gr: Any, editor: Any, session: Session, kept: PagePictures, pictures: list[Path]
+) -> None:
     gr.HTML("Or begin with one of these", elem_classes="caption", padding=False)
     gallery = gr.Gallery(
         [str(path) for path in pictures],
@@ -190,7 +192,7 @@ def _outcome(gr: Any) -> _Outcome:
     return _Outcome(status, live, shown, bar, go_on, undo, file, facts, gr.State(""))
 
 
-def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Pictures) -> None:
+def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: PagePictures) -> None:
     """Edit and Stop."""
     request = gr.State(_fresh_id)  # of the next edit, and of the one under way
 
@@ -257,7 +259,7 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Pict
     form.stop.click(session.stop, request, None, show_progress="hidden")
 
 
-def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: Pictures) -> None:
+def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: PagePictures) -> None:
     """From a result to its next edit, and back."""
     past = gr.State([])
 

@@ -1,4 +1,4 @@
-"""Pictures that the page has: those that people bring, and results."""
+"""PagePictures that the page has: those that people bring, and results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PagePicture(NamedTuple):
         return {"name": self.name, "url": self.url}
 
 
-class Pictures:
+class PagePictures:
     """The pictures of the page's sessions: sources and results, in files. None is decoded: browsers
     show them and the server edits them; what is read here is the size, in the header.
 

@@ -17,7 +17,7 @@ from typing import Any
 from maskserve_client import Client
 from maskserve_core.errors import InvalidRequest
 from maskserve_page.page import make_page
-from maskserve_page.pictures import LIMITS, Pictures, pictures_of
+from maskserve_page.pictures import LIMITS, PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.session import Session
 
@@ -47,7 +47,7 @@ def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> No
         tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder,
         closing(Session(client)) as session,
     ):
-        kept = Pictures(Path(folder).resolve(), gone=session.forget)
+        kept = PagePictures(Path(folder).resolve(), gone=session.forget)
         page = make_page(session, kept, pictures)
         page.queue(default_concurrency_limit=options.edits)
         app = gradio.mount_gradio_app(

@@ -24,7 +24,7 @@ from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.soaking.pictures import png_file
 from maskserve_page.asked import settings_of, source_and_mask
 from maskserve_page.page import WORDS
-from maskserve_page.pictures import Pictures, pictures_of
+from maskserve_page.pictures import PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.session import Session
 from maskserve_page.told import summary
@@ -35,8 +35,8 @@ PLAIN: tuple[Any, ...] = (7, False, 0, 0, 0, 0, "auto", "")
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Pictures:
-    return Pictures(tmp_path)
+def kept(tmp_path: Path) -> PagePictures:
+    return PagePictures(tmp_path)
 
 
 def painted(name: str, mask: Any) -> str:
@@ -47,7 +47,7 @@ def painted(name: str, mask: Any) -> str:
 
 @pytest.mark.parametrize(("width", "height"), [(20, 10), (7, 3), (1, 1), (33, 65)])
 def test_the_mask_is_what_was_painted_pixel_for_pixel(
-    kept: Pictures, width: int, height: int
+    kept: PagePictures, width: int, height: int
 ) -> None:
     random = np.random.default_rng(width)
     pixels = random.integers(0, 256, (height, width, 3), np.uint8)
@@ -60,7 +60,7 @@ def test_the_mask_is_what_was_painted_pixel_for_pixel(
     assert np.array_equal(np.asarray(Image.open(picture.file)), pixels)
 
 
-def test_what_is_missing_or_broken_is_said(kept: Pictures) -> None:
+def test_what_is_missing_or_broken_is_said(kept: PagePictures) -> None:
     name = kept.take(encode(Image.new("RGB", (20, 10)))).name
     none = np.zeros((10, 20), bool)
     for text, told in [
@@ -79,7 +79,7 @@ def test_what_is_missing_or_broken_is_said(kept: Pictures) -> None:
             source_and_mask(text, kept)
 
 
-def test_a_photograph_is_turned_as_its_camera_says(kept: Pictures) -> None:
+def test_a_photograph_is_turned_as_its_camera_says(kept: PagePictures) -> None:
     taken = Image.new("RGB", (8, 4), (200, 30, 30))
     turned = taken.getexif()
     turned[0x0112] = 6
@@ -91,12 +91,12 @@ def test_a_photograph_is_turned_as_its_camera_says(kept: Pictures) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"0" * 40])
-def test_what_is_no_picture_is_refused(kept: Pictures, raw: bytes) -> None:
+def test_what_is_no_picture_is_refused(kept: PagePictures, raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"picture: is .*; accepted: PNG, JPEG or WebP"):
         kept.take(raw)
 
 
-def test_twenty_large_pictures_take_no_memory(kept: Pictures) -> None:
+def test_twenty_large_pictures_take_no_memory(kept: PagePictures) -> None:
     """Of 49 megapixels each, in 155 KiB of file: decoded they were 4.3 GB."""
     row = b"\0" + bytes(3 * 7000)
     file = png_file(7000, 7000, 8, 2, b"")
@@ -120,7 +120,9 @@ def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
     clock, gone = [0.0], list[str]()
     one, two, three = (encode(Image.effect_noise((64, 64), 99)) for _ in range(3))
     most = len(two) + len(three)
-    kept = Pictures(tmp_path, most_bytes=most, expires_s=9, gone=gone.append, now=lambda: clock[0])
+    kept = PagePictures(
+        tmp_path, most_bytes=most, expires_s=9, gone=gone.append, now=lambda: clock[0]
+    )
     first, second, third = (kept.take(file) for file in (one, two, three))
     assert first.name in gone
     assert len(list(tmp_path.iterdir())) == 3 - len(gone)
@@ -137,7 +139,7 @@ def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
 
 
 def test_the_picture_that_was_not_used_for_longest_goes(tmp_path: Path) -> None:
-    kept = Pictures(tmp_path, most=2)
+    kept = PagePictures(tmp_path, most=2)
     one, two = (kept.take(encode(Image.new("RGB", (n, n)))) for n in (1, 2))
     kept.get(one.name)
     three = kept.take(encode(Image.new("RGB", (3, 3))))
@@ -206,7 +208,7 @@ class Asked:
         yield Progress(1, 2)
 
 
-def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: Pictures) -> None:
+def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: PagePictures) -> None:
     client: Any = Asked()
     session, picture = Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
     session.prepare(picture)
@@ -218,7 +220,7 @@ def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: Pict
     assert client.cancelled == ["an-edit"]
 
 
-def test_a_picture_that_could_not_be_registered_is_tried_again(kept: Pictures) -> None:
+def test_a_picture_that_could_not_be_registered_is_tried_again(kept: PagePictures) -> None:
     client: Any = Asked()
     register, refused = client.register, threading.Event()
 
@@ -236,7 +238,7 @@ def test_a_picture_that_could_not_be_registered_is_tried_again(kept: Pictures) -
     assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
 
 
-def test_to_go_on_with_a_result_sends_no_picture(kept: Pictures) -> None:
+def test_to_go_on_with_a_result_sends_no_picture(kept: PagePictures) -> None:
     client: Any = Asked()
     session = Session(client)
     result = EditResult(
@@ -280,7 +282,7 @@ def test_the_model_is_known_or_not() -> None:
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
     client: Any = Asked(f"{2:016x}")  # which another client has registered before
     session = Session(client)
-    kept = Pictures(tmp_path, most=1, gone=session.forget)
+    kept = PagePictures(tmp_path, most=1, gone=session.forget)
     for n in (1, 2, 3):
         picture = kept.take(encode(Image.new("RGB", (n, n))))
         session.prepare(picture)

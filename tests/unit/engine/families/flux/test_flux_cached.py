@@ -21,8 +21,9 @@ from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay, in_memory
-from tests.fakes.jobs import encode_case, guided, random_case, tolerance
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result
 
