@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
         _add_common(command)
     _add_templates(subcommands)
     _add_adapters(subcommands)
-    add_workflows(subcommands)
+    add_workflows(subcommands, _add_common)
     _add_web(subcommands)
     _add_serve(subcommands)
     return top

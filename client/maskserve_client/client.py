@@ -134,6 +134,30 @@ class Client(Endpoint):
         """
         return self._infer(wire.register(image, shared), timeout)
 
+    def run_workflow(
+        self,
+        name: str,
+        inputs: Mapping[str, ImageInput],
+        *,
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """A run of a workflow that a router serves, waited for.
+
+        Args:
+            name: of the workflow.
+            inputs: by name; a str is text, and pictures are anything else that `edit` takes.
+            timeout: seconds after which the run is cancelled.
+            settings: of all its edits; see maskserve_core.contracts.settings.EditSettings.
+
+        Returns:
+            Outputs by name, encoded, and META.
+
+        Raises:
+            MaskserveError: what the server answered, or ServerUnavailable.
+        """
+        return self._infer(wire.workflow(name, inputs, settings), timeout)
+
     def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
         """Withdraw an edit by its id; False when no such edit is in flight."""
         return self._infer(wire.cancel(request_id), timeout)

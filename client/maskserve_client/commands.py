@@ -35,7 +35,7 @@ _PATIENT_S = 80.0
 """For a storage that is far away."""
 
 
-def _connected(options: argparse.Namespace) -> Client:
+def connected(options: argparse.Namespace) -> Client:
     """A client of the server that the options name, with the key that they give.
 
     Raises:
@@ -68,7 +68,7 @@ def edit(options: argparse.Namespace) -> None:
     stream = options.stream if options.stream is not None else terminal
     if options.wait is not None:
         _wait_ready(options)
-    with _connected(options) as client:
+    with connected(options) as client:
         try:
             if stream or options.previews:
                 result = _follow(client, inputs, settings, options, show=terminal)
@@ -108,7 +108,7 @@ def _is_ready(options: argparse.Namespace) -> bool:
     longer and longer before it tries again.
     """
     try:
-        with _connected(options) as client:
+        with connected(options) as client:
             values = client.control("status")
     except (ServerUnavailable, Overloaded, DeadlineExceeded):
         return False
@@ -239,7 +239,7 @@ def status(options: argparse.Namespace) -> None:
     Raises:
         ServerUnavailable: it was told, and no worker is alive.
     """
-    with _connected(options) as client:
+    with connected(options) as client:
         values = client.control("status")
     if options.json:
         print(json.dumps(values))
@@ -291,12 +291,12 @@ def web(options: argparse.Namespace) -> None:
     """`maskserve web`."""
     from maskserve_page.web import serve_page  # Gradio is an extra
 
-    serve_page(options, lambda: _connected(options))
+    serve_page(options, lambda: connected(options))
 
 
 def cancel(options: argparse.Namespace) -> None:
     """`maskserve cancel`."""
-    with _connected(options) as client:
+    with connected(options) as client:
         withdrawn = {name: client.cancel(name) for name in options.ids}
     if options.json:
         print(json.dumps(withdrawn))
@@ -310,7 +310,7 @@ def cancel(options: argparse.Namespace) -> None:
 
 def drain(options: argparse.Namespace) -> None:
     """`maskserve drain`."""
-    with _connected(options) as client:
+    with connected(options) as client:
         values = client.control("drain")
     left = values["in_flight"]
     print(json.dumps(values) if options.json else f"takes no new edits; {left} in flight")
@@ -364,7 +364,7 @@ def _templates(options: argparse.Namespace) -> Iterator[_ByControl | _ByHttp]:
             context = ssl.create_default_context(cadata=trusted.decode())
         yield _ByHttp(Templates(options.url, key=options.key, context=context))
         return
-    with _connected(options) as client:
+    with connected(options) as client:
         yield _ByControl(client)
 
 
@@ -431,7 +431,7 @@ def templates_each(options: argparse.Namespace) -> None:
 
 def adapters_list(options: argparse.Namespace) -> None:
     """`maskserve adapters ls`."""
-    with _connected(options) as client:
+    with connected(options) as client:
         values = client.control("adapters", timeout=_PATIENT_S)
     if options.json:
         print(json.dumps(values))
@@ -475,7 +475,7 @@ def adapters_check(options: argparse.Namespace) -> None:
     checked = [_checked_file(name, options.model) for name in files]
     names = [name for name in options.names if name not in files]
     if names:
-        with _connected(options) as client:
+        with connected(options) as client:
             for name in names:
                 checked.append(client.control("adapter_check", name=name, timeout=_PATIENT_S))
     if options.json:
@@ -502,7 +502,7 @@ def _checked_file(name: str, model: str | None) -> dict[str, Any]:
 def adapters_each(options: argparse.Namespace) -> None:
     """`maskserve adapters load`, `pin`, `unpin` and `evict`: one operation on each name."""
     done = []
-    with _connected(options) as client:
+    with connected(options) as client:
         for name in options.names:
             done.append(client.control(options.op, name=name, timeout=_PATIENT_S))
             if not options.json:

@@ -1,14 +1,18 @@
-"""`maskserve workflows`: definitions to plans, on this machine and without a server."""
+"""`maskserve workflows`: definitions to plans, on this machine and without a server, and their runs
+at a router.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
+from maskserve_client.commands import connected, write_whole
+from maskserve_client.wire import ImageInput
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.explained import explained
 from maskserve_core.workflows.folder import compile_folder, read_plans
@@ -17,11 +21,14 @@ from maskserve_core.workflows.passes import PASSES
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
 
 
-def add_workflows(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The grammar of `maskserve workflows`."""
+def add_workflows(
+    subcommands: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_common: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    """The grammar of `maskserve workflows`; `add_common` adds what commands to a server share."""
     workflows = subcommands.add_parser(
         "workflows",
-        help="compile, check and explain workflows",
+        help="compile, check, explain and run workflows",
         description="Workflows chain models round edits. Definitions are Python files; what is "
         "served are the plans that compile writes beside them.",
     )
@@ -41,6 +48,25 @@ def add_workflows(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
             help=f"leave out a pass: {', '.join(PASSES)}; may be given again",
         )
         command.set_defaults(run=run)
+    started = actions.add_parser(
+        "run",
+        help="run a workflow at a router",
+        epilog="example: maskserve workflows run replace --url localhost:8081 image=@a.png "
+        'name="red star" prompt="a blue heart" --out b.png',
+    )
+    started.add_argument("name", metavar="NAME", help="of the workflow")
+    started.add_argument(
+        "inputs", nargs="+", metavar="INPUT=VALUE", help="text, or @FILE for a picture or mask"
+    )
+    started.add_argument("--out", type=Path, required=True, metavar="FILE", help="for its picture")
+    started.add_argument("--seed", type=int, metavar="N", help="drawn and reported if not given")
+    started.add_argument(
+        "--steps", dest="num_inference_steps", type=int, metavar="N", help="of each of its edits"
+    )
+    started.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
+    started.add_argument("--timeout", type=float, metavar="S", help="cancel it after so long")
+    add_common(started)
+    started.set_defaults(run=_run)
 
 
 def _compiled(options: argparse.Namespace) -> list[WorkflowPlan]:
@@ -76,6 +102,26 @@ def _check(options: argparse.Namespace) -> None:
 def _explain(options: argparse.Namespace) -> None:
     plans = _compiled(options)
     _print(options, plans, [explained(plan) for plan in plans])
+
+
+def _run(options: argparse.Namespace) -> None:
+    inputs: dict[str, ImageInput] = {}
+    for each in options.inputs:
+        name, found, value = each.partition("=")
+        if not found:
+            raise InvalidRequest("INPUT", f"{each} has no value", "NAME=TEXT or NAME=@FILE")
+        inputs[name] = Path(value[1:]) if value.startswith("@") else value
+    names = ("seed", "num_inference_steps", "request_id")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    with connected(options) as client:
+        outputs, meta = client.run_workflow(options.name, inputs, timeout=options.timeout, **given)
+    picture = outputs.pop("image")
+    write_whole(options.out, picture)
+    told = {name: raw.decode() for name, raw in outputs.items()}
+    said = ", ".join(f"{name} {text}" for name, text in told.items())
+    summary = f"{len(meta['nodes'])} nodes in {meta['seconds']:.2f} s, seed {meta['seed']}"
+    line = f"{options.out}: {summary}" + (f", {said}" if said else "")
+    print(json.dumps({**meta, **told}) if options.json else line)
 
 
 def _print(options: argparse.Namespace, plans: Iterable[WorkflowPlan], lines: list[str]) -> None:

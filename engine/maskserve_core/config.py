@@ -348,6 +348,18 @@ class ControlsConfig(Table, frozen=True):
     ones at the others; 1: all tokens at each."""
 
 
+class NodesConfig(Table, frozen=True):
+    """`[nodes]`: the models of a node server's workflows, in the file of `maskserve serve --nodes`;
+    their device is that of `[model] device`.
+    """
+
+    find: str = ""
+    """Folder of a CLIPSeg model, as transformers saves one: masks by name. Empty: none is served.
+    """
+    enlarge: str = ""
+    """Folder of a Swin2SR model that doubles sides, likewise."""
+
+
 class LogConfig(Table, frozen=True):
     """`[log]`: what a worker's own processes write down (docs/observability.md)."""
 
@@ -390,6 +402,7 @@ class Config(Table, frozen=True):
     slo: SloConfig = SloConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     controls: ControlsConfig = ControlsConfig()
+    nodes: NodesConfig = NodesConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
     runtime_dir: str = ""

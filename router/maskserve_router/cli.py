@@ -77,6 +77,8 @@ def _config(options: argparse.Namespace) -> RouterConfig:
     over: dict[str, Any] = {"listen": listen}
     if options.worker:
         over["workers"] = {"addresses": options.worker}
+    workflows = {"folder": options.workflows, "nodes": options.node}
+    over["workflows"] = {name: value for name, value in workflows.items() if value}
     if options.keys is not None:
         over["keys_file"] = options.keys
     if options.policy:
@@ -98,6 +100,13 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="HOST:PORT",
         help="gRPC address of a worker, or dns:NAME:PORT; may be repeated",
+    )
+    add("--workflows", metavar="DIR", help="folder of plans, each served as a model of its name")
+    add(
+        "--node",
+        action="append",
+        metavar="HOST:PORT",
+        help="gRPC address of a node server of workflows; may be repeated",
     )
     add("--keys", metavar="FILE", help="TOML file with [[keys]]; without any there is no start")
     add("--policy", help="mask_aware (default), least_requests, least_tokens, round_robin")

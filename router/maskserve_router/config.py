@@ -65,6 +65,16 @@ class Workers(Table, frozen=True):
     """Images of templates registered while a worker was down, kept until it has them, too."""
 
 
+class WorkflowFiles(Table, frozen=True):
+    """`[workflows]`: plans that are served as models, and who runs their nodes."""
+
+    folder: str = ""
+    """Of plans, which `maskserve workflows compile` wrote; they are read at the start. Empty: none.
+    """
+    nodes: tuple[str, ...] = ()
+    """`host:port` of each node server's gRPC port."""
+
+
 class Routing(Table, frozen=True):
     """`[routing]`: which worker takes an edit."""
 
@@ -197,6 +207,7 @@ class RouterConfig(Table, frozen=True):
 
     listen: Listen = Listen()
     workers: Workers = Workers()
+    workflows: WorkflowFiles = WorkflowFiles()
     routing: Routing = Routing()
     admission: AdmissionBounds = AdmissionBounds()
     faults: Faults = Faults()

@@ -27,6 +27,7 @@ from maskserve_router.predictions import Predictions
 from maskserve_router.turns import Turns
 from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker
+from maskserve_router.workflows import Workflows
 
 log = logging.getLogger("maskserve.router")
 _ANSWER_S = 12.0
@@ -45,7 +46,9 @@ class ClusterControl:
         admission: Admission,
         turns: Turns,
         predictions: Predictions,
+        workflows: Workflows,
     ) -> None:
+        self._workflows = workflows
         self._name, self._pool, self._dispatcher = name, pool, dispatcher
         self._admission, self._turns, self._predictions = admission, turns, predictions
         self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
@@ -131,7 +134,7 @@ class ClusterControl:
         """
         others = client.admin and scope_of(name) != NO_SCOPE
         request_id = edit_of(name) if others else request_id_of(name, client.scope)
-        if self._dispatcher.cancel(request_id):
+        if self._workflows.cancel(request_id) or self._dispatcher.cancel(request_id):
             return {"cancelled": True}
         answers = await self._everywhere({"op": "cancel", "request_id": request_id}, client)
         return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -28,9 +29,12 @@ EDITS = ("edit", "edit_stream")
 PUBLIC = (*EDITS, "control")
 """The models that clients may call; the others are a worker's own."""
 _SEED_BITS = 32
+MODELS: Mapping[str, Contract] = {name: CONTRACTS[name] for name in PUBLIC}
 _DECLARED = {
     tensor.name: (tensor.dtype, tensor.dims) for name in PUBLIC for tensor in CONTRACTS[name].inputs
 }
+_ONE = ("BYTES", (1,))
+"""An input of a workflow."""
 _MOST_ELEMENTS = 64
 """Of a tensor of any number; an edit has three control pictures at most."""
 VERSIONS = ("", "1", "-1")
@@ -136,8 +140,8 @@ class EditCall:
         return encoded
 
 
-def parse_request(raw: bytes) -> pb.ModelInferRequest:
-    """A request's message.
+def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> pb.ModelInferRequest:
+    """A request's message, of one of these models.
 
     Raises:
         InvalidRequest: none that a worker should be given.
@@ -147,11 +151,11 @@ def parse_request(raw: bytes) -> pb.ModelInferRequest:
         message = pb.ModelInferRequest.FromString(raw)
     except DecodeError:
         raise InvalidRequest("request", "is no ModelInferRequest") from None
-    check_request(message)
+    check_request(message, models)
     return message
 
 
-def check_request(message: pb.ModelInferRequest) -> None:
+def check_request(message: pb.ModelInferRequest, models: Mapping[str, Contract] = MODELS) -> None:
     """Refuse what a worker should not be given.
 
     Raises:
@@ -159,8 +163,8 @@ def check_request(message: pb.ModelInferRequest) -> None:
             are not those of the model. Triton refuses those without a code, so that it could not
             be told from a failure of the worker.
     """
-    if message.model_name not in PUBLIC:
-        raise UnknownModel(message.model_name)
+    if message.model_name not in models:
+        raise UnknownModel(message.model_name, models=models)
     if message.model_version not in VERSIONS:
         raise UnknownModel(message.model_name, message.model_version)
     if any("classification" in output.parameters for output in message.outputs):
@@ -173,7 +177,7 @@ def check_request(message: pb.ModelInferRequest) -> None:
         raise InvalidRequest(
             "inputs or outputs", "are in shared memory, which ends at the host", "tensors as bytes"
         )
-    _check_tensors(message, CONTRACTS[message.model_name])
+    _check_tensors(message, models[message.model_name])
 
 
 def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
@@ -238,12 +242,14 @@ def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
 class UnknownModel(InvalidRequest):
     """The request names a model, or a version of one, that clients cannot call."""
 
-    def __init__(self, name: str, version: str = "") -> None:
+    def __init__(
+        self, name: str, version: str = "", models: Mapping[str, Contract] = MODELS
+    ) -> None:
         if version:
             told = f"there is no version {version[:20]!r} of {name[:60]!r}"
             super().__init__("model_version", told, "1, or none")
         else:
-            super().__init__("model", f"there is no model {name[:60]!r}", ", ".join(PUBLIC))
+            super().__init__("model", f"there is no model {name[:60]!r}", ", ".join(models))
 
 
 def make_edit_call(
@@ -352,6 +358,8 @@ def _input(
     message: pb.ModelInferRequest, name: str
 ) -> tuple[int, pb.ModelInferRequest.InferInputTensor]:
     found = [(i, tensor) for i, tensor in enumerate(message.inputs) if tensor.name == name]
-    if len(found) != 1 or (found[0][1].datatype, tuple(found[0][1].shape)) != _DECLARED[name]:
+    if len(found) != 1 or (found[0][1].datatype, tuple(found[0][1].shape)) != _DECLARED.get(
+        name, _ONE
+    ):
         raise LookupError(name)
     return found[0]

@@ -9,6 +9,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts.tensors import Contract
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
 from maskserve_router.admission import Admission
@@ -21,6 +22,7 @@ from maskserve_router.keys import EditCounts, KeyHolder, KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.tracing import Tracing
 from maskserve_router.turns import Turns
+from maskserve_router.workflows import Workflows
 
 log = logging.getLogger("maskserve.router")
 
@@ -37,10 +39,17 @@ class Front:
         turns: Turns,
         metrics: Metrics,
         tracing: Tracing,
+        workflows: Workflows,
     ) -> None:
+        self._workflows = workflows
         self._keys, self._dispatcher, self._control = keys, dispatcher, control
         self._admission, self._turns = admission, turns
         self._metrics, self._tracing = metrics, tracing
+
+    @property
+    def models(self) -> Mapping[str, Contract]:
+        """What clients may call: tensors by name."""
+        return self._workflows.models
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """Who calls; see `KeyRing.client`."""
@@ -58,7 +67,7 @@ class Front:
         """
         client = self.client(headers)
         held.enter_context(self._admission.hold(client, len(raw)))
-        return await self._turns.run(client, len(raw), parse_request, raw)
+        return await self._turns.run(client, len(raw), parse_request, raw, self.models)
 
     async def infer(
         self,
@@ -84,6 +93,8 @@ class Front:
         client = self._keys.client(headers)
         if message.model_name == "control":
             return await self._control.infer(message, client)
+        if message.model_name in self._workflows.plans:
+            return await self._workflows.infer(message, headers, timeout, client, self.infer)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
             return await self._dispatcher.infer(call, client)
@@ -101,6 +112,12 @@ class Front:
         if message.model_name == "control":
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+            return
+        if message.model_name in self._workflows.plans:
+            run = self._workflows.stream(message, headers, timeout, client, self.infer)
+            async with aclosing(run) as events:
+                async for event in events:
+                    yield pb.ModelStreamInferResponse(infer_response=event).SerializeToString()
             return
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):

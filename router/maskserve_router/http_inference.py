@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_core.contracts.tensors import Contract
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Failure
@@ -48,7 +48,7 @@ class HttpInference:
                 raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
             size, split = len(body), None if length is None else int(length)
             message, wanted = await self._turns.run(
-                client, size, _checked_infer, *model_of(request), body, split
+                client, size, _checked_infer, self._front.models, *model_of(request), body, split
             )
             del body
             work = self._front.infer(message, size, _headers(request), None, "http")
@@ -96,7 +96,7 @@ class HttpInference:
     ) -> tuple[pb.ModelInferRequest, int]:
         client, body = await self._body(request, held)
         size = len(body)
-        work = _checked_generate, *model_of(request), body
+        work = _checked_generate, self._front.models, *model_of(request), body
         return await self._turns.run(client, size, *work), size
 
     async def _only_answer(
@@ -132,7 +132,7 @@ class HttpInference:
     async def _answers(
         self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        if not CONTRACTS[message.model_name].decoupled:
+        if not self._front.models[message.model_name].decoupled:
             answer = await self._front.infer(message, size, headers, None, "generate")
             yield pb.ModelInferResponse.FromString(answer)
             return
@@ -145,16 +145,18 @@ class HttpInference:
 
 
 def _checked_infer(
-    model: str, version: str, body: bytes, split: int | None
+    models: Mapping[str, Contract], model: str, version: str, body: bytes, split: int | None
 ) -> tuple[pb.ModelInferRequest, Wanted]:
     message, wanted = infer_request(model, version, body, split)
-    check_request(message)
+    check_request(message, models)
     return message, wanted
 
 
-def _checked_generate(model: str, version: str, body: bytes) -> pb.ModelInferRequest:
-    message = generate_request(model, version, body)
-    check_request(message)
+def _checked_generate(
+    models: Mapping[str, Contract], model: str, version: str, body: bytes
+) -> pb.ModelInferRequest:
+    message = generate_request(model, version, body, models)
+    check_request(message, models)
     return message
 
 

@@ -6,6 +6,7 @@ read into typed structures: it can be no deeper than they are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -13,9 +14,9 @@ from msgspec import Meta, Struct
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.tensors import CONTRACTS, Tensor
+from maskserve_core.contracts.tensors import Contract, Tensor
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.edit_call import PUBLIC, UnknownModel
+from maskserve_router.edit_call import MODELS, UnknownModel
 from maskserve_router.failures import NotSupported
 from maskserve_router.structure import check_json
 
@@ -76,8 +77,6 @@ def infer_request(
     Raises:
         InvalidRequest: naming what is wrong.
     """
-    if model not in PUBLIC:
-        raise UnknownModel(model)
     split = len(body) if header_bytes is None else header_bytes
     if not 0 <= split <= len(body):
         raise InvalidRequest(
@@ -150,19 +149,22 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
     return (b"".join((head, *tail)), len(head)) if tail else (head, None)
 
 
-def generate_request(model: str, version: str, body: bytes) -> pb.ModelInferRequest:
+def generate_request(
+    model: str, version: str, body: bytes, models: Mapping[str, Contract] = MODELS
+) -> pb.ModelInferRequest:
     """The message of /generate: keys that name inputs become tensors, the others parameters.
 
     Args:
         model: its name.
         version: empty for any.
         body: a JSON object.
+        models: that clients may call.
 
     Raises:
         InvalidRequest: naming the key.
     """
-    if model not in PUBLIC:
-        raise UnknownModel(model)
+    if model not in models:
+        raise UnknownModel(model, models=models)
     check_json(body)
     try:
         values = _read_object(body)
@@ -174,7 +176,7 @@ def generate_request(model: str, version: str, body: bytes) -> pb.ModelInferRequ
     nested = values.pop("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters", "is not a JSON object")
-    for declared in CONTRACTS[model].inputs:
+    for declared in models[model].inputs:
         if declared.name in values:
             elements = _elements(declared, values.pop(declared.name))
             bytes_tensor.add_input(message, declared.name, list(map(_encoded, elements)))

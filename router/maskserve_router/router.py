@@ -8,10 +8,14 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from maskserve_core.config import ConfigError
 from maskserve_core.routing import make_policy
+from maskserve_core.workflows.folder import read_plans
+from maskserve_core.workflows.node_types import WorkflowError
+from maskserve_core.workflows.plan import WorkflowPlan
 from maskserve_router.admin import Admin
 from maskserve_router.admission import Admission
 from maskserve_router.certificates import Certificates
@@ -27,6 +31,7 @@ from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
+from maskserve_router.node_pool import NodePool
 from maskserve_router.open_calls import OpenCalls
 from maskserve_router.openai.edits import ImageEdits
 from maskserve_router.openai.image_urls import ImageUrls
@@ -37,6 +42,8 @@ from maskserve_router.pool import Pool
 from maskserve_router.server_calls import ServerCalls
 from maskserve_router.tracing import Tracing
 from maskserve_router.turns import Turns
+from maskserve_router.workflow_routes import workflow_routes
+from maskserve_router.workflows import Workflows
 
 log = logging.getLogger("maskserve.router")
 _OPERATORS = 64
@@ -71,6 +78,8 @@ class Router:
             config, self.pool, self.pending, self.admission, turns, self.metrics
         )
         self._tracing = Tracing(config)
+        self._nodes = NodePool(config.workflows.nodes)
+        workflows = Workflows(_plans(config), self._nodes, self.pool.ready)
         self._control = control = ClusterControl(
             config.name,
             self.pool,
@@ -78,14 +87,22 @@ class Router:
             self.admission,
             turns,
             self.metrics.predictions,
+            workflows,
         )
         self._certificates = Certificates(config.listen)
         self._keys = keys = KeyRing(config.keys, config.admission.max_edits)
         bodies = Bodies(config.http, self.admission, turns)
         front = Front(
-            keys, self._dispatcher, control, self.admission, turns, self.metrics, self._tracing
+            keys,
+            self._dispatcher,
+            control,
+            self.admission,
+            turns,
+            self.metrics,
+            self._tracing,
+            workflows,
         )
-        calls = ServerCalls(self.pool)
+        calls = ServerCalls(self.pool, workflows.models)
         listen = config.listen
         self.grpc = GrpcServer(
             config, front, calls, OpenCalls(config.grpc, self.metrics), self._certificates
@@ -99,7 +116,7 @@ class Router:
                 calls,
                 inference,
                 keys.client,
-                openai_routes(edits, templates),
+                [*openai_routes(edits, templates), *workflow_routes(keys.client, workflows)],
                 config.http.cors_origins,
             ).app(),
             config.http,
@@ -205,5 +222,20 @@ class Router:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await self.pool.close()
+        await self._nodes.close()
         self._turns.close()
         self._tracing.close()
+
+
+def _plans(config: RouterConfig) -> list[WorkflowPlan]:
+    """Those of the configured folder.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if not config.workflows.folder:
+        return []
+    try:
+        return read_plans(Path(config.workflows.folder))
+    except WorkflowError as error:
+        raise ConfigError(f"[workflows] folder: {error}") from None

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Final
 
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts.tensors import Contract
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_router.edit_call import PUBLIC, VERSIONS, UnknownModel
+from maskserve_router.edit_call import MODELS, PUBLIC, VERSIONS, UnknownModel
 from maskserve_router.failures import Failure, NotSupported
 from maskserve_router.keys import KeyHolder
 from maskserve_router.pool import Pool
 from maskserve_router.statistics import served_by, summed
 
 _TIMEOUT_S = 5.0
+_PLATFORM: Final = "maskserve_workflow"
 # What ends at a host, or is an operator's.
 _NOT_HERE = ("shared_memory", "classification", "repository", "trace", "logging", "schedule")
 
@@ -23,15 +27,15 @@ _NOT_HERE = ("shared_memory", "classification", "repository", "trace", "logging"
 class ServerCalls:
     """Answers as one Triton would, in messages."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, models: Mapping[str, Contract] = MODELS) -> None:
+        self._pool, self._models = pool, models
 
     def ready(self) -> bool:
         """Whether there is a worker that takes edits."""
         return bool(self._pool.ready())
 
     def model_ready(self, name: str, version: str) -> bool:
-        return name in PUBLIC and version in VERSIONS and self.ready()
+        return name in self._models and version in VERSIONS and self.ready()
 
     async def server_metadata(self) -> pb.ServerMetadataResponse:
         """A worker's, without the extensions that are not served here."""
@@ -41,12 +45,16 @@ class ServerCalls:
         return pb.ServerMetadataResponse(name=told.name, version=told.version, extensions=kept)
 
     async def model_metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
-        _known(name, version)
+        self._known(name, version)
+        if name not in PUBLIC:
+            return _metadata(name, self._models[name])
         request = pb.ModelMetadataRequest(name=name, version=version)
         return pb.ModelMetadataResponse.FromString(await self._ask("ModelMetadata", request))
 
     async def model_config(self, name: str, version: str) -> pb.ModelConfigResponse:
-        _known(name, version)
+        self._known(name, version)
+        if name not in PUBLIC:
+            return _config(name, self._models[name])
         request = pb.ModelConfigRequest(name=name, version=version)
         return pb.ModelConfigResponse.FromString(await self._ask("ModelConfig", request))
 
@@ -59,7 +67,7 @@ class ServerCalls:
         if version not in VERSIONS:  # here Triton says 400, elsewhere 404
             raise InvalidRequest("model_version", f"there is no version {version[:20]!r}", "1")
         if name:
-            _known(name, version)
+            self._known(name, version)
         if not client.admin:
             return served_by(client, [name] if name else sorted(PUBLIC))
         request = pb.ModelStatisticsRequest(name=name, version=version).SerializeToString()
@@ -77,9 +85,15 @@ class ServerCalls:
         index = pb.RepositoryIndexResponse()
         state = "READY" if self.ready() else "UNAVAILABLE"
         if self.ready() or not ready:
-            for name in sorted(PUBLIC):
+            for name in sorted(self._models):
                 index.models.add(name=name, version="1", state=state)
         return index
+
+    def _known(self, name: str, version: str) -> None:
+        if name not in self._models:
+            raise UnknownModel(name, models=self._models)
+        if version not in VERSIONS:
+            raise UnknownModel(name, version)
 
     async def _ask(
         self,
@@ -100,11 +114,25 @@ class ServerCalls:
         raise NoWorkerAvailable(Edit(1, 1, 1), [])
 
 
-def _known(name: str, version: str) -> None:
-    if name not in PUBLIC:
-        raise UnknownModel(name)
-    if version not in VERSIONS:
-        raise UnknownModel(name, version)
+def _metadata(name: str, contract: Contract) -> pb.ModelMetadataResponse:
+    told = pb.ModelMetadataResponse(name=name, versions=["1"], platform=_PLATFORM)
+    for tensors, among in ((contract.inputs, told.inputs), (contract.outputs, told.outputs)):
+        for tensor in tensors:
+            among.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
+    return told
+
+
+def _config(name: str, contract: Contract) -> pb.ModelConfigResponse:
+    told = pb.ModelConfigResponse()
+    told.config.name, told.config.platform = name, _PLATFORM
+    for tensor in contract.inputs:
+        told.config.input.add(
+            name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims, optional=tensor.optional
+        )
+    for tensor in contract.outputs:
+        told.config.output.add(name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims)
+    told.config.model_transaction_policy.decoupled = contract.decoupled
+    return told
 
 
 def shared_memory_refused() -> NotSupported:

@@ -31,8 +31,11 @@ def command(
     ports: Ports,
     shm_prefix: str,
     trace: Sequence[str] = (),
+    models: Sequence[str] = (),
 ) -> list[str]:
-    """The command line; `trace` are arguments of its tracing."""
+    """The command line; `trace` are arguments of its tracing, `models` those to load, all where
+    none are named.
+    """
     python = {
         "shm-region-prefix-name": shm_prefix,
         # Per stub process; regions grow by what a request needs and never shrink.
@@ -60,6 +63,8 @@ def command(
         "--strict-readiness=true",
         *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
     ]
+    if models:
+        arguments += ["--model-control-mode=explicit", *(f"--load-model={x}" for x in models)]
     if runtime.backends is not None:
         arguments.append(f"--backend-directory={runtime.backends}")
     if closed := [api for api in CLOSED_APIS if api not in options.open_apis]:

@@ -145,6 +145,20 @@ class ServeOptions:
         metavar="D",
     )
     """Its ports are base + {4 HTTP, 5 gRPC, 6 metrics}."""
+    nodes: Path | None = _flag(
+        "run nodes of workflows in a server of their own beside the workers; FILE is a "
+        "configuration whose [nodes] names their models",
+        None,
+        type=Path,
+        metavar="FILE",
+    )
+    """Its ports are base + {7 HTTP, 8 gRPC, 9 metrics}."""
+    workflows: Path | None = _flag(
+        "have the router serve the plans in this folder, which `maskserve workflows compile` wrote",
+        None,
+        type=Path,
+        metavar="DIR",
+    )
     weights: str = _flag(
         "form of the denoiser's weights (default: the configuration's, or bf16)",
         "",

@@ -30,6 +30,11 @@ class Ports:
         """Of the ControlNet service, among those set aside for the first worker."""
         return cls(base + 4, base + 5, base + 6)
 
+    @classmethod
+    def of_nodes(cls, base: int) -> Ports:
+        """Of the node server, likewise."""
+        return cls(base + 7, base + 8, base + 9)
+
     def all(self) -> dict[str, int]:
         return {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
 

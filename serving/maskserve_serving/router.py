@@ -48,6 +48,10 @@ class RouterProcess(Process):
             command += [f"--{name}-port", str(port)]
         for worker in self._workers:
             command += ["--worker", worker]
+        if self._options.nodes is not None:
+            command += ["--node", f"127.0.0.1:{Ports.of_nodes(self._options.base_port).grpc}"]
+        if self._options.workflows is not None:
+            command += ["--workflows", str(self._options.workflows.absolute())]
         if self._options.router_config is not None:
             command += ["--config", str(self._options.router_config)]
         if self._options.otlp_url:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from types import TracebackType
 
 from maskserve_serving.cfg_pair import with_pair
-from maskserve_serving.controlnet import ControlNetProcess
 from maskserve_serving.cpu_split import tried_devices
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import (
@@ -29,6 +28,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.process import Process
 from maskserve_serving.router import RouterProcess
 from maskserve_serving.runtime import check_packages, find_runtime
+from maskserve_serving.service import ControlNetProcess, NodesProcess, ServiceProcess
 from maskserve_serving.source import with_model
 from maskserve_serving.tracing import with_trace
 from maskserve_serving.watch import Watch
@@ -60,8 +60,8 @@ class Supervisor:
         self.options, self._backoff_s = options, backoff_s
         self.workers: list[WorkerProcess] = []
         self.router: RouterProcess | None = None
-        self.service: ControlNetProcess | None = None
-        """Of ControlNets."""
+        self.services: list[ServiceProcess] = []
+        """What serves the workers, or the router beside them."""
         self._watches: list[Watch] = []
         self._closing = threading.Event()
         self._looking_away = threading.Event()
@@ -101,8 +101,12 @@ class Supervisor:
         if options.devices_per_worker == "auto":
             options = replace(options, devices_per_worker=tried_devices(options, tables))
         self.workers = make_workers(options, runtime, tables)
+        if options.nodes is not None and not options.router:
+            raise ServeError("--nodes: workflows run at a router; give --router, too")
         if options.controlnet_device:
-            self.service = ControlNetProcess(self.workers[0].spec)
+            self.services.append(ControlNetProcess(self.workers[0].spec))
+        if options.nodes is not None:
+            self.services.append(NodesProcess(self.workers[0].spec))
         if options.router:
             addresses = [worker.grpc_url for worker in self.workers]
             run_dir = self.workers[0].spec.files.root.parent
@@ -141,7 +145,7 @@ class Supervisor:
 
         finished = True
         # The router first: it has the workers finish what it has passed on. What they need, last.
-        for group in ([self.router], self.workers, [self.service]):
+        for group in ([self.router], self.workers, self.services):
             watches = [watch for watch in self._watches if watch.process in group]
             with ThreadPoolExecutor(max(1, len(watches))) as pool:
                 finished = all(pool.map(stop, watches)) and finished
@@ -304,8 +308,8 @@ class Supervisor:
             os.close(file)
 
     def _processes(self) -> list[Process]:
-        others = [each for each in (self.router, self.service) if each is not None]
-        return [*self.workers, *others]
+        router = [] if self.router is None else [self.router]
+        return [*self.workers, *router, *self.services]
 
     def _files(self) -> list[WorkerFiles]:
         return [worker.spec.files for worker in self.workers]

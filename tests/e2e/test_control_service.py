@@ -49,8 +49,7 @@ class Site:
 
     def model_pid(self) -> int:
         """Of the service's Python process."""
-        service = self.supervisor.service
-        assert service is not None
+        [service] = self.supervisor.services
         folder = Path(service.config.runtime_dir) / "processes"
         [name] = [path.name for path in folder.glob("controlnet.*")]
         return int(name.rpartition(".")[2])
@@ -115,9 +114,9 @@ def test_a_service_answers_as_nets_beside_the_base_do(
 
 
 def kill_server(site: Site) -> None:
-    assert site.supervisor.service is not None
-    assert site.supervisor.service.pid is not None
-    os.kill(site.supervisor.service.pid, signal.SIGKILL)
+    [service] = site.supervisor.services
+    assert service.pid is not None
+    os.kill(service.pid, signal.SIGKILL)
 
 
 def kill_model(site: Site) -> None:
@@ -125,7 +124,7 @@ def kill_model(site: Site) -> None:
 
 
 def freeze(site: Site) -> None:
-    for process in psutil.Process(site.supervisor.service.pid).children(recursive=True):  # type: ignore[union-attr]
+    for process in psutil.Process(site.supervisor.services[0].pid).children(recursive=True):
         process.suspend()
 
 
@@ -145,7 +144,7 @@ def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
         hurt = [pool.submit(site.edit, control=True, num_inference_steps=150) for _ in range(3)]
         others = [pool.submit(site.edit, control=False, num_inference_steps=STEPS)]
         time.sleep(1.0)
-        restarts = site.supervisor.service.restarts  # type: ignore[union-attr]
+        restarts = site.supervisor.services[0].restarts
         harm(site)
         begin = time.monotonic()
         others.append(pool.submit(site.edit, control=False, num_inference_steps=STEPS))
@@ -168,5 +167,5 @@ def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
             time.sleep(0.5)
     assert np.abs(found.astype(int) - expected).max() <= 1
     assert site.meta["controls_stalled_ms"] > 0
-    assert site.supervisor.service.restarts == restarts + 1  # type: ignore[union-attr]
+    assert site.supervisor.services[0].restarts == restarts + 1
     assert site.supervisor.workers[0].restarts == 0

@@ -30,6 +30,22 @@ def count(raw: bytes, most: int) -> int:
     return found if at == len(raw) and found <= most else -1
 
 
+def elements(raw: bytes, most: int) -> list[bytes]:
+    """All elements of a tensor, copied.
+
+    Raises:
+        ValueError: they are more than `most`, or their lengths do not fit.
+    """
+    found, at = [], 0
+    if count(raw, most) < 0:
+        raise ValueError(f"is not up to {most} BYTES elements")
+    while at < len(raw):
+        end = at + _LENGTH + int.from_bytes(raw[at : at + _LENGTH], "little")
+        found.append(raw[at + _LENGTH : end])
+        at = end
+    return found
+
+
 def only(raw: bytes) -> memoryview:
     """The one element of a tensor, where it lies.
 

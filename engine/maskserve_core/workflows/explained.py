@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from maskserve_core.workflows.node_types import NODE_TYPES
+from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import Each, NodeCall, Step, WorkflowPlan
 
 

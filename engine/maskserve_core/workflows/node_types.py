@@ -76,7 +76,7 @@ class NodeType:
         return {name: value for name, value in plain.items() if value is not None}
 
 
-class Recorder(Protocol):
+class Definition(Protocol):
     """A definition, as it is written down."""
 
     def record(
@@ -89,10 +89,10 @@ class Recorder(Protocol):
         """Add a call of a node; gives what its function is said to return."""
 
 
-OPEN: ContextVar[Recorder | None] = ContextVar("workflow", default=None)
+OPEN: ContextVar[Definition | None] = ContextVar("workflow", default=None)
 """The definition whose block is being run."""
-NODE_TYPES: Final[dict[str, NodeType]] = {}
-"""By name."""
+DECLARED: Final[dict[str, NodeType]] = {}
+"""By name, what `node` has declared so far; all of them are `nodes.NODE_TYPES`."""
 
 
 def node(
@@ -113,7 +113,7 @@ def node(
 
     def declare(function: Callable[P, R]) -> Callable[P, R]:
         kind = _declared(function, model, price_s, deterministic, settings)
-        NODE_TYPES[kind.name] = kind
+        DECLARED[kind.name] = kind
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             flow = OPEN.get()

@@ -1,15 +1,17 @@
-"""The node types that there are. Each runs as `load` and `run` of a class of its name
-(`maskserve_engine/nodes`); `edit` runs at the workers.
+"""The node types that there are: `edit` runs at the workers, the others at node servers, where the
+class of a Triton model runs its nodes (`maskserve_engine/nodes`, `pictures.py`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.workflows.node_types import EDIT, node
+from maskserve_core.workflows.node_types import DECLARED, EDIT, NodeType, node
 from maskserve_core.workflows.ports import (
     Mask,
     Picture,
@@ -55,8 +57,8 @@ def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask
 def shows(
     picture: Picture, mask: Mask, name: Words | str, *, threshold: Share = 0.5, enough: Share = 0.2
 ) -> Verdict:
-    """Whether the thing of this name now stands in the mask: of its bounding box it must fill the
-    share `enough`.
+    """Whether the thing of this name now stands in the mask, of which it must fill the share
+    `enough`.
     """
     raise NotImplementedError
 
@@ -117,3 +119,7 @@ def pad(
 def best(pictures: Pictures, verdicts: Verdicts) -> Best:
     """The picture with the highest verdict; of equal ones the first."""
     raise NotImplementedError
+
+
+NODE_TYPES: Final[Mapping[str, NodeType]] = MappingProxyType(DECLARED)
+"""All of them, by name."""

@@ -10,7 +10,8 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
-from maskserve_core.workflows.node_types import EDIT, NODE_TYPES
+from maskserve_core.workflows.node_types import EDIT
+from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import (
     Each,
     NodeCall,

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta, structs
 
 from maskserve_core.reading import Misread, Table, nearest, read
-from maskserve_core.workflows import nodes  # noqa: F401  declares the node types
-from maskserve_core.workflows.node_types import NODE_TYPES, WorkflowError, setting_error
+from maskserve_core.workflows.node_types import WorkflowError, setting_error
+from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.ports import MANY
 
 VERSION: Final = 1

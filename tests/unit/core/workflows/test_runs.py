@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from maskserve_core.workflows.definition import Workflow, each, repeat
-from maskserve_core.workflows.node_types import NODE_TYPES, WorkflowError
-from maskserve_core.workflows.nodes import best, compose, edit, enlarge, find, invert, shows, split
+from maskserve_core.workflows.node_types import WorkflowError
+from maskserve_core.workflows.nodes import (
+    NODE_TYPES,
+    best,
+    compose,
+    edit,
+    enlarge,
+    find,
+    invert,
+    shows,
+    split,
+)
 from maskserve_core.workflows.passes import PASSES, compiled
 from maskserve_core.workflows.plan import dump_plan, parse_plan
 from maskserve_core.workflows.run import WorkflowRun, seed_of

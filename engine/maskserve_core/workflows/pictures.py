@@ -1,0 +1,198 @@
+"""The nodes that only compose pictures and masks, with numpy and Pillow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageFilter
+
+from maskserve_core.config import LimitsConfig
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.images import decode_image, decode_mask, encode_png
+from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.values import Areas, Judgement
+
+Pixels = npt.NDArray[np.uint8]
+Grey = npt.NDArray[np.bool_]
+_RIM: Final = 40
+"""Difference to a neighbour, of 255, from which on a pixel is a rim."""
+
+
+class PictureNodes:
+    """Runs them.
+
+    Args:
+        limits: of pictures.
+    """
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limits = limits
+        self._nodes: dict[str, Callable[..., Any]] = {
+            name: getattr(self, f"_{name}")
+            for name, kind in NODE_TYPES.items()
+            if kind.model == "pictures"
+        }
+
+    def run(
+        self, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The node's outputs.
+
+        Raises:
+            InvalidRequest: a picture cannot be used.
+        """
+        kind = NODE_TYPES[node]
+        made = self._nodes[node](**inputs, **settings)
+        return dict(made) if isinstance(made, dict) else {next(iter(kind.outputs)): made}
+
+    def _picture(self, encoded: bytes) -> Pixels:
+        return read_picture(encoded, self._limits)
+
+    def _mask(self, encoded: bytes) -> Grey:
+        return read_mask(encoded, self._limits)
+
+    def _split(self, mask: bytes, smallest: float, apart: int) -> Areas:
+        white = self._mask(mask)
+        parts = [part for part in components(white) if part.mean() >= smallest]
+        parts.sort(key=lambda part: -int(part.sum()))
+        boxes = [_box(part) for part in parts]
+        waves: list[int] = []
+        for i, box in enumerate(boxes):
+            near = [waves[j] for j in range(i) if _near(boxes[j], box, apart)]
+            waves.append(max(near) + 1 if near else 0)
+        return Areas(tuple(encode_mask(part) for part in parts), tuple(waves))
+
+    def _outline(self, picture: bytes) -> bytes:
+        grey = self._picture(picture).astype(np.int16).max(axis=2)
+        rims = np.zeros(grey.shape, np.bool_)
+        across, down = np.abs(np.diff(grey, axis=1)), np.abs(np.diff(grey, axis=0))
+        rims[:, 1:] |= across > _RIM
+        rims[1:] |= down > _RIM
+        line = Image.fromarray(rims.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(3))
+        return encode_png(np.repeat(np.asarray(line)[..., None], 3, axis=2))
+
+    def _invert(self, mask: bytes) -> bytes:
+        return encode_mask(~self._mask(mask))
+
+    def _compose(self, picture: bytes, parts: tuple[bytes, ...]) -> bytes:
+        before = self._picture(picture)
+        made = before.copy()
+        for part in parts:
+            pixels = self._picture(part)
+            _same_size("parts", pixels, before)
+            changed = (pixels != before).any(axis=2)
+            made[changed] = pixels[changed]
+        return encode_png(made)
+
+    def _crop(self, picture: bytes, mask: bytes, around: int) -> bytes:
+        pixels, white = self._picture(picture), self._mask(mask)
+        _same_size("mask", white, pixels)
+        return encode_png(np.ascontiguousarray(pixels[_window(white, around)]))
+
+    def _paste(self, picture: bytes, part: bytes, mask: bytes, around: int) -> bytes:
+        pixels, white, own = self._picture(picture).copy(), self._mask(mask), self._picture(part)
+        _same_size("mask", white, pixels)
+        window = _window(white, around)
+        _same_size("part", own, pixels[window])
+        pixels[window] = own
+        return encode_png(pixels)
+
+    def _pad(self, picture: bytes, left: int, top: int, right: int, bottom: int) -> bytes:
+        rim = ((top, bottom), (left, right), (0, 0))
+        return encode_png(np.pad(self._picture(picture), rim, mode="edge"))
+
+    def _best(self, pictures: tuple[bytes, ...], verdicts: tuple[Judgement, ...]) -> dict[str, Any]:
+        if len(pictures) != len(verdicts) or not pictures:
+            raise InvalidRequest(
+                "verdicts", f"are {len(verdicts)} for {len(pictures)} pictures", "one for each"
+            )
+        order = range(len(pictures))
+        place = max(order, key=lambda i: (verdicts[i].passed, verdicts[i].score, -i))
+        return {"picture": pictures[place], "verdict": verdicts[place]}
+
+
+def read_picture(encoded: bytes, limits: LimitsConfig) -> Pixels:
+    """RGB of a picture, [H, W, 3].
+
+    Raises:
+        InvalidRequest: it cannot be used.
+    """
+    return decode_image(encoded, "picture", limits).pixels
+
+
+def read_mask(encoded: bytes, limits: LimitsConfig, size: tuple[int, ...] | None = None) -> Grey:
+    """What of a mask is white, [H, W]; `size` is the picture's.
+
+    Raises:
+        InvalidRequest: it cannot be used, or is of another size.
+    """
+    wanted = None if size is None else (size[0], size[1])
+    return decode_mask(encoded, "mask", limits, wanted).luminance > 127
+
+
+def encode_mask(white: Grey) -> bytes:
+    """A mask [H, W] as a PNG, white where it is True."""
+    return encode_png(np.where(white, np.uint8(255), np.uint8(0)))
+
+
+def components(white: Grey) -> list[Grey]:
+    """The parts of a mask [H, W] that hang together by their sides, by first row and column.
+
+    Runs of each row are joined with the runs of the row above that they touch.
+    """
+    height, width = white.shape
+    edges = np.diff(np.pad(white, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    runs = list(zip(*np.nonzero(edges == 1), np.nonzero(edges == -1)[1], strict=True))
+    parents = list(range(len(runs)))
+
+    def root(i: int) -> int:
+        while parents[i] != i:
+            parents[i] = parents[parents[i]]
+            i = parents[i]
+        return i
+
+    above, first = 0, 0
+    for i, (row, begin, end) in enumerate(runs):
+        if i and runs[i - 1][0] != row:
+            above, first = first, i
+        j = above
+        while j < first and (runs[j][0] < row - 1 or runs[j][2] <= begin):
+            j += 1
+        while j < first and runs[j][1] < end:
+            parents[root(i)] = root(j)
+            j += 1
+    found: dict[int, Grey] = {}
+    for i, (row, begin, end) in enumerate(runs):
+        part = found.setdefault(root(i), np.zeros((height, width), np.bool_))
+        part[row, begin:end] = True
+    return list(found.values())
+
+
+def _box(white: Grey) -> tuple[int, int, int, int]:
+    """First and last + 1 row, first and last + 1 column."""
+    rows, columns = np.flatnonzero(white.any(axis=1)), np.flatnonzero(white.any(axis=0))
+    return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+
+
+def _near(a: tuple[int, int, int, int], b: tuple[int, int, int, int], apart: int) -> bool:
+    rows = a[0] - apart < b[1] and b[0] - apart < a[1]
+    return rows and a[2] - apart < b[3] and b[2] - apart < a[3]
+
+
+def _window(white: Grey, around: int) -> tuple[slice, slice]:
+    if not white.any():
+        raise InvalidRequest("mask", "is empty", "a mask with some white")
+    top, bottom, left, right = _box(white)
+    return (
+        slice(max(top - around, 0), bottom + around),
+        slice(max(left - around, 0), right + around),
+    )
+
+
+def _same_size(what: str, given: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> None:
+    if given.shape[:2] != wanted.shape[:2]:
+        (h, w), (height, width) = given.shape[:2], wanted.shape[:2]
+        raise InvalidRequest(what, f"is {w}x{h}", f"{width}x{height}, as the picture")

@@ -1,0 +1,105 @@
+"""Values between a router and a node server: BYTES elements, and a layout that says whose they are.
+
+A node's Triton model takes TASK (which node, its settings, the layout of its inputs) and VALUES,
+and answers with RESULT (the layout of its outputs) and MADE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from maskserve_core.workflows.values import Areas, Judgement
+
+MOST_ELEMENTS = 256
+"""Of a call, one way."""
+
+
+class Laid(msgspec.Struct, frozen=True):
+    """One value of a layout."""
+
+    name: str
+    kind: str
+    count: Annotated[int, Meta(ge=0, le=MOST_ELEMENTS)] = 1
+    waves: tuple[int, ...] = ()
+    """Of regions."""
+
+
+class NodeTask(msgspec.Struct, frozen=True):
+    """What a node server is asked."""
+
+    node: str
+    inputs: tuple[Laid, ...]
+    settings: dict[str, Any]
+
+
+class NodeResult(msgspec.Struct, frozen=True):
+    """What it answers."""
+
+    outputs: tuple[Laid, ...]
+    seconds: float
+    """That the node ran."""
+
+
+def laid_out(
+    values: Mapping[str, Any], kinds: Mapping[str, str]
+) -> tuple[tuple[Laid, ...], list[bytes]]:
+    """Values by name as a layout and elements; `kinds` names more than there are."""
+    layout, elements = [], []
+    for name, value in values.items():
+        kind = kinds[name]
+        waves: tuple[int, ...] = ()
+        match value:
+            case Areas():
+                parts, waves = [bytes(each) for each in value.masks], value.waves
+            case tuple() | list():
+                parts = [_encoded(each) for each in value]
+            case _:
+                parts = [_encoded(value)]
+        layout.append(Laid(name, kind, len(parts), waves))
+        elements += parts
+    return tuple(layout), elements
+
+
+def picked_up(layout: Sequence[Laid], elements: Sequence[bytes]) -> dict[str, Any]:
+    """The values of a layout.
+
+    Raises:
+        ValueError: the elements are not those of the layout.
+    """
+    if sum(each.count for each in layout) != len(elements):
+        raise ValueError(f"{len(elements)} elements are not those of the layout")
+    at, values = 0, {}
+    for each in layout:
+        parts = elements[at : at + each.count]
+        at += each.count
+        values[each.name] = _decoded(each, parts)
+    return values
+
+
+def _encoded(value: Any) -> bytes:
+    if isinstance(value, Judgement):
+        return msgspec.json.encode(value)
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _decoded(laid: Laid, parts: Sequence[bytes]) -> Any:
+    if laid.kind == "regions":
+        if len(laid.waves) != len(parts):
+            raise ValueError(f"{laid.name}: {len(laid.waves)} waves for {len(parts)} regions")
+        return Areas(tuple(parts), laid.waves)
+    many = laid.kind in ("pictures", "verdicts")
+    kind = laid.kind[:-1] if many else laid.kind
+    if not many and len(parts) != 1:
+        raise ValueError(f"{laid.name}: is {len(parts)} elements in place of one")
+    values = tuple(_one(kind, each) for each in parts)
+    return values if many else values[0]
+
+
+def _one(kind: str, raw: bytes) -> Any:
+    if kind == "verdict":
+        return msgspec.json.decode(raw, type=Judgement)
+    return raw.decode() if kind == "text" else raw

@@ -1,0 +1,1 @@
+"""Nodes of workflows that run a model of their own."""

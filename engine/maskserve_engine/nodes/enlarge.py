@@ -1,0 +1,45 @@
+"""Pictures with twice the sides: Swin2SR, from a folder as transformers saves one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Swin2SRForImageSuperResolution
+
+from maskserve_core.config import Config
+from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.pictures import read_picture
+from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.stages.loader import device_of
+
+
+class EnlargeNodes:
+    """`enlarge`.
+
+    Args:
+        config: of the node server; `[nodes] enlarge` is the folder.
+    """
+
+    def __init__(self, config: Config) -> None:
+        limit_threads(config)
+        self._limits, self._device = config.limits, device_of(config)
+        model: Any = Swin2SRForImageSuperResolution.from_pretrained(config.nodes.enlarge)
+        self._model = model.to(self._device).eval()
+
+    @torch.inference_mode()
+    def run(
+        self, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The node's outputs.
+
+        Raises:
+            InvalidRequest: the picture cannot be used.
+        """
+        pixels = np.array(read_picture(inputs["picture"], self._limits))
+        small = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)[None].float() / 255
+        large = self._model(small).reconstruction[0].clamp(0, 1)
+        made = (255 * large).round().permute(1, 2, 0).to(torch.uint8).cpu().numpy()
+        return {"picture": encode_png(np.ascontiguousarray(made))}

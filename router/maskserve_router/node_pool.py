@@ -1,0 +1,142 @@
+"""The node servers: Tritons that run the nodes of workflows that are no edits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts import bytes_tensor
+from maskserve_core.errors import EngineFailed
+from maskserve_core.workflows.node_types import NodeType
+from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.run import Task
+from maskserve_core.workflows.wire import (
+    MOST_ELEMENTS,
+    NodeResult,
+    NodeTask,
+    laid_out,
+    picked_up,
+)
+from maskserve_router.failures import Failure
+from maskserve_router.upstream import Upstream
+
+_TIMEOUT_S = 120.0
+_ASK_S = 5.0
+_PATIENCE_S = 120.0
+"""In which a server that is gone may come back: a supervisor starts it again."""
+_LOOK_S = 0.2
+_UNKNOWN = "unknown model"
+"""Triton's words of a model that it does not run."""
+_REMEMBERED = 0.2
+"""Weight of the last call in what a node's calls take."""
+
+
+class Made(NamedTuple):
+    """A node's answer."""
+
+    outputs: dict[str, Any]
+    server: str
+    seconds: float
+    """That the node ran."""
+    tries: int
+    """2 where a server was lost, or had to be waited for."""
+
+
+class NodePool:
+    """Calls nodes; used from the event loop only.
+
+    Args:
+        addresses: gRPC ports of the servers.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._servers = {address: Upstream(address) for address in addresses}
+        self._load = dict.fromkeys(addresses, 0.0)
+        """Seconds of work that each has been sent and not answered."""
+        self._seconds: dict[str, float] = {}
+        """What a call of each node type has taken of late."""
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.close()
+
+    async def hosts(self, model: str) -> list[str]:
+        """Servers that run a Triton model now."""
+        request = pb.ModelReadyRequest(name=model).SerializeToString()
+        found = []
+        for address, server in self._servers.items():
+            try:
+                raw = await server.call("ModelReady", request, _ASK_S)
+            except grpc.aio.AioRpcError:
+                continue
+            if pb.ModelReadyResponse.FromString(raw).ready:
+                found.append(address)
+        return found
+
+    async def call(self, task: Task) -> Made:
+        """Run a node at the server that has least to do; at the next one where that is gone, or at
+        the first that is back.
+
+        Raises:
+            Failure: the node's own error.
+            EngineFailed: no server runs it; the same call may succeed again.
+        """
+        kind = NODE_TYPES[task.call.node]
+        layout, elements = laid_out(task.inputs, kind.inputs)
+        asked = msgspec.json.encode(NodeTask(kind.name, layout, task.call.settings))
+        request = pb.ModelInferRequest(model_name=kind.model)
+        bytes_tensor.add_input(request, "TASK", [asked])
+        bytes_tensor.add_input(request, "VALUES", elements)
+        raw = request.SerializeToString()
+        end, tries = time.monotonic() + _PATIENCE_S, 1
+        while True:
+            gone = False
+            for address in sorted(self._servers, key=lambda each: (self._load[each], each)):
+                try:
+                    answer = await self._sent(address, raw, kind)
+                    return _made(answer, address, tries)
+                except grpc.aio.AioRpcError as error:
+                    failure = Failure(error.code(), error.details() or "")
+                if failure.coded:
+                    raise failure
+                if failure.status is grpc.StatusCode.UNAVAILABLE or _UNKNOWN in failure.details:
+                    gone = gone or _UNKNOWN not in failure.details
+                    continue
+                raise EngineFailed(f"{kind.name}: its node server failed the call")
+            if not gone or time.monotonic() > end:
+                raise EngineFailed(f"{kind.name}: no node server runs {kind.model}")
+            tries = 2
+            await asyncio.sleep(_LOOK_S)
+
+    async def _sent(self, address: str, raw: bytes, kind: NodeType) -> bytes:
+        """One call, in the books while it is under way."""
+        price_s = self._seconds.get(kind.name, kind.price_s)
+        self._load[address] += price_s
+        begin = time.monotonic()
+        try:
+            answer: bytes = await self._servers[address].infer(raw, _TIMEOUT_S)
+        finally:
+            self._load[address] -= price_s
+        taken_s = time.monotonic() - begin
+        self._seconds[kind.name] = price_s + _REMEMBERED * (taken_s - price_s)
+        return answer
+
+
+def _made(answer: bytes, address: str, tries: int) -> Made:
+    response = pb.ModelInferResponse.FromString(answer)
+    contents = dict(
+        zip((x.name for x in response.outputs), response.raw_output_contents, strict=True)
+    )
+    try:
+        result = msgspec.json.decode(bytes_tensor.only(contents["RESULT"]), type=NodeResult)
+        parts = bytes_tensor.elements(contents["MADE"], MOST_ELEMENTS)
+        return Made(picked_up(result.outputs, parts), address, result.seconds, tries)
+    except (KeyError, ValueError, msgspec.MsgspecError):
+        raise EngineFailed(f"node server {address} answered with something else") from None

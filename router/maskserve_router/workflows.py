@@ -1,0 +1,351 @@
+"""Workflows at the router: each plan is a model of its name, and its runs are driven here.
+
+Edits go the way of every edit (`Front.infer`: admission, keys, prices, retry), other nodes to the
+node servers. What a run decides is core's (`WorkflowRun`); this starts tasks, tells it what came of
+them, and starts again those that were lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts import bytes_tensor
+from maskserve_core.contracts.keys import name_of
+from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_core.contracts.tensors import META, Contract, text
+from maskserve_core.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
+from maskserve_core.workflows.node_types import EDIT, WorkflowError
+from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step
+from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
+from maskserve_core.workflows.values import Judgement
+from maskserve_router.edit_call import MODELS, read_input, request_id_of
+from maskserve_router.keys import KeyHolder
+from maskserve_router.node_pool import NodePool
+from maskserve_router.upstream import control_request
+from maskserve_router.worker import Worker
+
+EditNode = Callable[
+    [pb.ModelInferRequest, int, Mapping[str, str], float | None, str], Awaitable[bytes]
+]
+_Called: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+"""Outputs of a node, and what META says of it."""
+_TRIES: Final = 3
+"""Of a node whose server was lost."""
+_LONGEST_NAME: Final = 60
+"""Of a request's id in those of its edits."""
+_SEED_BITS: Final = 32
+_EARLY_S: Final = 60.0
+
+
+class Workflows:
+    """Runs plans; used from the event loop only.
+
+    Args:
+        plans: that are served.
+        nodes: the node servers.
+        workers: those that take edits now.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[WorkflowPlan],
+        nodes: NodePool,
+        workers: Callable[[], list[Worker]],
+    ) -> None:
+        self.plans = {plan.name: plan for plan in plans}
+        self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
+        """All that clients may call: tensors by name."""
+        self._nodes, self._workers = nodes, workers
+        self._runs: dict[str, asyncio.Task[Any]] = {}
+        """Under way, by request id."""
+
+    def cancel(self, request_id: str) -> bool:
+        """End a run and all its nodes; False if there is none of this id."""
+        task = self._runs.get(request_id)
+        return task is not None and task.cancel("cancelled by id")
+
+    async def listed(self) -> dict[str, Any]:
+        """What `/v1/workflows` says: every plan, and who runs the models that it needs."""
+        listed = []
+        for plan in self.plans.values():
+            calls = [step for step in every_step(plan.steps) if isinstance(step, NodeCall)]
+            models = sorted({NODE_TYPES[call.node].model for call in calls} - {EDIT})
+            hosts = {model: await self._nodes.hosts(model) for model in models}
+            listed.append({**msgspec.to_builtins(plan), "hosts": hosts})
+        return {"object": "list", "data": listed}
+
+    async def stream(
+        self,
+        message: pb.ModelInferRequest,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        client: KeyHolder,
+        edit: EditNode,
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """The events of a run: with `progress` one for each node that has ended, then the answer.
+
+        Args:
+            message: the request, checked.
+            headers: of the call.
+            timeout: seconds that the client waits.
+            client: who calls.
+            edit: answers an edit, as `Front.infer` does.
+
+        Raises:
+            MaskserveError: it cannot be run, a node failed, or it was cancelled or late.
+            Failure: a worker's or node's.
+        """
+        plan = self.plans[message.model_name]
+        begin = time.monotonic()
+        settings, inputs = _asked(message, plan, client)
+        client.check_adapters(plan.early, f"{plan.name}.loras")
+        assert settings.request_id is not None
+        if settings.request_id in self._runs:
+            raise InvalidRequest(
+                "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+            )
+        events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        limit_s = min(
+            (x for x in (timeout, _seconds(settings.limit_ms)) if x is not None), default=None
+        )
+
+        async def call(task: Task) -> _Called:
+            if task.call.node != EDIT:
+                made = await self._nodes.call(task)
+                said = {"server": made.server, "seconds": made.seconds, "tries": made.tries}
+                return made.outputs, said
+            return await _edited(_edit_request(task, settings), headers, limit_s, edit)
+
+        early = asyncio.create_task(self._bring(plan.early))
+        driven = _Driven(plan, inputs, call, events.put_nowait)
+        work = asyncio.create_task(driven.run(limit_s))
+        self._runs[settings.request_id] = work
+        try:
+            while not work.done() or not events.empty():
+                told = asyncio.create_task(events.get())
+                await asyncio.wait((work, told), return_when=asyncio.FIRST_COMPLETED)
+                if not told.done():
+                    told.cancel()
+                elif settings.progress:
+                    yield _event(plan, {**told.result(), "request_id": _own(settings)})
+            try:
+                outputs = work.result()
+            except asyncio.CancelledError:
+                raise Cancelled("the workflow was cancelled") from None
+            except WorkflowError as error:
+                raise InvalidRequest(plan.name, str(error)) from None
+            except TimeoutError:
+                raise DeadlineExceeded(f"{limit_s:.1f} s passed before {plan.name} ended") from None
+            meta = {
+                "event": "final",
+                "request_id": _own(settings),
+                "seed": settings.seed,
+                "workflow": plan.name,
+                "digest": plan.digest,
+                "seconds": round(time.monotonic() - begin, 4),
+                "nodes": driven.told,
+            }
+            yield _event(plan, meta, outputs)
+        finally:
+            del self._runs[settings.request_id]
+            for each in (work, early):
+                each.cancel()
+            await asyncio.gather(work, early, return_exceptions=True)
+
+    async def infer(
+        self,
+        message: pb.ModelInferRequest,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        client: KeyHolder,
+        edit: EditNode,
+    ) -> bytes:
+        """The answer alone; raises as `stream`."""
+        last = b""
+        async with aclosing(self.stream(message, headers, timeout, client, edit)) as events:
+            async for event in events:
+                last = event.SerializeToString()
+        return last
+
+    async def _bring(self, names: Sequence[str]) -> None:
+        """Have the workers' hosts load LoRAs; one that cannot is told by the edit that needs it."""
+        calls = [
+            worker.upstream.control(control_request({"op": "adapter_load", "name": name}), _EARLY_S)
+            for worker in self._workers()
+            for name in names
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+class _Driven:
+    """One run under way.
+
+    Args:
+        plan: that is run.
+        inputs: of the workflow.
+        call: a task's outputs, and what META says of it.
+        tell: is told of each node that has ended.
+    """
+
+    def __init__(
+        self,
+        plan: WorkflowPlan,
+        inputs: Mapping[str, Any],
+        call: Callable[[Task], Coroutine[Any, Any, _Called]],
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._call, self._tell = call, tell
+        self._machine = WorkflowRun(plan, inputs)
+        self.told: list[dict[str, Any]] = []
+        """Of each node, as they ended."""
+
+    async def run(self, limit_s: float | None) -> dict[str, Any]:
+        """The workflow's outputs; nothing is under way any more when this ends."""
+        under_way: dict[asyncio.Task[_Called], Task] = {}
+        try:
+            async with asyncio.timeout(limit_s):
+                while not self._machine.ended:
+                    for task in self._machine.ready():
+                        under_way[asyncio.create_task(self._call(task))] = task
+                    done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                    for each in done:
+                        self._ended(under_way.pop(each), each)
+            return self._machine.outputs
+        finally:
+            for each in under_way:
+                each.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _ended(self, task: Task, call: asyncio.Task[_Called]) -> None:
+        tries = self._machine.tries[task.key]
+        try:
+            outputs, said = call.result()
+        except EngineFailed:
+            if task.call.node == EDIT or tries == _TRIES:  # an edit has had its second worker
+                raise
+            self._machine.lost(task.key)
+            return
+        except InvalidRequest as error:
+            raise InvalidRequest(task.key, error.message) from None
+        asked = said.pop("tries", 1) + tries - 1
+        told = {"key": task.key, "node": task.call.node, "tries": asked, **said}
+        self.told.append(told)
+        self._tell({"event": "node", **told})
+        self._machine.done(task.key, outputs)
+
+
+async def _edited(
+    request: pb.ModelInferRequest,
+    headers: Mapping[str, str],
+    limit_s: float | None,
+    edit: EditNode,
+) -> _Called:
+    begin = time.monotonic()
+    answer = await edit(request, request.ByteSize(), headers, limit_s, "workflow")
+    response = bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))
+    meta = msgspec.json.decode(response["META"])
+    told = {name: meta[name] for name in ("worker", "seed", "cache") if name in meta}
+    seconds = round(time.monotonic() - begin, 4)
+    return {"picture": bytes(response["IMAGE"])}, {**told, "seconds": seconds}
+
+
+def contract_of(plan: WorkflowPlan) -> Contract:
+    """The tensors of a plan's model: its inputs and outputs in capitals, SETTINGS and META."""
+    return Contract(
+        plan.about,
+        (*(text(each.name.upper()) for each in plan.inputs), text("SETTINGS", optional=True)),
+        (*(text(name.upper()) for name in plan.outputs), META),
+        decoupled=True,
+    )
+
+
+def _asked(
+    message: pb.ModelInferRequest, plan: WorkflowPlan, client: KeyHolder
+) -> tuple[EditSettings, dict[str, Any]]:
+    """The settings of all edits of a run, with seed and request id, and its inputs.
+
+    Raises:
+        InvalidRequest: naming what is wrong.
+    """
+    given = {tensor.name for tensor in message.inputs}
+    settings = parse_settings(read_input(message, "SETTINGS") if "SETTINGS" in given else b"")
+    settings = structs.replace(
+        settings,
+        request_id=request_id_of(settings.request_id or uuid.uuid4().hex, client.scope),
+        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
+    )
+    inputs: dict[str, Any] = {}
+    for each in plan.inputs:
+        name = each.name.upper()
+        raw = read_input(message, name)
+        try:
+            inputs[each.name] = raw.decode() if each.kind == "text" else raw
+        except UnicodeDecodeError:
+            raise InvalidRequest(name, "is not UTF-8", "text") from None
+    return settings, inputs
+
+
+def _edit_request(task: Task, settings: EditSettings) -> pb.ModelInferRequest:
+    """An edit of a run: its node's settings over those of the request."""
+    assert settings.request_id is not None
+    assert settings.seed is not None
+    name = name_of(settings.request_id)
+    if len(name) > _LONGEST_NAME:
+        name = hashlib.sha256(name.encode()).hexdigest()[:32]
+    place = task.key.replace("[", ".").replace("]", "")
+    whole = {
+        **msgspec.json.decode(dump_settings(settings)),
+        "seed": seed_of(settings.seed, task.key),
+        **task.call.settings,
+        "request_id": f"{name}/{place}",
+        "progress": False,
+        "output_format": "png",
+    }
+    request = pb.ModelInferRequest(model_name=EDIT)
+    inputs = task.inputs
+    bytes_tensor.add_input(request, "IMAGE", [inputs["image"]])
+    bytes_tensor.add_input(request, "MASK", [inputs["mask"]])
+    bytes_tensor.add_input(request, "PROMPT", [inputs["prompt"].encode()])
+    bytes_tensor.add_input(request, "SETTINGS", [msgspec.json.encode(whole)])
+    if "control" in inputs:
+        bytes_tensor.add_input(request, "CONTROL", [inputs["control"]])
+    for output in ("IMAGE", "META"):
+        request.outputs.add(name=output)
+    return request
+
+
+def _event(
+    plan: WorkflowPlan, meta: Mapping[str, Any], outputs: Mapping[str, Any] | None = None
+) -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse(model_name=plan.name, model_version="1")
+    for name, value in (outputs or {}).items():
+        bytes_tensor.add_output(response, name.upper(), [_encoded(value)])
+    bytes_tensor.add_output(response, "META", [msgspec.json.encode(meta)])
+    return response
+
+
+def _encoded(value: Any) -> bytes:
+    if isinstance(value, Judgement):
+        return msgspec.json.encode(value)
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _own(settings: EditSettings) -> str:
+    """The request id as the client knows it."""
+    return name_of(settings.request_id or "")
+
+
+def _seconds(limit_ms: int | None) -> float | None:
+    return None if limit_ms is None else limit_ms / 1e3

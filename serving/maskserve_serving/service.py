@@ -1,0 +1,159 @@
+"""Servers beside this host's workers, each a Triton of its own: ControlNets, and nodes of
+workflows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from maskserve_core.config import Config
+from maskserve_core.worker.liveness import Processes, signed_in
+from maskserve_serving.command import command, environment
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import WorkerFiles, checked, read_tables, with_values
+from maskserve_serving.options import SERVICES
+from maskserve_serving.ports import Ports, check_free
+from maskserve_serving.process import Process
+from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
+from maskserve_serving.spec import Spec
+from maskserve_serving.supervisor_log import SupervisorLog
+
+_HOST = "127.0.0.1"
+"""Only processes of this host have a use for them."""
+_SILENT_S = 10.0
+
+
+class ServiceProcess(Process):
+    """A Triton server of some models of `services/`.
+
+    Args:
+        name: of the service.
+        spec: of a worker that it serves; the others have the same options.
+        ports: that it listens at.
+    """
+
+    def __init__(self, name: str, spec: Spec, ports: Ports) -> None:
+        self._spec = spec
+        self._options = replace(spec.options, host=_HOST, repositories=(SERVICES,))
+        self._files = WorkerFiles(spec.files.root.parent / name, spec.files.templates.parent / name)
+        self.ports = ports
+        output = spec.options.log_dir / f"{name}.log"
+        run_dir = spec.files.root.parent
+        url = f"http://{_HOST}:{self.ports.http}"
+        super().__init__(name, "tritonserver", url, output, run_dir, spec.options.say)
+        self._processes = Processes(self._files.runtime)
+        self.config = Config()
+
+    @abstractmethod
+    def tables(self) -> dict[str, Any]:
+        """Its configuration, but for where it runs.
+
+        Raises:
+            ServeError: there is nothing to serve.
+        """
+
+    @abstractmethod
+    def models(self) -> list[str]:
+        """Those to load, by its configuration."""
+
+    def check_log(self) -> None:
+        super().check_log()
+        SupervisorLog.check(checked(self._spec.with_log(self._spec.tables)))
+
+    def check_ports(self) -> None:
+        check_free(_HOST, self.ports)
+
+    def start(self) -> None:
+        self.check_ports()
+        prefix = region_prefix(self.ports.http)
+        remove_regions(prefix)
+        tables = self.tables()
+        given = tables.get("log", {})
+        if "file" not in given and given.get("format", "json") == "json":
+            tables = with_values(tables, "log", file=str(self.output.with_suffix(".jsonl")))
+        tables = with_values(tables, "", worker=self.name, runtime_dir=str(self._files.runtime))
+        self.config = self._files.prepare(tables)
+        self._processes.close()
+        self._processes = Processes(self._files.runtime)
+        self.log.open(self.config)
+        cache, runtime = self._options.cache_dir.absolute(), self._spec.runtime
+        self.launch(
+            command(self._options, self.config, runtime, self.ports, prefix, models=self.models()),
+            environment(runtime, self._files.config, None, cache),
+        )
+
+    def progress(self) -> str:
+        return "its models are loading"
+
+    def settle(self) -> str | None:
+        close_regions(region_prefix(self.ports.http))
+        return super().settle()
+
+    def sick(self) -> str | None:
+        return self.unresponsive(_SILENT_S) or self._processes.unwell()
+
+    def in_flight(self) -> int:
+        """None of its own: edits are the workers'."""
+        return 0
+
+    def finish_edits(self, grace_s: float | None) -> bool:
+        """Who asks it has finished."""
+        return True
+
+    def closed(self) -> bool:
+        return not signed_in(self._files.runtime)
+
+    def kill(self) -> None:
+        super().kill()
+        remove_regions(region_prefix(self.ports.http))
+
+    def remove_files(self) -> None:
+        super().remove_files()
+        self._processes.close()
+        self._files.remove()
+
+
+class ControlNetProcess(ServiceProcess):
+    """ControlNets beside the workers' denoisers, on a device of their own."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__("controlnet", spec, Ports.of_controlnet(spec.options.base_port))
+
+    def tables(self) -> dict[str, Any]:
+        spec = self._spec
+        tables = spec.with_controlnets(spec.with_model(spec.tables))
+        threads, device = spec.threads(checked(tables)), spec.options.controlnet_device
+        tables = with_values(tables, "model", device=device, torch_threads=threads)
+        tables = with_values(tables, "controls", service="")
+        if not checked(tables).controls.folder:
+            raise ServeError(
+                "--controlnet-device: there are no ControlNets to serve; give --controlnets DIR"
+            )
+        return tables
+
+    def models(self) -> list[str]:
+        return ["controlnet"]
+
+
+class NodesProcess(ServiceProcess):
+    """Nodes of workflows, but for edits."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__("nodes", spec, Ports.of_nodes(spec.options.base_port))
+
+    def tables(self) -> dict[str, Any]:
+        file = self._spec.options.nodes
+        tables = read_tables(file)
+        for model, folder in tables.get("nodes", {}).items():
+            path = Path(folder)
+            if not (path / "config.json").is_file():
+                raise ServeError(f"{file}: [nodes] {model}: {folder} has no config.json")
+            tables = with_values(tables, "nodes", **{model: str(path.absolute())})
+        return tables
+
+    def models(self) -> list[str]:
+        nodes = self.config.nodes
+        return ["pictures", *(name for name in ("find", "enlarge") if getattr(nodes, name))]
