@@ -213,13 +213,15 @@ class CacheConfig(Table, frozen=True):
     dense steps. -1: what the model needs, one for FLUX base models where the edit has ten
     steps or more and a prompt, or covers a whole side of the picture, none for others."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
-    """Of an edit whose template is not at hand: the share of its steps from one that computes all
-    tokens to the next. The steps between read what those have left of it. -1: what the model needs;
-    0: such an edit runs dense."""
+    """The share of an edit's steps from one of its own anchors to the next. If its template is not
+    at hand it computes all tokens there, and the steps between read what those have left of it; its
+    ControlNets compute all tokens there in any case. -1: what the model needs; 0: an edit without a
+    template runs dense."""
     own_format: EntryFormat = "int8"
-    """Storage of what an edit's own dense steps leave."""
+    """Storage of what an edit's own anchors leave."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Of the text in the steps between: `frozen`: it is read, too; `computed`."""
+    """Of the text in the steps between, also beside a template whose blocks all read keys and
+    values: `frozen`: those of the text go on from what the anchors had; `computed`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
@@ -343,9 +345,6 @@ class ControlsConfig(Table, frozen=True):
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
     """Silence of the service after which the edits that need it fail. Shorter than `[engine]
     heartbeat_timeout_s`."""
-    refresh: Annotated[int, Meta(ge=1, le=1000)] = 7
-    """Beside a cached row a ControlNet computes all tokens at one step in so many, and the active
-    ones at the others; 1: all tokens at each."""
 
 
 class NodesConfig(Table, frozen=True):

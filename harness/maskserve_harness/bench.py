@@ -13,6 +13,7 @@ COMMANDS = {
     # The model's steps, and what surrounds them in a worker.
     "step": "benchmarks.step",
     "bench_adapters": "benchmarks.bench_adapters",
+    "own_anchors": "quality.own_command",
     "kernel_table": "benchmarks.kernel_table",
     "plan_counts": "benchmarks.plan_counts",
     "gpu_estimate": "benchmarks.gpu_estimate",

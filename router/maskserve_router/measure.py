@@ -156,8 +156,7 @@ class Measure:
 
 def _own_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:
     """Steps that compute all tokens where the edit's template is not at hand; 0: all do."""
-    acts = bool(shares(settings.controls, steps))
-    if not settings.may_anchor or acts or mask_ratio >= served.dense_above_ratio:
+    if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
         return 0
     return len(own_steps(steps, served.own_stride))
 

@@ -34,6 +34,9 @@ class MemoryTable(msgspec.Struct, frozen=True):
     """The device's budget for LoRAs; 0 where edits may name none."""
     controls: int = 0
     """The same for ControlNets, and what rows keep of the largest one."""
+    own: int = 0
+    """Of the cache's budget, what anchors of its own leave of an edit of native size with a small
+    mask; 0: edits have none."""
 
     def text(self) -> str:
         """For people: a line per part, in GiB; `reserved` is kept free and may be empty yet."""
@@ -48,6 +51,9 @@ class MemoryTable(msgspec.Struct, frozen=True):
             f"{self.template / _MIB:.1f} MiB",
             "others": "other processes",
         }
+        if self.own:
+            many, each = self.cache // self.own, self.own / _MIB
+            notes["cache"] += f", or {many} edits with own anchors of {each:.1f} MiB"
         lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]
         named = [part for part in ("adapters", "controls") if getattr(self, part)]
         groups = {

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_core.models.semantics import Semantics
+from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
 
 _PER_DENSE_STEP = 10
 """Steps that an edit must have for each dense one that its model needs: of the four of a distilled
@@ -218,6 +219,15 @@ def own_stride(config: Config, facts: ModelFacts) -> float:
     if facts.own_stride is None or config.engine.devices > 1:
         return 0.0
     return asked if asked >= 0 else facts.own_stride
+
+
+def own_rule(config: Config, facts: ModelFacts) -> OwnRule:
+    """How the worker's rows keep what is their own: anchors (docs/adr/0044), or, beside a template,
+    what ControlNets find.
+    """
+    cache = config.cache
+    stride = cache.own_anchors if cache.own_anchors > 0 else facts.own_stride
+    return OwnRule(stride or OWN_RULE.stride, cache.own_format, cache.own_text == "frozen")
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

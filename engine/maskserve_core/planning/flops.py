@@ -99,11 +99,13 @@ class RowTokens:
         active: active image tokens per level; floats are allowed for limits.
         text: text tokens.
         convolved: positions per level that its convolutions compute; None: all.
+        text_read: further text tokens, of which it reads keys and values.
     """
 
     active: tuple[float, ...]
     text: float
     convolved: tuple[float, ...] | None = None
+    text_read: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +282,7 @@ class ModelWork:
                     raise ValueError(f"active: {r.active} does not fit tokens {self.tokens}")
                 a, joined = r.active[level], r.text if self.joint else 0.0
                 active += a
-                pairs += (a + joined) * (n + joined)
+                pairs += (a + joined) * (n + joined + r.text_read)
                 all_pairs += (n + joined) ** 2
                 cross += a * r.text
             cached[level] = (count, active, text, count * n - active, pairs, cross)

@@ -1,17 +1,64 @@
-"""Which steps of an edit that reads no template are anchors of its own."""
+"""At which steps an edit's row renews what it keeps of its own: its anchors, the row's one clock.
+
+An edit that reads no template computes all tokens there, and leaves what the steps between read.
+Beside a row that reads a template it is what the ControlNets find that is renewed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
+from maskserve_core.planning.flops import ModelWork
+
+
+class OwnRule(NamedTuple):
+    """How rows of a worker keep what is their own."""
+
+    stride: float
+    """From one anchor to the next, as a share of the schedule."""
+    format: str
+    """Storage format."""
+    text: bool
+    """Whether steps between anchors leave the text out, too."""
+
+
+OWN_RULE = OwnRule(0.35, "int8", text=True)
+"""Where nothing says another."""
+
 
 def own_steps(steps: int, stride: float) -> frozenset[int]:
-    """Steps that compute all tokens: the first one, and one of every `stride` of the schedule; none
-    where these would be more than half of all.
+    """Anchors of an edit that reads no template: the first step, and one of every `stride` of the
+    schedule, two steps apart at least; none where these would be more than half of all.
 
     Args:
         steps: of the edit.
         stride: as a share of the schedule; 0: none.
     """
-    if not stride:
-        return frozenset()
-    chosen = frozenset(range(0, steps, max(1, round(stride * steps))))
+    chosen = clock_steps(steps, stride) if stride else frozenset[int]()
     return chosen if 2 * len(chosen) <= steps else frozenset()
+
+
+def clock_steps(steps: int, stride: float) -> frozenset[int]:
+    """The same however many these are: those at which a row that reads a template has its
+    ControlNets compute all tokens.
+    """
+    return frozenset(range(0, steps, max(2, round(stride * steps))))
+
+
+def own_bytes(
+    work: ModelWork, kept: Sequence[tuple[float, ...]], fmt: EntryFormat, *, slopes: bool
+) -> int:
+    """Bytes of what an edit's anchors leave, at most: keys and values of each block, and the ends
+    of stacks where the model needs them.
+
+    Args:
+        work: of the model at the edit's size.
+        kept: tokens of each pass per level, the text among them if it is left out.
+        fmt: storage format.
+        slopes: whether their change is kept, too, as it is from the second anchor on.
+    """
+    loads = block_bytes(work, kept, fmt)
+    of_one = float(loads[:, 1].sum() + end_bytes(work, loads).sum())
+    return int(of_one * (2 if slopes else 1))

@@ -26,7 +26,7 @@ def pricing_of(
     steps_per_anchor: float = 1.0,
     halves: int = 1,
     controls: Mapping[str, ModelWork] = MappingProxyType({}),
-    refresh: int = 1,
+    anchored: float = 1.0,
     lora: tuple[ModelWork, int] | None = None,
 ) -> Pricing:
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
@@ -44,7 +44,7 @@ def pricing_of(
         steps_per_anchor: steps that share an anchor's entries; they are loaded once.
         halves: entries kept per token.
         controls: the ControlNets' work at that size, by name.
-        refresh: steps from one at which a net beside a cached row computes all tokens to the next.
+        anchored: share of its steps at which a net beside a cached row computes all tokens.
         lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
     """
     per_flop = costs.compute.per_unit
@@ -70,17 +70,17 @@ def pricing_of(
         },
         tokens=tokens,
         controls={
-            name: _control_price(net, per_flop, text, refresh) for name, net in controls.items()
+            name: _control_price(net, per_flop, text, anchored) for name, net in controls.items()
         },
         lora_byte=None if lora is None else _row_price(lora[0], per_flop / lora[1], text),
     )
 
 
-def _control_price(net: ModelWork, per_flop: float, text: float, refresh: int) -> RowPrice:
-    own, between = _row_price(net, per_flop, text), 1.0 - 1.0 / refresh
+def _control_price(net: ModelWork, per_flop: float, text: float, anchored: float) -> RowPrice:
+    own, between = _row_price(net, per_flop, text), 1.0 - anchored
     return RowPrice(
         dense_row=own.dense_row,
-        cached_row=own.dense_row / refresh + between * own.cached_row,
+        cached_row=own.dense_row * anchored + between * own.cached_row,
         active_token=between * own.active_token,
     )
 

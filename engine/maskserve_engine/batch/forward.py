@@ -198,7 +198,7 @@ class State:
         self.joined = False  # one stream in row order, no longer two
         self.ahead: Any = None  # what the last block has left for the next one
         self.room: Tensor | None = None  # where the present block's keys and values lie already
-        packed.placed_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
+        packed.placed_kv.keep_for([part.entry for part in packed.parts if part is not None])
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text, self.image = streams or (
             packed.text,
@@ -428,7 +428,7 @@ class State:
 
 def _place(index: int, part: str, outs: Sequence[Tensor], slots: KvSlots, packed: Packed) -> None:
     """Write what the rows' entries say of a block to its place."""
-    sources = [None if rest is None else rest.source(index, part) for rest in packed.rests]
+    sources = [None if own is None else own.source(index, part) for own in packed.parts]
     scatter_kv(sources, outs, slots)
 
 

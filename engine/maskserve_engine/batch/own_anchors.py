@@ -11,7 +11,7 @@ TaylorSeer foretells a whole model's features so.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from maskserve_core.planning.flops import Floats
+from maskserve_core.planning.own_anchors import OwnRule, clock_steps
+from maskserve_engine.batch.packing import InactiveTokens, RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.scatter_kv import KvSource
@@ -29,16 +31,21 @@ _HIDDEN = PARTS.index("h")
 
 @dataclass(frozen=True, slots=True)
 class OwnPlan:
-    """Which steps of an edit are anchors of its own, and what these keep."""
+    """At which steps of a row what is its own is renewed, and how it is kept between them."""
 
-    dense: frozenset[int]
-    """Steps that compute all tokens; the first one is among them."""
+    anchors: frozenset[int]
+    """Steps that compute all tokens, of a row that reads no template or in its ControlNets."""
     format: str
     """Storage format of what they leave."""
     text: bool
     """Whether the other steps leave the text out, too."""
     extrapolates: bool = True
     """Whether keys and values follow the line; else the last anchor's hold."""
+
+    @classmethod
+    def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
+        """Of a row of so many steps that reads a template."""
+        return cls(clock_steps(steps, rule.stride), rule.format, rule.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +136,9 @@ class OwnAnchors:
         return torch.cat((x[:text], x[text + self._computed :]))
 
     def passed(self, sigma: float) -> None:
-        """The row has taken an anchor's step."""
-        self._sigmas = (*self._sigmas[-1:], sigma)
+        """An anchor at `sigma` is whole; told once more of a step that is tried again."""
+        if self._sigmas[-1:] != (sigma,):
+            self._sigmas = (*self._sigmas[-1:], sigma)
 
     def weight(self, sigma: float) -> float:
         """How many times the change between the last two anchors has come since, at `sigma`."""
@@ -139,10 +147,87 @@ class OwnAnchors:
         before, last = self._sigmas
         return (last - sigma) / (before - last) if before != last else 0.0
 
+    def standing(self, sigma: float) -> object:
+        """Stands for what `source` says at `sigma`; the same object where that is the same."""
+        return sigma if self.weight(sigma) else self._sigmas
+
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """A part of a block, of the tokens that a step at `sigma` does not compute."""
         kept, weight = self._kept[block, part], self.weight(sigma)
         return KvSource(kept.parts, None, kept.slopes if weight else (), weight)
+
+
+@dataclass(frozen=True, slots=True)
+class AnchoredTokens:
+    """`packing.InactiveTokens` of a pass between anchors: with its text, if that is left out."""
+
+    own: OwnAnchors
+    sigma: Callable[[], float]
+    """Of the step that is taken now."""
+    cis: Tensor
+
+    @property
+    def parts(self) -> Sequence[InactiveTokens]:
+        return (self,)
+
+    def tokens(self) -> Tensor:
+        raise AssertionError("between its anchors a row runs no block that needs hidden states")
+
+    @property
+    def entry(self) -> object:
+        """Another one at each step where keys and values go on along their line."""
+        return self.own.standing(self.sigma())
+
+    def source(self, block: int, part: str) -> KvSource:
+        assert part == "kv", "anchors leave keys and values alone"
+        return self.own.source(block, self.sigma())
+
+
+@dataclass(frozen=True, slots=True)
+class TextBeside:
+    """`packing.InactiveTokens` of a pass that leaves its text out and reads a template."""
+
+    parts: tuple[AnchoredTokens, InactiveTokens]
+    """The text, and the template's."""
+
+    @property
+    def cis(self) -> Tensor:
+        text, others = self.parts
+        return torch.cat((text.cis, others.cis))
+
+    def tokens(self) -> Tensor:
+        raise AssertionError("a step that leaves the text out runs no block that needs it")
+
+    @property
+    def entry(self) -> object:
+        raise AssertionError("its parts have one each")
+
+    def source(self, block: int, part: str) -> KvSource:
+        raise AssertionError("its parts have one each")
+
+
+def without_text(row: RowInput, own: OwnAnchors, sigma: Callable[[], float]) -> RowInput:
+    """A pass that reads a template, without its text; arguments as of `foretold`."""
+    assert row.rest is not None, "a pass that computes all tokens computes its text, too"
+    of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
+    rest = TextBeside((AnchoredTokens(own, sigma, of_text), row.rest))
+    return replace(row, text=row.text[:0], cis=computed, rest=rest)
+
+
+def foretold(row: RowInput, cis: Tensor, own: OwnAnchors, sigma: Callable[[], float]) -> RowInput:
+    """A pass between its anchors, from one that computes its text.
+
+    Args:
+        row: its text and the computed tokens.
+        cis: [m, head_dim / 2] of the other tokens.
+        own: what its anchors have left.
+        sigma: of the step that is taken now.
+    """
+    if not own.text:
+        return replace(row, rest=AnchoredTokens(own, sigma, cis))
+    of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
+    rest = AnchoredTokens(own, sigma, torch.cat((of_text, cis)))
+    return replace(row, text=row.text[:0], cis=computed, rest=rest)
 
 
 class AnchoredRow(Protocol):
@@ -184,20 +269,14 @@ class OwnReader:
     Args:
         row: with anchors of its own.
         blocks: that an entry has, what lies behind the model's own among them.
-        release: told once, when the row has ended.
     """
 
     loaded: Mapping[str, int] = MappingProxyType({})
     """Bytes that travelled: none."""
     stalled = 0.0
 
-    def __init__(
-        self,
-        row: AnchoredRow,
-        blocks: int,
-        release: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._row, self._release = row, release
+    def __init__(self, row: AnchoredRow, blocks: int) -> None:
+        self._row = row
         sizes = np.zeros((blocks, len(PARTS)))
         sizes[:, _HIDDEN] = np.inf
         self._entry = OwnEntry(OwnLoad(sizes, sizes))
@@ -218,4 +297,3 @@ class OwnReader:
     def release(self) -> None:
         """The row has ended."""
         self.now = None
-        self._release()

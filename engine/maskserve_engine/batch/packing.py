@@ -157,10 +157,15 @@ def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
     return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
 
 
+Parts = tuple[tuple[int, ...], ...]
+"""Per row, the lengths of what `InactiveTokens.parts` are; (0,) of a dense row."""
+
+
 def _pack(
-    text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
+    text: tuple[int, ...], image: tuple[int, ...], parts: Parts, device: torch.device
 ) -> Packing:
     """For a device, on the host."""
+    rest = tuple(map(sum, parts))
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
     order = np.concatenate(
@@ -175,7 +180,11 @@ def _pack(
     core = [t + i for t, i in zip(text, image, strict=True)]
     keys = [c + r for c, r in zip(core, rest, strict=True)]
     core_keys = [(b, b + c) for (b, _), c in zip(spans(keys), core, strict=True)]
-    rest_keys = [(b + c, e) for (b, e), c in zip(spans(keys), core, strict=True)]
+    rest_keys = [
+        (b + c + first, b + c + last)
+        for (b, _), c, own in zip(spans(keys), core, parts, strict=True)
+        for first, last in spans(own)
+    ]
     return Packing(
         text=text,
         image=image,
@@ -237,12 +246,10 @@ class SparseLayout:
 
 @lru_cache(maxsize=16)
 def sparse_layout(
-    text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
+    text: tuple[int, ...], image: tuple[int, ...], parts: Parts, device: torch.device
 ) -> SparseLayout:
-    """Both packings of a step and the way between them; `rest[r]` is 0 for dense rows. Kept, since
-    batches last many steps.
-    """
-    none = (0,) * len(rest)
+    """Both packings of a step and the way between them. Kept, since batches last many steps."""
+    none, rest = ((0,),) * len(parts), tuple(map(sum, parts))
     all_image = tuple(i + r for i, r in zip(image, rest, strict=True))
 
     def positions(core: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -255,7 +262,7 @@ def sparse_layout(
     core_in_image, rest_in_image = positions(image)
     core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
     both = SparseLayout(
-        narrow=_pack(text, image, rest, device),
+        narrow=_pack(text, image, parts, device),
         wide=_pack(text, all_image, none, device),
         rest_stream=_stream(rest, device),
         core_in_image=core_in_image,
@@ -309,11 +316,16 @@ class Residuals(Protocol):
 
 
 class InactiveTokens(Protocol):
-    """A cached row's inactive tokens: what of them the plan's blocks may need."""
+    """Tokens that a row does not compute: what of them the plan's blocks may need."""
 
     @property
     def cis(self) -> Tensor:
         """[m, head_dim / 2] complex rotary factors."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[InactiveTokens]:
+        """In their order, those whose keys and values lie in one place: mostly itself alone."""
         ...
 
     def tokens(self) -> Tensor:
@@ -379,6 +391,10 @@ class Packed:
     def __init__(self, rows: Sequence[RowInput]) -> None:
         self.rows = tuple(rows)
         self.rests = tuple(row.rest for row in rows)
+        self.parts = tuple(
+            part for rest in self.rests for part in ((None,) if rest is None else rest.parts)
+        )
+        """Of all rows, in their order; None of a dense row."""
         self.captures = tuple(row.capture for row in rows)
         self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
         """Of the rows that have some, by their number."""
@@ -388,7 +404,7 @@ class Packed:
         self.layout: SparseLayout = sparse_layout(
             tuple(len(row.text) for row in rows),
             tuple(len(row.tokens) for row in rows),
-            tuple(0 if rest is None else len(rest.cis) for rest in self.rests),
+            tuple((0,) if r is None else tuple(len(p.cis) for p in r.parts) for r in self.rests),
             rows[0].tokens.device,
         )
         self.tokens = torch.cat([row.tokens for row in rows])
@@ -408,12 +424,14 @@ class Packed:
     @property
     def shapes(self) -> Hashable:
         """All that the shapes of a step's tensors follow from."""
-        return self.layout.narrow.text, self.layout.narrow.image, self.layout.narrow.rest
+        narrow = self.layout.narrow
+        return narrow.text, narrow.image, narrow.rest, narrow.slots.spans
 
     def copied(self) -> Packed:
         """The same in tensors of its own, which can take in what others have; without entries."""
         own = copy(self)
         own.rests, own.placed_kv = (None,) * len(self.rests), PlacedKV()
+        own.parts = (None,) * len(self.parts)
         own.tokens, own.text, own.cis = self.tokens.clone(), self.text.clone(), self.cis.clone()
         own.rest_cis = None if self.rest_cis is None else self.rest_cis.clone()
         vars(own).pop("wide_cis", None)  # of others' factors

@@ -174,6 +174,12 @@ class _RestShare:
         return self.whole.tokens()[self.own]
 
     @property
+    def parts(self) -> Sequence[InactiveTokens]:
+        """In attention a rank reads its heads of all tokens, so each is cut as the whole is."""
+        whole = self.whole.parts
+        return (self,) if len(whole) == 1 else [replace(self, whole=part) for part in whole]
+
+    @property
     def entry(self) -> object:
         return self.whole.entry
 

@@ -118,14 +118,17 @@ class MemoryTier:
                 if self._gone.pop(id(entry), None) is not None:
                     self.booked -= entry.nbytes
 
-    def book(self, nbytes: int, *, force: bool = False) -> bool:
+    def book(self, nbytes: int, *, force: bool = False, spare: bool = False) -> bool:
         """Count bytes that rows are going to hold; False when there is no room for them.
 
         Args:
             nbytes: of the tokens.
             force: book them in any case.
+            spare: only where no template has to go for them.
         """
         with self._lock:
+            if spare and self.nbytes + nbytes > self.budget_bytes:
+                return False
             fits = self._make_room(nbytes, frozenset())
             if fits or force:
                 self.booked += nbytes

@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
+from maskserve_engine.batch.own_anchors import OwnPlan
 
 _NO_PICTURE = np.zeros((0, 0, 3), np.uint8)
 
@@ -41,12 +42,14 @@ class OpeningFacts(msgspec.Struct, frozen=True):
     """Those that act."""
     timesteps: tuple[float, ...]
     """Of all steps."""
+    own: OwnPlan
+    """As `families.control.RowControl` has it."""
+    active: int = 0
+    """FLUX: image tokens that a step which reads something computes; 0: none does."""
     text: int = 0
     """FLUX: text tokens of the prompt."""
     guidance: float | None = None
     """FLUX: guidance_scale."""
-    refresh: int = 1
-    """`[controls] refresh` of the denoiser."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """ControlNets beside the rows of a batch: what is the same for every family.
 
 Before a step each net runs once, over all rows that have it; what its blocks say, times the row's
-scale, is added behind those of the base. Beside a cached row a net computes all tokens at one step
-in `refresh` and keeps with the edit what the inactive ones are in its blocks, for no template's
-entry knows of the control picture; at the steps between it computes the active ones. How a net
-runs, and what is kept, the family says (`Nets.say`).
+scale, is added behind those of the base. Beside a cached row a net computes all tokens at the row's
+anchors (`planning.own_anchors`) and keeps with the edit what the inactive ones are in its blocks,
+for no template's entry knows of the control picture; at the steps between it computes the active
+ones. How a net runs, and what is kept, the family says (`Nets.say`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
+from maskserve_engine.batch.own_anchors import OwnPlan
 
 
 class NetInput(Protocol):
@@ -58,8 +59,9 @@ class RowControl(Generic[I]):
     """The ControlNets of one row, and what they add to its next step."""
 
     inputs: tuple[I, ...]
-    refresh: int = 1
-    """Steps from one that computes all tokens to the next."""
+    own: OwnPlan
+    """At which steps they compute all tokens though the base does not, and how they keep what they
+    have of those that the steps between leave out. (They do, in any case, where the base does.)"""
     exact: bool = False
     """Whether what is kept may not be computed anew at another step (`reproducible`)."""
     passes: tuple[PassResiduals, ...] = field(default_factory=lambda: (PassResiduals(),))
@@ -86,6 +88,8 @@ class Controlled(NamedTuple, Generic[I]):
     """What the base is given of it, as the family's nets read it."""
     sparse: bool
     """Whether the base computes the active tokens alone."""
+    idle: bool
+    """Whether other steps leave out tokens that this one computes, or leaves out as they do."""
     timesteps: Sequence[float]
     """Of this step and of some behind it."""
     step: int
@@ -104,19 +108,29 @@ class Asked(NamedTuple, Generic[I]):
 
     @property
     def kept(self) -> Any | None:
-        """What the inactive tokens are, if it is not old: then the net computes the active ones.
+        """What the inactive tokens are, at a step between anchors: then the net computes the active
+        ones.
 
         A step that is tried again, as one of a batch that failed is, does again what it did.
         """
-        kept = self.row.control.kept.get(self.number)
-        if not self.row.sparse or kept is None:
+        row, kept = self.row, self.last
+        if not row.sparse or row.step in row.control.own.anchors or kept is None:
             return None
-        return kept.tokens if 0 < self.row.step - kept.step < self.row.control.refresh else None
+        return kept.tokens if kept.step < row.step else None
+
+    @property
+    def last(self) -> KeptOfNet | None:
+        """What was kept last."""
+        return self.row.control.kept.get(self.number)
 
     @property
     def keeps(self) -> bool:
-        """Whether this step's inactive tokens are to be kept."""
-        return self.row.sparse and self.kept is None and self.row.control.refresh > 1
+        """Whether this step's inactive tokens are to be kept: it computes them, and the next one
+        may not.
+        """
+        follows = self.row.step + 1
+        going = follows < self.row.steps and follows not in self.row.control.own.anchors
+        return self.row.idle and self.kept is None and going
 
     def keep(self, tokens: Any) -> None:
         self.row.control.kept[self.number] = KeptOfNet(self.row.step, tokens)

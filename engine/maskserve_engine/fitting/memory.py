@@ -15,9 +15,11 @@ from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.files.safetensors_header import header_of
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import ModelFacts, read_json
+from maskserve_core.models.facts import ModelFacts, own_rule, own_stride, read_json
 from maskserve_core.models.registry import control_work, records_steps
+from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.own_anchors import own_bytes
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
@@ -91,6 +93,7 @@ def memory_table(
         template=size.nbytes,
         adapters=adapters,
         controls=controls,
+        own=_own_bytes(config, adapter),
     )
 
 
@@ -112,6 +115,21 @@ def _recorded(config: Config, facts: ModelFacts) -> bool:
     return records_steps(facts, config) and device_of(config).type != "cpu"
 
 
+def _own_bytes(config: Config, adapter: Adapter) -> int:
+    """What the anchors of an edit without a template leave, of native size and of nearly all its
+    tokens; 0: edits have none.
+    """
+    facts = adapter.facts
+    if not own_stride(config, facts):
+        return 0
+    side = facts.native_resolution // facts.vae_scale_factor
+    work, rule = adapter.work(side, side), own_rule(config, facts)
+    text = rule.text * work.joint * facts.text_tokens(config.model.max_sequence_length)
+    dtype = str(dtype_of(config)).removeprefix("torch.")
+    fmt = FORMATS[dtype if rule.format == "model" else rule.format]
+    return own_bytes(work, [tuple(float(n + text) for n in work.tokens)], fmt, slopes=True)
+
+
 def control_bytes(config: Config, adapter: Adapter) -> int:
     """What ControlNets take: their own budget, and what every row of native size keeps of the
     largest one there is, in each pass. A service has the nets and what they keep of a row, and the
@@ -126,7 +144,7 @@ def control_bytes(config: Config, adapter: Adapter) -> int:
         for net in ControlNets(config, facts).all()
         if not net.problem
     ]
-    keeps = controls.refresh > 1 and config.cache.enabled and not controls.service
+    keeps = config.cache.enabled and not controls.service
     of_row = max((work.beside + keeps * kept_values(work) for work in works), default=0.0)
     passes = config.engine.max_rows * (2 if facts.two_passes else 1)
     rows = int(passes * of_row) * dtype_of(config).itemsize
@@ -134,8 +152,8 @@ def control_bytes(config: Config, adapter: Adapter) -> int:
 
 
 def kept_values(work: ModelWork) -> float:
-    """Numbers that a ControlNet keeps of one evaluation of a cached row (`[controls] refresh`), for
-    all tokens: keys and values of its blocks, and of a UNet what its stacks hand on.
+    """Numbers that a ControlNet keeps of one evaluation of a cached row between anchors, for all
+    tokens: keys and values of its blocks, and of a UNet what its stacks hand on.
     """
     of_blocks = np.array(work.tokens)[work.levels] * work.widths
     ends = 0.0 if work.joint else of_blocks[work.ends].sum()

@@ -40,11 +40,11 @@ class KvSlots:
     """Where all rows' inactive tokens go; made once per packing, on the device."""
 
     spans: tuple[Span, ...]
-    """Per row, [begin, end) in the buffer; or, with `apart`, in `to`."""
+    """Per source, [begin, end) in the buffer; or, with `apart`, in `to`."""
     row_of: Tensor
-    """[M] row of each token."""
+    """[M] source of each token."""
     local: Tensor
-    """[M] number of each token in its row."""
+    """[M] number of each token in its source."""
     to: Tensor
     """[M] its place in the buffer."""
     numbers: Tensor

@@ -20,6 +20,8 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
+from maskserve_core.models.facts import own_rule
+from maskserve_core.planning.own_anchors import clock_steps
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.step_scheduler import ALL_FREE
 from maskserve_engine.base.job import EditJob, Failed, Sink
@@ -123,13 +125,14 @@ class Engine:
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""
         try:
+            stride = own_rule(self.config, self.adapter.facts).stride
             edit = RequestState.of(
                 self.prepared(job),
                 sink,
                 self.adapter,
                 self.config.slo.times_ms,
                 self.net_loader,
-                self.config.controls.refresh,
+                clock_steps(self.adapter.steps(job), stride),
             )
         except Exception as error:
             sink(Failed(guarded(job.request.request_id, error)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maskserve_core.contracts.keys import Anchor
@@ -71,6 +71,8 @@ class LocalExecutor:
         """Of the cached rows."""
         self._jobs: dict[str, EditJob] = {}
         """Of all rows."""
+        self._own_bytes: dict[str, int] = {}
+        """Booked for what rows keep of their own."""
         self._adapters: dict[str, LowRankSet] = {}
         self._nets: dict[str, Any] = {}
         self._served: dict[str, ServedRow] = {}
@@ -126,27 +128,42 @@ class LocalExecutor:
             self._rows[row] = dense
             return RowMade()
         assert self._store is not None, _NO_STORE
-        made = adapter.cached_row(spec.job, spec.noise_seed)
+        text = spec.text if self._booked(row, spec.nbytes, spare=True) else None
+        made = self._with_room(row, lambda: adapter.cached_row(spec.job, spec.noise_seed, text))
         self._control(row, made, spec.job)
         selection = made.selection
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = made, reader
-        return RowMade(reader.complete, selection.digest)
+        return RowMade(reader.complete, selection.digest, text)
+
+    def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
+        """Whether there is room for what a row keeps of its own; as of `MemoryTier.book`."""
+        assert self._store is not None, _NO_STORE
+        if nbytes and self._store.memory.book(nbytes, spare=spare):
+            self._own_bytes[row] = nbytes
+        return row in self._own_bytes
+
+    def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
+        """A row that is made; if it cannot be, its room is given back."""
+        try:
+            return make()
+        except Exception:
+            self._give_back(row)
+            raise
+
+    def _give_back(self, row: str) -> None:
+        nbytes = self._own_bytes.pop(row, 0)
+        if nbytes and self._store is not None:
+            self._store.memory.unbook(nbytes)
 
     def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowMade:
-        assert self._store is not None, _NO_STORE
-        memory = self._store.memory
-        if not memory.book(spec.nbytes):
+        if not self._booked(row, spec.nbytes):
             made = self.make(row, DenseRowSpec(spec.job))
             return made._replace(complete=False)
-        try:
-            anchored = self._adapter.anchored_row(spec.job, spec.plan)
-        except Exception:
-            memory.unbook(spec.nbytes)
-            raise
-        blocks = self._adapter.entry_blocks
-        reader = OwnReader(anchored, blocks, lambda: memory.unbook(spec.nbytes))
+        anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
+        self._control(row, anchored, spec.job)
+        reader = OwnReader(anchored, self._adapter.entry_blocks)
         self._rows[row], self._readers[row] = anchored, reader
         return RowMade(selection=row.encode())
 
@@ -196,6 +213,7 @@ class LocalExecutor:
             handle = self._readers[read.row].now
             assert handle is not None, "what a step reads was found by `load`"
             entries[read.row] = handle
+            self._rows[read.row].frozen = not read.text
         self._ask(step, entries)
         handles = list(entries.values())
         earlier = [len(handle.stalls) for handle in handles]
@@ -240,6 +258,7 @@ class LocalExecutor:
         served = self._served.pop(row, None)
         if served is not None:
             served.close()
+        self._give_back(row)
         reader = self._readers.pop(row, None)
         if reader is not None:
             reader.release()
@@ -345,7 +364,8 @@ class LocalExecutor:
         made = self._rows[row]
         served = self._served.get(row)
         stale = served is not None and served.stale
-        return RowStep(row, made.step, getattr(made, "skipped", 0), read, stale)
+        text = not (read and made.frozen)
+        return RowStep(row, made.step, getattr(made, "skipped", 0), read, text, stale)
 
 
 def _is_lost(handle: Entry | None) -> bool:

@@ -15,9 +15,10 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import DegreePrice, Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served, State
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import ModelFacts, dense_steps, own_stride
+from maskserve_core.models.facts import ModelFacts, dense_steps, own_rule, own_stride
 from maskserve_core.models.registry import control_work, typical_lora
 from maskserve_core.planning.flops import KINDS
+from maskserve_core.planning.own_anchors import clock_steps
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.worker.policies import batches_of, policy_of
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
@@ -57,17 +58,18 @@ class PriceList:
         nets = [net for net in ControlNets(config, facts).all() if not net.problem]
         side = facts.native_resolution // facts.vae_scale_factor
         work = adapter.work(side, side)
+        steps = facts.steps_default(config.model.num_inference_steps)
         self._priced = partial(
             pricing_of,
             work,
             fmt=entry_format(config),
             text=self._text,
             anchors=anchors,
-            steps_per_anchor=facts.steps_default(config.model.num_inference_steps) / anchors,
+            steps_per_anchor=steps / anchors,
             halves=adapter.entry_halves,
             controls={net.name: control_work(facts, net.config, side, side) for net in nets},
             lora=typical_lora(facts, work) if config.adapters.store else None,
-            refresh=config.controls.refresh,
+            anchored=len(clock_steps(steps, own_rule(config, facts).stride)) / steps,
         )
         self._made, self._pricing = costs.sequence, self._price()
 

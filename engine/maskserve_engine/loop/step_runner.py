@@ -137,7 +137,7 @@ class StepRunner:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
                 stays = edit.reads.stays(edit.tally.done)
-                reading.append(Reading(edit.reads_counted(), load, stays))
+                reading.append(Reading(edit.reads_counted(edit.tally.done), load, stays))
                 fixed = fixed or edit.job.request.settings.reproducible
                 own = own or edit.route.own is not None
         others = [edit.counted for edit in running if edit.request_id not in loads]
@@ -161,6 +161,9 @@ class StepRunner:
         number = next(self._numbers)
         if planned is None:
             return StepInput(number, rows, devices)
+        if set(planned.plan.kinds) == {"kv"}:  # other kinds need the text's hidden states
+            left_out = {edit.request_id for edit in running if _leaves_text_out(edit)}
+            reads = [read._replace(text=read.row not in left_out) for read in reads]
         return StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
 
     def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
@@ -322,9 +325,16 @@ def _control_flops(edit: RequestState | PrimingState, step: RowStep) -> float:
 
 def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
     """What the step just taken costs of a row beside others."""
-    if step.read and isinstance(edit, RequestState):
-        return edit.reads_counted()
+    if step.read and not step.text and isinstance(edit, RequestState):
+        return edit.reads_counted(step.done - 1)
     return edit.counted
+
+
+def _leaves_text_out(edit: RequestState | PrimingState) -> bool:
+    """Whether a row that reads something does, in its next step."""
+    if isinstance(edit, PrimingState) or edit.reads is None:
+        return False
+    return edit.reads.without_text(edit.tally.done)
 
 
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:

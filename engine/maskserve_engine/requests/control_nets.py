@@ -38,8 +38,8 @@ class ControlWork:
     flops: tuple[tuple[float, float], ...]
     """Of each, of a step that computes all tokens and of one that computes the active ones."""
     steps: int
-    refresh: int
-    """Steps from one at which a net beside a cached row computes all tokens to the next."""
+    anchors: frozenset[int]
+    """Steps at which a net beside a cached row computes all tokens."""
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ class ControlWork:
         counted: Totals,
         steps: int,
         nets: ControlNetSource,
-        refresh: int,
+        anchors: frozenset[int],
     ) -> ControlWork:
         """Of an edit.
 
@@ -59,7 +59,7 @@ class ControlWork:
             counted: what one step of it costs beside others.
             steps: that it takes.
             nets: knows the ControlNets.
-            refresh: `[controls] refresh`.
+            anchors: steps at which they compute all tokens.
 
         Raises:
             MaskserveError: one of them is not served, or no longer.
@@ -75,7 +75,7 @@ class ControlWork:
             flops.append(
                 (work.batch_flops(None, (), counted), work.batch_flops(counted, kinds, None))
             )
-        return cls(controls, tuple(flops), steps, refresh)
+        return cls(controls, tuple(flops), steps, anchors)
 
     def at(self, step: int, *, cached: bool) -> float:
         """FLOPs of one step, the first being 0."""
@@ -83,8 +83,8 @@ class ControlWork:
         for control, (dense, active) in zip(self.controls, self.flops, strict=True):
             if not scale_at(control, step, self.steps):
                 continue
-            since = step - next(n for n in range(self.steps) if scale_at(control, n, self.steps))
-            total += active if cached and since % self.refresh else dense
+            first = not any(scale_at(control, n, self.steps) for n in range(step))
+            total += dense if first or step in self.anchors or not cached else active
         return total
 
     def mean(self, *, cached: bool) -> float:

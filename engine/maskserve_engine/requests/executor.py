@@ -44,6 +44,10 @@ class CachedRowSpec:
     """Per step what it reads; None: it computes all tokens."""
     sure: bool
     """Whether a step may not go without its entry for want of room."""
+    text: OwnPlan | None = None
+    """The steps that compute its text, which the others may leave out; None: all do."""
+    nbytes: int = 0
+    """That its text takes, kept from these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class RowMade(NamedTuple):
     what its own anchors leave, and it is a dense row."""
     selection: bytes = b""
     """Of a cached row: equal for rows that read the same tokens."""
+    text: OwnPlan | None = None
+    """Of a cached row: the steps that compute its text, if there was room to leave it out."""
 
 
 class Read(NamedTuple):
@@ -91,6 +97,8 @@ class Read(NamedTuple):
     """Bring in all tokens of the entry: rows read more of them than there are."""
     required: bool
     """The row fails where its entry is lost; else it computes all tokens."""
+    text: bool = True
+    """Whether the step computes the row's text."""
 
 
 class LoadState(Protocol):
@@ -155,6 +163,8 @@ class RowStep(NamedTuple):
     """Of those the ones that left all blocks but the first out."""
     read: bool
     """Whether it read an entry in this step."""
+    text: bool = True
+    """Whether it computed the row's text in this step."""
     stale: bool = False
     """Whether it added what a ControlNet service says of other latents than the step's own."""
 

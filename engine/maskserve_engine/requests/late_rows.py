@@ -54,4 +54,6 @@ class LateRows:
             edit.route = own
             self._executor.read(edit.request_id, own.key, own.anchors)
             assert edit.reads is not None
+            text = edit.reads.text
             edit.reads = EntryReads(own.key, own.anchors, edit.reads.selection)
+            edit.reads.text = text

@@ -7,11 +7,13 @@ Such an edit makes what it needs in a few dense steps of its own (`batch.own_anc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from maskserve_core.config import Config
 from maskserve_core.contracts.settings import acting
-from maskserve_core.models.facts import own_stride
-from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, end_bytes
-from maskserve_core.planning.own_anchors import own_steps
+from maskserve_core.models.facts import own_rule, own_stride
+from maskserve_core.planning import own_anchors as planning
+from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
@@ -25,14 +27,27 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
         adapter: the model.
         job: the edit.
     """
-    steps = adapter.steps(job)
-    if not job.request.settings.may_anchor or acting(job.controls, steps):
+    steps, joint = adapter.steps(job), adapter.work(*job.moments.shape[1:]).joint
+    if not job.request.settings.may_anchor:
         return None
-    dense = own_steps(steps, own_stride(config, adapter.facts))
-    if not dense:
+    if not joint and acting(job.controls, steps):
+        return None  # nets of a UNet keep nothing at a step of which the base computes all tokens
+    return _plan(config, adapter, steps, text=joint)
+
+
+def text_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
+    """At which steps an edit computes its text beside a template's entries; None: at all."""
+    joint, settings = adapter.work(*job.moments.shape[1:]).joint, job.request.settings
+    if not joint or settings.first_block_threshold:
         return None
-    text = config.cache.own_text == "frozen" and adapter.work(*job.moments.shape[1:]).joint
-    return OwnPlan(dense, config.cache.own_format, text)
+    plan = _plan(config, adapter, adapter.steps(job), text=True)
+    return plan if plan is not None and plan.text else None
+
+
+def _plan(config: Config, adapter: Adapter, steps: int, *, text: bool) -> OwnPlan | None:
+    rule = own_rule(config, adapter.facts)
+    anchors = planning.own_steps(steps, own_stride(config, adapter.facts))
+    return OwnPlan(anchors, rule.format, rule.text and text) if anchors else None
 
 
 def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
@@ -45,7 +60,6 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
         dtype: of the model.
     """
     work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job)
-    fmt = FORMATS[dtype if plan.format == "model" else plan.format]
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
     each = [
         tuple(
@@ -54,7 +68,18 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
         )
         for text in texts
     ]
-    loads = block_bytes(work, each, fmt)
-    kept = float(loads[:, 1].sum() + end_bytes(work, loads).sum())
-    times = 2 if plan.extrapolates and len(plan.dense) > 1 else 1
-    return int(kept * times) + adapter.anchored_bytes(job)
+    return _bytes(plan, adapter, job, each, dtype) + adapter.anchored_bytes(job)
+
+
+def text_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
+    """The same of an edit that reads a template and keeps its text alone."""
+    texts = [each for each in (job.conditioning, job.negative) if each is not None]
+    return _bytes(plan, adapter, job, [(float(len(e["prompt_embeds"])),) for e in texts], dtype)
+
+
+def _bytes(
+    plan: OwnPlan, adapter: Adapter, job: EditJob, kept: Sequence[tuple[float, ...]], dtype: str
+) -> int:
+    fmt = FORMATS[dtype if plan.format == "model" else plan.format]
+    slopes = plan.extrapolates and len(plan.anchors) > 1
+    return planning.own_bytes(adapter.work(*job.moments.shape[1:]), kept, fmt, slopes=slopes)

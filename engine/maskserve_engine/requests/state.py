@@ -50,7 +50,7 @@ class EditWork:
     controls: ControlWork | None = None
     """None: none acts, or nobody counts them."""
     between: Totals | None = None
-    """As `counted`, of a step between anchors of its own; None: it has none."""
+    """As `counted`, of a step that leaves out the text, too; None: there is none."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
@@ -79,18 +79,22 @@ class EditWork:
             cached_flops=work.batch_flops(counted, ("kv",) * len(work.blocks), None),
         )
 
-    def with_own(self, plan: OwnPlan, between: Totals, work: ModelWork) -> EditWork:
+    def with_own(
+        self, plan: OwnPlan, between: Totals, work: ModelWork, *, reads_template: bool
+    ) -> EditWork:
         """The same edit with anchors of its own: a cached step is one of all its steps, on average.
 
         Args:
             plan: its anchors.
             between: what a step between them costs beside others, LoRAs apart.
             work: of the model at the edit's size.
+            reads_template: at its anchors, too, where it computes its text.
         """
         between = replace(between, added=self.counted.added)
         each = work.batch_flops(between, ("kv",) * len(work.blocks), None)
-        dense = len(plan.dense) / self.steps
-        mean = dense * self.dense_flops + (1.0 - dense) * each
+        share = len(plan.anchors) / self.steps
+        at_anchors = self.cached_flops if reads_template else self.dense_flops
+        mean = share * at_anchors + (1.0 - share) * each
         return replace(self, between=between, cached_flops=mean)
 
     def step_flops(self, mode: ExecutionMode) -> float:
@@ -134,6 +138,8 @@ class StepTally:
     """Of them those that left all blocks but the first out."""
     dense: list[int] = field(default_factory=list)
     """Those that computed all tokens."""
+    text: int = 0
+    """Of them those that computed the text."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Steps, by the kinds of their blocks."""
 
@@ -150,6 +156,7 @@ class StepTally:
         self.done = step.done
         if not step.read:
             self.dense.append(step.done - 1)
+        self.text += step.text
         self.rows_seen += rows
         self.plans[kinds] += 1
         return kinds
@@ -176,6 +183,8 @@ class EntryReads:
         self._steps = Counter(self.anchors)
         self.own = False
         """Whether these are anchors of the row's own: it leaves them at its dense steps."""
+        self.text: frozenset[int] | None = None
+        """Steps that compute the text; None: all."""
         self.postponed = 0
         """Steps by which its next anchor of its own is late."""
 
@@ -184,10 +193,15 @@ class EntryReads:
         cls, request_id: str, plan: OwnPlan, sigmas: Sequence[tuple[float, float]]
     ) -> EntryReads:
         """Of a row that reads, at all but its anchors, what these have left."""
-        anchors = [None if step in plan.dense else Anchor(*at) for step, at in enumerate(sigmas)]
+        anchors = [None if step in plan.anchors else Anchor(*at) for step, at in enumerate(sigmas)]
         reads = cls(f"own:{request_id}", anchors, request_id.encode())
         reads.own = True
+        reads.text = frozenset() if plan.text else None
         return reads
+
+    def without_text(self, step: int) -> bool:
+        """Whether a step that reads keys and values alone leaves the text out."""
+        return self.text is not None and step not in self.text
 
     def anchor_due(self, step: int) -> bool:
         """Whether an anchor of the row's own is to be computed now."""
@@ -362,7 +376,7 @@ class RequestState:
         adapter: Adapter,
         times_ms: tuple[int, ...] = (),
         nets: ControlNetSource | None = None,
-        refresh: int = 1,
+        anchors: frozenset[int] = frozenset(),
     ) -> RequestState:
         """An edit that is handed to the engine's thread now; its deadline counts from when its
         client was heard.
@@ -373,7 +387,7 @@ class RequestState:
             adapter: the model.
             times_ms: when it is due by its size if it does not say so.
             nets: knows the worker's ControlNets.
-            refresh: `[controls] refresh`.
+            anchors: at which its ControlNets compute all tokens.
 
         Raises:
             MaskserveError: one of its ControlNets is no longer served.
@@ -385,7 +399,7 @@ class RequestState:
             due_ms = due_by_size(times_ms, math.prod(request.model_size))
         loras, work = LoraUse(request.used_loras), EditWork.of(job, adapter)
         if nets is not None and request.controls:
-            counted = ControlWork.of(job, adapter.facts, work.counted, work.steps, nets, refresh)
+            counted = ControlWork.of(job, adapter.facts, work.counted, work.steps, nets, anchors)
             work = replace(work, controls=counted)
         controls = ControlUse(request.controls, acting(request.controls, work.steps))
         after_s = request.after_token_s * work.total_tokens
@@ -410,9 +424,11 @@ class RequestState:
         """What one step of it costs beside others."""
         return self.work.counted
 
-    def reads_counted(self) -> Totals:
+    def reads_counted(self, step: int) -> Totals:
         """The same of a step that reads something."""
-        return self.work.between or self.work.counted
+        assert self.reads is not None
+        between = self.work.between
+        return between if between and self.reads.without_text(step) else self.work.counted
 
     @property
     def load_stall(self) -> float:
@@ -509,14 +525,12 @@ class RequestState:
 
     def _dense_steps(self) -> dict[str, Any]:
         """What META says of a cached edit's steps that computed all tokens."""
-        if self.route.own is None:
-            return {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
-        return {
-            "dense_steps": len(self.tally.dense),
-            "anchors": self.tally.dense,
-            "text_steps": len(self.tally.dense) if self.route.own.text else self.work.steps,
-            "own_bytes": self.own_bytes,
-        }
+        own, text = self.route.own, self.route.text
+        of_text = {"text_steps": self.tally.text, "own_bytes": self.own_bytes}
+        if own is not None:
+            return {"dense_steps": len(self.tally.dense), "anchors": self.tally.dense, **of_text}
+        first = {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
+        return first if text is None else {**first, **of_text}
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Leave out what the level says; before its row is made, which its tokens depend on."""

@@ -53,6 +53,9 @@ class Route:
     """Steps that compute all tokens, when cached: the first ones, or its own anchors."""
     own: OwnPlan | None = None
     """Its own anchors; None: it has none."""
+    text: OwnPlan | None = None
+    """Beside a template's entries: the steps that compute the text, which the others leave out;
+    None: all compute it."""
 
 
 DENSE = Route("dense", "off")

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.own_anchors import own_plan
+from maskserve_engine.requests.own_anchors import own_plan, text_plan
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
@@ -78,7 +79,7 @@ class Ways:
             return self.without_template(job, replace(DENSE, outcome="miss"))
         sight = self._cache.sight(job, key, again=edit.starts > 0)
         return (
-            self._of_template(sight, insists=settings.insists)
+            self._of_template(job, sight, insists=settings.insists)
             or self._behind_priming(edit, sight)
             or self.without_template(
                 job, Route("dense", "miss", sight.key, prime=sight.worth_priming)
@@ -95,8 +96,9 @@ class Ways:
         plan = own_plan(self._config, self._adapter, job)
         if plan is None or not self._cache.keeps_kv:
             return dense
+        dense_steps = len(plan.anchors)
         return replace(
-            dense, mode="cached", outcome="own", own=plan, dense_steps=len(plan.dense), dense_for=""
+            dense, mode="cached", outcome="own", own=plan, dense_steps=dense_steps, dense_for=""
         )
 
     def when_adapters_came(self, job: EditJob) -> Route | None:
@@ -104,12 +106,18 @@ class Ways:
         by their own; None: there are none yet.
         """
         sight = self._cache.sight(job, self._cache.key_of(job))
-        route = self._of_template(sight, insists=False)
+        route = self._of_template(job, sight, insists=False)
         if route is None and sight.worth_priming:
             self._primings.begin(job, urgent=False)
         return route
 
-    def _of_template(self, sight: Sight, *, insists: bool) -> Route | None:
+    def _text(self, job: EditJob) -> OwnPlan | None:
+        """See `Route.text`."""
+        if not self._cache.keeps_kv:
+            return None
+        return text_plan(self._config, self._adapter, job)
+
+    def _of_template(self, job: EditJob, sight: Sight, *, insists: bool) -> Route | None:
         """By the template's entries; None: they are not here, and the edit does without."""
         if not any(sight.reads):
             return None
@@ -124,6 +132,7 @@ class Ways:
                 sight.tier,
                 coming=not ready,
                 dense_steps=sight.dense_steps,
+                text=self._text(job),
             )
         if insists:
             return Route("wait", "hit", sight.key, prime=sight.may_prime, coming=sight.coming)

@@ -16,7 +16,7 @@ Where there is a bar (`BARS`), the report's `bars` says it, and whether it is me
 
 `control_flux`: a cached row of FLUX's width at mask ratio .11 with a ControlNet, 11 blocks beside 3
 (FLUX.1: 57 beside 15), all with the weights of one double and one single block; over the steps that
-`[controls] refresh` is, and `dense_control_flux` with all of the ControlNet's tokens at every
+`REFRESH` is, and `dense_control_flux` with all of the ControlNet's tokens at every
 step. `…_count` is what the FLOPs say of these blocks, `…_flux_dev_count` of FLUX.1-dev at 1024
 pixels with 5 + 10 blocks.
 
@@ -70,6 +70,7 @@ from maskserve_harness.benchmarks.control_service import service_step
 from maskserve_harness.benchmarks.emulated_controls import slow_link, three_controls
 from maskserve_harness.benchmarks.lora_edits import lora_edits
 from maskserve_harness.benchmarks.lora_loading import lora_loading
+from maskserve_harness.benchmarks.replay import refreshed_every
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
@@ -127,7 +128,7 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
             hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
         control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
         given = FluxNetInput(control, net, hint, row.text, row.guidance)
-        row.residuals = RowControl((given,), every)
+        row.residuals = RowControl((given,), refreshed_every(every, refresh))
     without, with_control, all_dense = _in_turn(bench, (plain, ours, dense), refresh, args)
     tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
     full = [_control_count(FLUX_DEV, (19, 38), (5, 10), 128, n) for n in (refresh, 1)]
@@ -229,7 +230,7 @@ def _control_count(
         base: its (double, single) blocks.
         net: those of the ControlNet.
         side: of the picture's latents.
-        refresh: `[controls] refresh`.
+        refresh: steps from one that computes all tokens to the next.
     """
 
     def work_of(blocks: tuple[int, int]) -> ModelWork:

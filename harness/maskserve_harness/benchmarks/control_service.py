@@ -28,6 +28,7 @@ from maskserve_engine.families.unet.control import (
     UnetNets,
     UnetServedControl,
 )
+from maskserve_harness.benchmarks.replay import refreshed_every
 from maskserve_harness.benchmarks.service_process import PATIENCE_S, alone_on, service_process
 from maskserve_harness.benchmarks.timing import Timer
 from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
@@ -118,9 +119,10 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
     net = UnetControlNet.of(build_net(PRESET), bench.model, 4)
     with torch.inference_mode():
         given = UnetNetInput.made(control, net, picture, texts, (pooled, sizes))
-    beside.control = RowControl((given,))
+    plan = refreshed_every(1, bench.steps)
+    beside.control = RowControl((given,), plan)
     arrays = {"texts": texts, "micro.0": pooled, "micro.1": sizes, "picture.0": picture}
-    facts = OpeningFacts((OpenedControl.of(control),), tuple(served.timesteps_ahead))
+    facts = OpeningFacts((OpenedControl.of(control),), tuple(served.timesteps_ahead), plan)
     row = service.open(Opening(facts, arrays))
     served.control = UnetServedControl(row, (ServedPass(row, 0),))
     rows = plain, beside, served

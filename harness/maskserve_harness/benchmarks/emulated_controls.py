@@ -44,6 +44,7 @@ from maskserve_engine.control_link.served import (
 from maskserve_engine.control_link.transport import Answered, Connection, Lost
 from maskserve_engine.families.control import NetStep, Residual, Send
 from maskserve_harness.benchmarks.control_service import PRESET, flops
+from maskserve_harness.benchmarks.replay import refreshed_every
 from maskserve_harness.benchmarks.service_process import PipeCalls, service_process
 from maskserve_harness.benchmarks.unet_rig import UNETS
 from maskserve_harness.published_models import SDXL
@@ -198,7 +199,9 @@ def _row(
 ) -> ServedRow:
     """Of a new edit with these ControlNets, which the service has."""
     controls = tuple([OpenedControl(name, 1.0, 0.0, 1.0, None) for name in nets])
-    row = session.open(Opening(OpeningFacts(controls, (0.0,) * steps), {}), adapters)
+    row = session.open(
+        Opening(OpeningFacts(controls, (0.0,) * steps, refreshed_every(1, steps)), {}), adapters
+    )
     row.await_opened()
     return row
 

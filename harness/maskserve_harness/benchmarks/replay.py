@@ -9,6 +9,7 @@ import numpy as np
 
 from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
@@ -87,3 +88,8 @@ def plan_of_kinds(kinds: Sequence[str]) -> Plan:
     n = len(kinds)
     costs = StepCosts(np.ones((n, 3)), np.ones((n, 2)), np.zeros(n))
     return evaluate(costs, kinds, lead=0.0)
+
+
+def refreshed_every(every: int, steps: int) -> OwnPlan:
+    """Of a row whose ControlNets compute all tokens at one of so many steps."""
+    return OwnPlan(frozenset(range(0, steps, every)), "model", text=False)

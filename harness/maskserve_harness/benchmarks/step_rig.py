@@ -13,11 +13,18 @@ import torch
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.flux import flux_work
+from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flow.preparation import FlowTemplate
-from maskserve_engine.families.flow.rows import FlowInactive, FlowPrimingRow, FlowRow, Negative
+from maskserve_engine.families.flow.rows import (
+    FlowInactive,
+    FlowPrimingRow,
+    FlowRow,
+    Negative,
+    OwnOutside,
+)
 from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.flux.blocks import AHEAD
@@ -140,6 +147,33 @@ class Bench:
         row.latents = row.latents[active]
         row.condition = None if condition is None else condition[active]
         return row
+
+    def anchored_row(self, ratio: float, seed: int) -> FlowRow:
+        """A row that has taken two anchors of its own, and the first step behind them."""
+        row = self.row(ratio, seed)
+        assert row.inactive is not None
+        given: Any = row.inactive.outside
+        row.inactive.outside = OwnOutside(given.clean, given.condition, None, given.clean)
+        sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
+        walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
+        row.schedule = Schedule(sigmas.to(self.device), tuple(walk))
+        row.own = OwnAnchors(OwnPlan(frozenset({0, 2}), self.format, text=True))
+        for step in (0, 2):
+            self.at_anchor(row, step)
+        row.entry = OwnReader(row, self.blocks).turn_to(3)
+        self.between([row])
+        return row
+
+    def at_anchor(self, row: FlowRow, step: int) -> None:
+        """An anchor of such a row."""
+        row.entry, row.step = None, step
+        self.step([row], "kv")
+
+    def between(self, rows: Sequence[FlowRow]) -> None:
+        """A step of such rows that is none: the third one or the fourth, in turn."""
+        for row in rows:
+            row.step = 4 if row.step == 4 and row.entry is not None else 3
+        self.step(rows, "kv")
 
     def lora(self, rank: int) -> LowRankSet:
         """A random one of every linear layer of the blocks."""

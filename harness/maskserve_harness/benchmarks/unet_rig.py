@@ -36,7 +36,7 @@ from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
-from maskserve_harness.benchmarks.replay import in_memory
+from maskserve_harness.benchmarks.replay import in_memory, refreshed_every
 from maskserve_harness.benchmarks.timing import Timer
 from maskserve_harness.published_models import SD21, SDXL
 
@@ -211,7 +211,9 @@ class UnetBench:
                 for level, count in enumerate(self.work.tokens)
             ]
         there = tuple([ids.to(self.device) for ids in others])
-        row.control = RowControl((own._replace(others=there),), refresh)
+        row.control = RowControl(
+            (own._replace(others=there),), refreshed_every(refresh, self.steps)
+        )
 
     def step(self, rows: Sequence[UnetRow], kind: str, exchange: Exchange | None = None) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks."""

@@ -78,11 +78,13 @@ class AdapterRig(Rig):
 
     Args:
         path: a LoRA's file, or a ControlNet's folder as diffusers writes it.
-        refresh: `[controls] refresh` of cached rows; None: the default.
+        own_anchors: `[cache] own_anchors`; None: the default.
     """
 
-    def __init__(self, folder: Path, steps: int, path: Path, refresh: int | None = None) -> None:
-        super().__init__(folder, steps, refresh=refresh)
+    def __init__(
+        self, folder: Path, steps: int, path: Path, own_anchors: float | None = None
+    ) -> None:
+        super().__init__(folder, steps, own_anchors=own_anchors)
         self.own_entries = True
         """Whether templates are primed with the LoRA (`[adapters] entries`)."""
         self.lora: LowRankSet | None = None

@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
     add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
     add("--base", action="store_true", help="of an inpainting UNet its base model (--own)")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
-    add("--refresh", type=int, help="`[controls] refresh` of cached rows with a ControlNet")
+    add("--stride", type=float, help="`[cache] own_anchors` of rows with a ControlNet")
     add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
     add("--threads", type=int, default=1, help="of torch; more do not help a model so small")
     add("--json", type=Path)
@@ -205,7 +205,7 @@ def judge_adapters(args: argparse.Namespace) -> int:
     for path in args.adapters:
         asked = asked_of(path.stem, args.n)
         found[path.stem] = judged(
-            AdapterRig(args.model, args.steps, path, args.refresh), without, asked
+            AdapterRig(args.model, args.steps, path, args.stride), without, asked
         )
         said(f"{path.stem}: {json.dumps(found[path.stem], indent=1)}")
     report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "adapters": found}

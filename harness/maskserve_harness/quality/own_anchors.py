@@ -13,8 +13,10 @@ from msgspec import structs
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
+from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from maskserve_harness.demo_model.scenes import Edit
+from maskserve_harness.quality.choices import CacheChoice
 from maskserve_harness.quality.metrics import by_class, compare
 from maskserve_harness.quality.systems import BATCH, Picture, Rig
 
@@ -90,9 +92,31 @@ def edited(
             some = rows[first : first + BATCH]
             readers = [OwnReader(row, rig.adapter.entry_blocks) for row in some]
             while some[0].step < some[0].steps:
-                anchor = some[0].step in plan.dense
+                anchor = some[0].step in plan.anchors
                 reads: Any = [None if anchor else r.turn_to(some[0].step) for r in readers]
                 rig.adapter.step(some, kinds if any(reads) else None, reads)
+    return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
+
+
+def beside_template(
+    rig: Rig,
+    edits: Sequence[Edit],
+    jobs: Sequence[EditJob],
+    entries: Sequence[tuple[AnchorEntry, ...]],
+    choice: CacheChoice,
+    text: OwnPlan | None,
+) -> list[Picture]:
+    """Edits that read a template, and leave their text out between the anchors of `text`."""
+    rows = rig.cached_rows(jobs, entries, choice)
+    if text is not None:
+        for row in rows:
+            rig.adapter.keep_own(row, text)
+    for first in range(0, len(rows), BATCH):
+        some = rows[first : first + BATCH]
+        while some[0].step < some[0].steps:
+            for row in some:
+                row.frozen = text is not None and row.step not in text.anchors
+            rig.replay.step(some, ("kv",) * rig.adapter.blocks)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 
 

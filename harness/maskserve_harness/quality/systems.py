@@ -44,7 +44,7 @@ class Rig:
         folder: of a model; most ways are of FLUX alone.
         steps: of every edit.
         weights: `[model] weights`.
-        refresh: `[controls] refresh`; None: the default.
+        own_anchors: `[cache] own_anchors`; None: the default.
         halo: `[cache] conv_halo`.
     """
 
@@ -54,13 +54,14 @@ class Rig:
         steps: int,
         *,
         weights: str = "bf16",
-        refresh: int | None = None,
+        own_anchors: float | None = None,
         halo: int = 0,
     ) -> None:
         tables: dict[str, Any] = {"model": {"path": str(folder), "weights": weights}}
         tables["cache"] = {"conv_halo": halo}
-        controls = {} if refresh is None else {"controls": {"refresh": refresh}}
-        self.config = config_of({**tables, **controls})
+        if own_anchors is not None:
+            tables["cache"]["own_anchors"] = own_anchors
+        self.config = config_of(tables)
         self.folder, self.steps = folder, steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = cast(FluxAdapter, load_adapter(self.config))
@@ -141,11 +142,7 @@ class Rig:
         choice: CacheChoice,
     ) -> list[Picture]:
         """Edits by cached rows; those that cache nothing, by dense ones."""
-        if choice.dense:
-            rows = self._dense_rows(jobs)
-        else:
-            coded = [_kept(each, choice) for each in entries]
-            rows = [self._row(job, own, choice) for job, own in zip(jobs, coded, strict=True)]
+        rows = self._dense_rows(jobs) if choice.dense else self.cached_rows(jobs, entries, choice)
         for row in rows if choice.skip_below else ():
             row.first_block = FirstBlockCache(choice.skip_below)
         parts = [self._thinned(row, choice.thin) for row in rows] if choice.thin else rows
@@ -155,6 +152,16 @@ class Rig:
             row.latents, row.step = part.latents, part.step
         self._steps_taken[choice] += len(rows) * self.steps
         return self._finish_all(edits, rows)
+
+    def cached_rows(
+        self,
+        jobs: Sequence[EditJob],
+        entries: Sequence[tuple[AnchorEntry, ...]],
+        choice: CacheChoice,
+    ) -> list[FlowRow]:
+        """Rows that have taken no step yet."""
+        coded = [_kept(each, choice) for each in entries]
+        return [self._row(job, own, choice) for job, own in zip(jobs, coded, strict=True)]
 
     def skipped(self, choice: CacheChoice) -> float:
         """Share of the steps of its edits that left all blocks but the first out."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from maskserve_core.config import CacheConfig, ControlsConfig, ModelConfig
+from maskserve_core.config import CacheConfig, Config, ModelConfig
 from maskserve_core.contracts.keys import anchor_steps
-from maskserve_core.models.facts import ModelFacts, anchor_stride
+from maskserve_core.models.facts import ModelFacts, anchor_stride, own_rule
 from maskserve_core.models.registry import control_work, counted_work, typical_lora
 from maskserve_core.planning.cost_model import (
     H100,
@@ -25,6 +25,7 @@ from maskserve_core.planning.entry_bytes import (
     entry_bytes,
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
+from maskserve_core.planning.own_anchors import clock_steps
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing
@@ -98,7 +99,7 @@ class Hardware:
             anchors=anchors,
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
-            refresh=ControlsConfig().refresh,
+            anchored=len(clock_steps(STEPS, own_rule(Config(), facts).stride)) / STEPS,
             lora=typical_lora(facts, work),
         )
         given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}

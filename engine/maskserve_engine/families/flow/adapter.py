@@ -15,9 +15,10 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.imaging.masks import cover_a_side
-from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts, own_rule
 from maskserve_core.models.registry import counted_work, records_steps
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
+from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
@@ -67,7 +68,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
-        control_refresh: `[controls] refresh`.
+        own: how a row keeps what is its own.
     """
 
     batches: ClassVar[type[FlowBatch[Any]]]
@@ -89,7 +90,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         placed_bytes: int = 0,
         outside_noise: str = "template",
         graphs: bool = False,
-        control_refresh: int = 1,
+        own: OwnRule = OWN_RULE,
     ) -> None:
         check_sampler(sampler)
         self.facts, self.model, self.sampler = facts, model, sampler
@@ -109,7 +110,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             shift=self.shift,
             buckets=recorder is not None,
         )
-        self._control_refresh = control_refresh
+        self._own = own
         self._places = self.places_of(model)
         self._positions = lru_cache(maxsize=64)(self.positions)
         self.work = lru_cache(maxsize=64)(self._make_work)
@@ -131,7 +132,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
             graphs=records_steps(facts, config),
-            control_refresh=config.controls.refresh,
+            own=own_rule(config, facts),
         )
 
     @staticmethod
@@ -194,8 +195,9 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         _, height, width = job.moments.shape
         prompts = [each for each in (job.conditioning, job.negative) if each is not None]
         active = (float(self.tokens(job).active),)
+        lengths = [float(len(each["prompt_embeds"])) for each in prompts]
         return self.work(height, width).totals(
-            [RowTokens(active, float(text * len(each["prompt_embeds"]))) for each in prompts]
+            [RowTokens(active, text * n, text_read=(not text) * n) for n in lengths]
         )
 
     def batch_key(self, job: EditJob) -> Hashable:
@@ -231,7 +233,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         with torch.inference_mode():
             return self._row(job, moved(self._preparation.prepared(job).inputs, self.device))
 
-    def cached_row(self, job: EditJob, noise_seed: int) -> FlowRow:
+    def cached_row(self, job: EditJob, noise_seed: int, text: OwnPlan | None = None) -> FlowRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             own = self._preparation.template(job, noise_seed)
@@ -243,11 +245,20 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             inputs, template, active, index = moved(there, self.device)
             ready.selection.sent([index])
             row = self._row(job, inputs)
-            text, image = row.cis.tensor_split((len(row.text),))
+            text_cis, image = row.cis.tensor_split((len(row.text),))
             template = self._filled(template)
             row.inactive = FlowInactive(active, index, template, image[index], ready.selection)
-            row.cis = torch.cat((text, image[active]))
+            row.cis = torch.cat((text_cis, image[active]))
+            self.keep_own(row, text)
             return row
+
+    @staticmethod
+    def keep_own(row: FlowRow, plan: OwnPlan | None) -> None:
+        """Have both passes of a row keep what is their own; None: nothing."""
+        if plan is not None:
+            row.own, row.recorded = OwnAnchors(plan), False
+            if row.negative is not None:
+                row.negative = replace(row.negative, own=OwnAnchors(plan))
 
     def anchored_row(self, job: EditJob, plan: OwnPlan) -> FlowRow:
         with torch.inference_mode():
@@ -265,9 +276,7 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
             outside = OwnOutside(rest.latents, rest.condition, rest.blend, clean, context)
             row.inactive = FlowInactive(active, index, outside, image[index], ready.selection)
             row.cis = torch.cat((text, image[active]))
-            row.own, row.recorded = OwnAnchors(plan), False
-            if row.negative is not None:
-                row.negative = replace(row.negative, own=OwnAnchors(plan))
+            self.keep_own(row, plan)
             return row
 
     def anchored_bytes(self, job: EditJob) -> int:
@@ -341,6 +350,14 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
                 assert inputs.negative is not None
                 negative = self.text(inputs.negative.embeds, adapters)
                 row.negative = replace(row.negative, text=negative)
+
+    def _of_nets(self, row: FlowRow) -> OwnPlan:
+        """As of `RowControl`: where a row has anchors of its own, the base computes all tokens at
+        them, and so do its nets.
+        """
+        if row.own is not None and row.anchored:
+            return replace(row.own.plan, anchors=frozenset())
+        return OwnPlan.of(self._own, row.steps)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
         row.residuals = served

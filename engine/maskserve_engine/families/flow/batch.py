@@ -87,6 +87,7 @@ class FlowBatch(KeptBatch[Row, W]):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
+        self._frozen = _frozen(rows)
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
         self.ahead = self.steps_ahead(len(rows) + len(self._guided))
@@ -132,7 +133,8 @@ class FlowBatch(KeptBatch[Row, W]):
         return 1
 
     def holds(self, rows: Sequence[Row]) -> bool:
-        return super().holds(rows) and 0 <= rows[0].step - self._begin < self.steps
+        same = super().holds(rows) and self._frozen == _frozen(rows)
+        return same and 0 <= rows[0].step - self._begin < self.steps
 
     def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
         at = self.rows[0].step - self._begin
@@ -273,6 +275,11 @@ class FlowBatch(KeptBatch[Row, W]):
         return moved
 
 
+def _frozen(rows: Sequence[Row]) -> tuple[bool, ...]:
+    """Which of them leave their text out."""
+    return tuple([isinstance(row, FlowRow) and row.frozen for row in rows])
+
+
 class _Passes:
     """A rank's passes of a batch (`cfg_parallel`), packed by themselves.
 
@@ -345,8 +352,5 @@ def _still(packed: Packed) -> Tensor | None:
 
 def _asked(row: FlowRow, served: ServedRow) -> RowAsk:
     """What a service is given of a row's next step: the latents of all its tokens."""
-    given, channels = row.model_input(), row.channels
-    tokens = given.tokens[:, :channels]
-    if given.rest is not None:
-        tokens = torch.cat((tokens, given.rest.tokens()[:, :channels]))
-    return RowAsk(served, row.step, tokens, len(given.tokens), row.latents_ahead)
+    tokens = row.all_tokens().tokens[:, : row.channels]
+    return RowAsk(served, row.step, tokens, row.computed, row.latents_ahead)

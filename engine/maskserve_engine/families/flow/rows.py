@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_engine.batch.own_anchors import Entry, OwnAnchors
-from maskserve_engine.batch.packing import Residuals, RowInput
+from maskserve_engine.batch.own_anchors import Entry, OwnAnchors, foretold, without_text
+from maskserve_engine.batch.packing import InactiveTokens, Residuals, RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -71,6 +71,10 @@ class CachedTokens:
     def cis(self) -> Tensor:
         return self.inactive.cis
 
+    @property
+    def parts(self) -> Sequence[InactiveTokens]:
+        return (self,)
+
     def tokens(self) -> Tensor:
         return self.inactive.outside.at(self.row.sigma)
 
@@ -81,29 +85,6 @@ class CachedTokens:
     def entry(self) -> Handle:
         assert isinstance(self.row.entry, Handle), "packed for a step that reads no entry"
         return self.row.entry
-
-
-@dataclass(frozen=True, slots=True)
-class AnchoredTokens:
-    """`packing.InactiveTokens` of a pass of a row between its own anchors: with its text, if that
-    is left out.
-    """
-
-    row: FlowRow
-    own: OwnAnchors
-    cis: Tensor
-
-    def tokens(self) -> Tensor:
-        raise AssertionError("between its anchors a row runs no block that needs hidden states")
-
-    @property
-    def entry(self) -> object:
-        """Another one at each step: keys and values go on along their line."""
-        return self.row.sigma
-
-    def source(self, block: int, part: str) -> KvSource:
-        assert part == "kv", "anchors leave keys and values alone"
-        return self.own.source(block, self.row.schedule.walk[self.row.step].sigma)
 
 
 @dataclass(slots=True)
@@ -177,9 +158,12 @@ class FlowRow:
     inactive: FlowInactive | None = None
     """None for a dense row."""
     own: OwnAnchors | None = None
-    """Of its first pass, where it reads what its own dense steps leave."""
+    """Of its first pass: what its own dense steps leave, or, of a row that reads a template, the
+    text alone."""
     entry: Entry | None = None
     """What the next step reads; None: it computes all tokens."""
+    frozen: bool = False
+    """Whether the next step leaves the text out, of a row that reads a template."""
     step: int = 0
     place: slice = field(default_factory=lambda: slice(0))
     """Of the computed tokens in the batch."""
@@ -218,7 +202,21 @@ class FlowRow:
         """For how many steps from the next one on the same inputs are packed, but for latents."""
         if self.inactive is not None and self.entry is None:
             return 1  # the tokens pinned to that step are packed, too
-        return self.steps - self.step
+        if self._sees_text:
+            return 1  # what sees it is told of that step
+        anchors = frozenset[int]() if self.own is None else self.own.plan.anchors
+        return min((a for a in anchors if a > self.step), default=self.steps) - self.step
+
+    @property
+    def anchored(self) -> bool:
+        """Whether it has anchors of its own, and reads no template."""
+        return self.inactive is not None and isinstance(self.inactive.outside, OwnOutside)
+
+    @property
+    def _sees_text(self) -> bool:
+        """Whether the next step keeps its text, of a row that reads a template."""
+        own = self.own
+        return own is not None and not self.anchored and self.step in own.plan.anchors
 
     def model_input(self) -> RowInput:
         return self._input(self.text, self.pooled, self.own, self.cis)
@@ -234,29 +232,52 @@ class FlowRow:
         self, text: Tensor, pooled: Tensor | None, own: OwnAnchors | None, cis: Tensor
     ) -> RowInput:
         """Of one pass; `cis` of its text and the computed tokens."""
-        tokens, inactive = model_inputs(self.latents, self.condition, self.context), self.inactive
-        rest: CachedTokens | AnchoredTokens | None = None
-        capture, context = None, self.context
-        if inactive is not None and self.entry is None:
-            # Compute the others too, as further image tokens.
-            tokens = torch.cat((tokens, inactive.outside.at(self.sigma)))
-            context = inactive.outside.context
-            cis = torch.cat((cis, inactive.cis))
-            if own is not None:
-                capture = own.anchor(self.step, len(self.latents), len(tokens))
-        elif inactive is not None and own is None:
-            rest = CachedTokens(self, inactive)
-        elif inactive is not None and own is not None:
-            of_text, computed = cis.split((len(text), len(cis) - len(text)))
-            if own.text:
-                text, cis = text[:0], computed
-                rest = AnchoredTokens(self, own, torch.cat((of_text, inactive.cis)))
-            else:
-                rest = AnchoredTokens(self, own, inactive.cis)
-        still = 0 if context is None else len(context)
-        return RowInput(
-            tokens, text, pooled, self.guidance, cis, rest, capture, self.residuals, still
-        )
+        inactive, made = self.inactive, self._active_tokens(text, pooled, cis)
+        if inactive is None:
+            return made
+        if self.entry is None:
+            made = self._whole(made, inactive)
+        elif own is not None and self.anchored:
+            return foretold(made, inactive.cis, own, lambda: self.schedule.walk[self.step].sigma)
+        else:
+            made = replace(made, rest=CachedTokens(self, inactive))
+            if own is not None and self.frozen:
+                return without_text(made, own, lambda: self.schedule.walk[self.step].sigma)
+        if own is None or not (self.anchored or self._sees_text):
+            return made
+        total = len(made.tokens)
+        computed = self.active if self.anchored else total
+        return replace(made, capture=own.anchor(self.step, computed, total))
+
+    def _active_tokens(self, text: Tensor, pooled: Tensor | None, cis: Tensor) -> RowInput:
+        tokens = model_inputs(self.latents, self.condition, self.context)
+        made = RowInput(tokens, text, pooled, self.guidance, cis, residuals=self.residuals)
+        return made if self.context is None else replace(made, still=len(self.context))
+
+    def _whole(self, made: RowInput, inactive: FlowInactive) -> RowInput:
+        """The others, too, as further image tokens."""
+        tokens, context = torch.cat((made.tokens, inactive.outside.at(self.sigma))), 0
+        if inactive.outside.context is not None:
+            context = len(inactive.outside.context)
+        cis = torch.cat((made.cis, inactive.cis))
+        return replace(made, tokens=tokens, cis=cis, still=context)
+
+    def all_tokens(self) -> RowInput:
+        """All its tokens at this step, those first that its steps compute, whatever it reads."""
+        made = self._active_tokens(self.text, self.pooled, self.cis)
+        return made if self.inactive is None else self._whole(made, self.inactive)
+
+    @property
+    def computed(self) -> int:
+        """Of its image tokens, those that the next step computes."""
+        inactive = self.inactive
+        others = 0 if inactive is None or self.entry is not None else len(inactive.index)
+        return len(self.latents) + others
+
+    @property
+    def active(self) -> int:
+        """Of its image tokens, those that steps compute which read something; 0: none does."""
+        return 0 if self.inactive is None else len(self.latents)
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Have the latents where they were packed.
@@ -293,23 +314,25 @@ class FlowRow:
         """
         self.moved = moves[self.place]
         if self.own is not None and self.inactive is not None:
-            self._go_on(self.own, self.inactive, moves)
+            self._go_on(self.own, self.inactive.outside, moves)
         self.step += 1
 
-    def _go_on(self, own: OwnAnchors, inactive: FlowInactive, moves: Tensor) -> None:
-        """Book what a step means for the tokens that steps between anchors do not compute."""
-        outside, walk = inactive.outside, self.schedule.walk[self.step]
-        assert isinstance(outside, OwnOutside)
-        if self.entry is None:
-            begin, count = self.place.stop, len(outside.clean)
-            assert self.others is not None, "a step is taken of rows that were packed"
-            outside.latents = self.others[:count]
-            outside.anchored(moves[begin : begin + count], walk.change)
+    def _go_on(self, own: OwnAnchors, outside: FlowTemplate | OwnOutside, moves: Tensor) -> None:
+        """Book what a step means for what other steps do not compute."""
+        walk = self.schedule.walk[self.step]
+        of_own = isinstance(outside, OwnOutside)
+        if self._sees_text or (of_own and self.entry is None):
             own.passed(walk.sigma)
             if self.negative is not None and self.negative.own is not None:
                 self.negative.own.passed(walk.sigma)
-        else:
-            outside.passed(walk.change, own.weight(walk.sigma))
+        if isinstance(outside, OwnOutside):
+            if self.entry is None:
+                begin, count = self.place.stop, len(outside.clean)
+                assert self.others is not None, "a step is taken of rows that were packed"
+                outside.latents = self.others[:count]
+                outside.anchored(moves[begin : begin + count], walk.change)
+            else:
+                outside.passed(walk.change, own.weight(walk.sigma))
 
     def latents_ahead(self) -> Tensor | None:
         """[gh·gw, 4C] of all tokens, the computed ones first, after the next step, if the model

@@ -33,6 +33,7 @@ from maskserve_engine.families.flux.control import (
     FluxNetInput,
     FluxNetRow,
     FluxNets,
+    NetTokens,
     controlled,
 )
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
@@ -75,7 +76,7 @@ class FluxBatch(FlowBatch[FluxWeights]):
             [
                 controlled(
                     control,
-                    row.model_input(),
+                    NetTokens(row.all_tokens(), row.computed, row.active),
                     [step.timestep for step in row.walk(row.step)[:AHEAD]],
                     row.step,
                     row.steps,
@@ -156,7 +157,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             ]
             if inputs:
                 exact = job.request.settings.reproducible
-                row.residuals = RowControl(tuple(inputs), self._control_refresh, exact)
+                row.residuals = RowControl(tuple(inputs), self._of_nets(row), exact)
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         prepared = self._preparation.prepared(job)
@@ -169,9 +170,10 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             facts = OpeningFacts(
                 tuple([OpenedControl.of(control) for control, _ in prepared.controls]),
                 tuple([step.timestep for step in row.walk(0)]),
+                self._of_nets(row),
+                row.active,
                 len(row.text),
                 job.request.settings.guidance_scale,
-                self._control_refresh,
             )
             pictures = [_in_order(row, tokens.to(self.device)) for _, tokens in prepared.controls]
             arrays = {

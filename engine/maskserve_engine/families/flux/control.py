@@ -2,8 +2,8 @@
 
 A net is a shorter FLUX whose blocks' outputs, each through a product of its own, are added to the
 hidden states of the base. It runs on the same packed blocks as the base does (`batch.forward`).
-Beside a cached row the inactive tokens enter as keys and values, as in the base: those that the net
-has kept.
+Between a row's anchors the inactive tokens and the text enter as keys and values, as in the base:
+those that the net's own anchors have left (`batch.own_anchors`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from torch import Tensor
 from maskserve_core.models.flux import CONTROL
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.forward import State
+from maskserve_engine.batch.own_anchors import OwnAnchors, foretold
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.cache.entries import Coded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.families.control import Asked, Controlled, Nets, RowControl, Said
 from maskserve_engine.families.flux.blocks import AHEAD, FluxStep, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.layers.linear import Linear, linear
-from maskserve_engine.layers.scatter_kv import KvSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +151,7 @@ class FluxNetInput(NamedTuple):
         return cls(control, net, hint, text, guidance_scale if guided else None)
 
     def of(self, row: RowInput) -> RowInput:
-        """Of a row, for the tokens that it computes."""
+        """Of a row, for these of its tokens."""
         hint = self.hint[: len(row.tokens)]
         tokens = torch.cat((row.tokens[:, : self.net.channels], hint), dim=1)
         cis = row.cis
@@ -161,41 +160,6 @@ class FluxNetInput(NamedTuple):
         return replace(
             row, tokens=tokens, text=self.text, guidance=self.guidance, cis=cis, residuals=None
         )
-
-
-class KeptKV:
-    """Keys and values of a row's inactive tokens in a net's blocks, as of a step that computed all
-    tokens (`Capture`), for the steps that compute the active ones (`InactiveTokens`).
-
-    Args:
-        active: tokens, the first ones of the image.
-        cis: [m, head_dim / 2] of the others.
-    """
-
-    text = False
-    """A net computes its text at every step."""
-
-    def __init__(self, active: int, cis: Tensor) -> None:
-        self.active, self.cis = active, cis
-        self._blocks: dict[int, KvSource] = {}
-
-    def hidden(self, block: int, hidden: Tensor) -> None:
-        """Nobody reads it."""
-
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        both = (Coded("model", x[self.active :].flatten(1).clone()) for x in (keys, values))
-        self._blocks[block] = KvSource(tuple(both))
-
-    def tokens(self) -> Tensor:
-        raise AssertionError("no block of a net brings the inactive tokens in")
-
-    @property
-    def entry(self) -> object:
-        return self
-
-    def source(self, block: int, part: str) -> KvSource:
-        assert part == "kv"
-        return self._blocks[block]
 
 
 class FluxNets(Nets[FluxNetInput]):
@@ -214,9 +178,10 @@ class FluxNets(Nets[FluxNetInput]):
         found = net.samples(packed, self._vectors_of(net, same, packed))
         for places, by_row in zip(net.places, found, strict=True):
             active = zip(same, by_row, strict=True)
-            yield places, [[sample[: len(each.row.given.tokens)]] for each, sample in active]
+            yield places, [[sample[: each.row.given.computed]] for each, sample in active]
         for each, given in zip(same, inputs, strict=True):
-            if each.keeps:
+            if isinstance(given.capture, OwnAnchors):
+                given.capture.passed(each.row.timesteps[0])
                 each.keep(given.capture)
 
     def _vectors_of(
@@ -235,48 +200,44 @@ class FluxNets(Nets[FluxNetInput]):
         return kept[step - begin]
 
 
+class NetTokens(NamedTuple):
+    """What nets are given of a row in a step."""
+
+    row: RowInput
+    """All its tokens: those first that the base computes."""
+    computed: int
+    """By the base, of the image tokens."""
+    active: int
+    """Of them those that steps between anchors compute; 0: there are none such."""
+
+
 def _given(asked: Asked[FluxNetInput]) -> RowInput:
-    """What the net is to compute: of a cached row the active tokens, or, where what is kept of the
-    others is old, all of them, with a `KeptKV` that sees them.
+    """What the net is to compute: between anchors the active tokens, else all of them, with an
+    `OwnAnchors` that sees the others where they are to be kept.
     """
-    row: RowInput = asked.row.given
-    rest = row.rest
-    if rest is None:
-        return asked.own.of(row)
+    row, (given, computed, active) = asked.row, asked.row.given
     if asked.kept is not None:
-        return asked.own.of(replace(row, rest=asked.kept))
-    fresh = KeptKV(len(row.tokens), rest.cis) if asked.keeps else None
-    tokens, cis = torch.cat((row.tokens, rest.tokens())), torch.cat((row.cis, rest.cis))
-    return asked.own.of(replace(row, tokens=tokens, cis=cis, rest=None, capture=fresh))
+        cis, others = given.cis.tensor_split((len(given.text) + computed,))
+        own = asked.own.of(replace(given, tokens=given.tokens[:computed], cis=cis))
+        return foretold(own, others, asked.kept, lambda: row.timesteps[0])
+    made = asked.own.of(given)
+    if not asked.keeps:
+        return made
+    last = asked.last
+    seen: OwnAnchors = OwnAnchors(row.control.own) if last is None else last.tokens
+    return replace(made, capture=seen.anchor(row.step, active, len(made.tokens)))
 
 
 def controlled(
     control: RowControl[FluxNetInput],
-    row: RowInput,
+    given: NetTokens,
     timesteps: Sequence[float],
     step: int,
     steps: int,
 ) -> Controlled[FluxNetInput]:
-    """A row that is about to take a step; `row` is what the base is given of it."""
-    return Controlled(control, row, row.rest is not None, timesteps, step, steps)
-
-
-class _Sent(NamedTuple):
-    """`batch.packing.InactiveTokens` of a cached row whose base is elsewhere."""
-
-    cis: Tensor
-    inactive: Tensor
-    """[m, channels] as this step has sent them."""
-
-    def tokens(self) -> Tensor:
-        return self.inactive
-
-    @property
-    def entry(self) -> object:
-        raise AssertionError("a net reads no template's entry")
-
-    def source(self, block: int, part: str) -> KvSource:
-        raise AssertionError("a net reads no template's entry")
+    """A row that is about to take a step."""
+    sparse, idle = given.computed < len(given.row.tokens), given.active > 0
+    return Controlled(control, given, sparse, idle, timesteps, step, steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,6 +250,8 @@ class FluxNetRow:
     cis: Tensor
     """[T + N, head_dim / 2] of text and of all tokens, in the row's order."""
     timesteps: Sequence[float]
+    active: int
+    """As of `NetTokens`."""
 
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
@@ -304,14 +267,12 @@ class FluxNetRow:
         text = arrays["embeds"].new_empty(facts.text, 0)
         cis = torch.view_as_complex(arrays["cis"])
         base = RowInput(none, text, arrays["pooled"], None, cis)
-        return cls(RowControl(tuple(inputs), facts.refresh), base, cis, facts.timesteps)
+        control = RowControl(tuple(inputs), facts.own)
+        return cls(control, base, cis, facts.timesteps, facts.active)
 
     def at(self, step: int, sample: Tensor, computed: int) -> Controlled[FluxNetInput]:
         """See `NetRow`; `sample` is [N, channels], the tokens that the base computes first."""
-        own, rest = sample.split((computed, len(sample) - computed))
-        text = len(self.base.text)
-        cis, others = self.cis.split((text + computed, len(self.cis) - text - computed))
-        sent = _Sent(others, rest) if len(rest) else None
-        row = replace(self.base, tokens=own, cis=cis, rest=sent)
+        row = replace(self.base, tokens=sample, cis=self.cis)
+        given = NetTokens(row, computed, self.active)
         ahead = self.timesteps[step : step + AHEAD]
-        return controlled(self.control, row, ahead, step, len(self.timesteps))
+        return controlled(self.control, given, ahead, step, len(self.timesteps))

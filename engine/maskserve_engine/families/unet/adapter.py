@@ -14,10 +14,11 @@ from torch import Tensor
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import Anchor, anchor_steps
 from maskserve_core.contracts.settings import acting
-from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts, own_rule
 from maskserve_core.models.registry import records_steps
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
+from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
@@ -68,7 +69,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] cuda_graphs`.
-        control_refresh: `[controls] refresh`.
+        own: how a row keeps what is its own.
     """
 
     anchor_tolerance = 1.0
@@ -86,7 +87,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         halo: int = 0,
         outside_noise: str = "template",
         graphs: bool = False,
-        control_refresh: int = 1,
+        own: OwnRule = OWN_RULE,
     ) -> None:
         check_sampler(sampler)
         recorder = Graphs.on(model.device, model.dtype) if graphs else None
@@ -98,7 +99,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
         self.entry_halves = 2 if own_entries and facts.zeros_for_empty_prompt else 1
-        self._halo, self._control_refresh = halo, control_refresh
+        self._halo, self._own = halo, own
         self._places = places_of(model)
         counted = self._make_work(1, 1)
         self.blocks, self._maps = len(counted.blocks), len(counted.maps)
@@ -138,7 +139,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             halo=config.cache.conv_halo,
             outside_noise=config.model.outside_noise,
             graphs=records_steps(facts, config),
-            control_refresh=config.controls.refresh,
+            own=own_rule(config, facts),
         )
 
     def steps(self, job: EditJob) -> int:
@@ -199,7 +200,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         with torch.inference_mode():
             return self._row(job, self._preparation.prepared(job).inputs)
 
-    def cached_row(self, job: EditJob, noise_seed: int) -> UnetRow:
+    def cached_row(self, job: EditJob, noise_seed: int, text: OwnPlan | None = None) -> UnetRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             return self._row(job, ready.inputs, self._inactive(job, noise_seed))
@@ -295,7 +296,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             )
             row.control = RowControl(
                 tuple([each._replace(others=tuple(others)) for each in made]),
-                self._control_refresh,
+                OwnPlan.of(self._own, row.steps),
                 job.request.settings.reproducible,
                 tuple([PassResiduals() for _ in text]),
             )
@@ -313,9 +314,8 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
                 active = row.inactive.active
                 arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
             controls = tuple([OpenedControl.of(each) for each in acts])
-            facts = OpeningFacts(
-                controls, tuple(row.timesteps_ahead), refresh=self._control_refresh
-            )
+            timesteps = tuple(row.timesteps_ahead)
+            facts = OpeningFacts(controls, timesteps, OwnPlan.of(self._own, row.steps))
             return Opening(facts, arrays)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:

@@ -236,7 +236,8 @@ def controlled(
     steps: int,
 ) -> Controlled[UnetNetInput]:
     """A row that is about to take a step."""
-    return Controlled(control, given, given.active is not None, (timestep,), step, steps)
+    sparse = given.active is not None
+    return Controlled(control, given, sparse, sparse, (timestep,), step, steps)
 
 
 class _Run(NamedTuple):
@@ -327,7 +328,7 @@ class UnetNetRow:
             there = tuple([each.to(texts.device) for each in others])
             inputs = [each._replace(others=there) for each in inputs]
         passes = tuple([PassResiduals() for _ in texts])
-        return cls(RowControl(tuple(inputs), facts.refresh, passes=passes), active, facts.timesteps)
+        return cls(RowControl(tuple(inputs), facts.own, passes=passes), active, facts.timesteps)
 
     def at(self, step: int, sample: Tensor, computed: int) -> Controlled[UnetNetInput]:
         """See `NetRow`; `sample` is [channels, h, w]."""

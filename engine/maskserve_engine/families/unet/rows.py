@@ -136,6 +136,8 @@ class UnetRow:
     """None for a dense row."""
     plan: OwnPlan | None = None
     """Of its anchors, where it reads what its own dense steps leave."""
+    frozen: bool = False
+    """As of `FlowRow`; its text has the same keys and values at each step."""
     entry: Entry | None = None
     """What its next step reads; None: the step computes every token."""
     surroundings: Surroundings | None = field(init=False, default=None)

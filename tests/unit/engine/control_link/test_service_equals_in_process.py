@@ -27,7 +27,7 @@ class Model:
     """A base in this process, and the same ControlNets beside it and in a service."""
 
     def __init__(self, model: Path, folder: Path, nets: dict[str, Any] | None) -> None:
-        config = config_of(model, controls={"refresh": 3})
+        config = config_of(model, cache={"own_anchors": 0.35})
         self.config, self.encoder, self.adapter = config, load_encoder(config), load_adapter(config)
         if nets is None:
             base = self.adapter.model  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ def config_for(folder: Path, devices: int, nets: Path | None = None) -> Config:
             "plan": "fixed",
             "budget_bytes": 2**28,
         },
-        controls={"folder": str(nets or ""), "refresh": 2},
+        controls={"folder": str(nets or "")},
     )
 
 

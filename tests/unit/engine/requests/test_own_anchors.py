@@ -157,3 +157,16 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     assert max(steps) <= 2
     assert all(len(final.meta["anchors"]) == 3 for final in finals)
     assert {tuple(final.meta["anchors"]) for final in finals} != {(0, 7, 14)}
+
+
+def test_edits_of_a_template_leave_their_text_out_between_anchors(
+    engine: Engine, encoder: Encoder
+) -> None:
+    meta = edit(engine, job(encoder, 40, "hit", num_inference_steps=20, cache="require")).meta
+    assert (meta["cache"], meta["text_steps"]) == ("hit", 3)
+    assert meta["own_bytes"] > 0
+    idle(engine)
+    engine.cache.store.memory.budget_bytes = engine.cache.store.memory.nbytes
+    meta = edit(engine, job(encoder, 40, "full", num_inference_steps=20, cache="require")).meta
+    assert (meta["cache"], meta.get("text_steps")) == ("hit", 20)
+    idle(engine)

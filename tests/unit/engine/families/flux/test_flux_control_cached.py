@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.forward import State
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flow.rows import FlowRow
@@ -19,9 +21,10 @@ from maskserve_engine.families.flux.control import (
     FluxControlNet,
     FluxNetInput,
     FluxNets,
+    NetTokens,
     controlled,
 )
-from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
+from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run
@@ -56,7 +59,7 @@ def controlled_job(
 def with_nets(replay: Replay, row: Any, job: EditJob, nets: dict[str, Any], refresh: int) -> Any:
     replay.adapter.control(row, job, nets)
     assert isinstance(row.residuals, RowControl)
-    row.residuals.refresh = refresh
+    row.residuals.own = refreshed_every(refresh, row.steps)
     return row
 
 
@@ -87,7 +90,8 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     control.kept.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
     timestep = row.walk(row.step)[0].timestep
-    now = controlled(control, row.model_input(), [timestep], row.step, row.steps)
+    given = NetTokens(row.all_tokens(), row.computed, row.active)
+    now = controlled(control, given, [timestep], row.step, row.steps)
     assert now.sparse
     with torch.inference_mode():
         control.kept.clear()
@@ -230,3 +234,86 @@ def test_a_template_primed_beside_a_row_with_control_has_its_own_entries(
         for mine, beside in zip(entry.blocks, priming.take_entry().blocks, strict=True):
             for own, other in zip(mine.part("kv"), beside.part("kv"), strict=True):
                 assert (own.data - other.data).abs().max() <= tolerance(own.data.numpy())
+
+
+def anchored(replay: Replay, job: EditJob, nets: dict[str, Any], plan: OwnPlan) -> FlowRow:
+    row = replay.adapter.anchored_row(job, plan)
+    replay.adapter.control(row, job, nets)
+    return cast(FlowRow, row)
+
+
+def step_anchored(adapter: Any, rows: Sequence[FlowRow], anchors: frozenset[int]) -> None:
+    reads = [None if row.step in anchors else OwnReader(row, adapter.blocks).turn_to(row.step)
+             for row in rows]  # fmt: skip
+    adapter.step(rows, plan_of_kinds(("kv",) * adapter.blocks) if any(reads) else None, reads)
+
+
+def run_anchored(adapter: Any, rows: Sequence[FlowRow], anchors: frozenset[int]) -> None:
+    while rows[0].step < rows[0].steps:
+        step_anchored(adapter, rows, anchors)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_with_own_anchors_at_each_step_it_is_dense(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any], text: bool
+) -> None:
+    job = controlled_job(encoder, "e", "plain", "union")
+    plan = OwnPlan(frozenset(range(5)), "model", text)
+    row = anchored(replay, job, nets, plan)
+    run_anchored(replay.adapter, [row], plan.anchors)
+    dense = replay.adapter.dense_row(job)
+    replay.adapter.control(dense, job, nets)
+    expected = result(replay, dense)
+    active = replay.adapter.prepare(job).prepared.active
+    at = np.zeros(expected.shape[1] // 2 * (expected.shape[2] // 2), bool)
+    at[active] = True
+    own = at.reshape(expected.shape[1] // 2, -1).repeat(2, 0).repeat(2, 1)
+    assert_equal(row.result().array()[:, own], expected[:, own])
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_nets_are_refreshed_at_their_rows_anchors(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any], text: bool
+) -> None:
+    """Whenever these come; between them nets leave out what the base leaves out."""
+    computed = []
+
+    class Watched(FluxControlNet):
+        def samples(self, packed: Any, at: Any) -> Any:
+            computed.append([(len(each.text) > 0, len(each.tokens)) for each in packed.rows])
+            return super().samples(packed, at)
+
+    plain = nets["plain"]
+    watched = Watched(*(getattr(plain, each.name) for each in fields(plain)))
+    job = controlled_job(encoder, "e", "plain")
+    row = anchored(replay, job, {"plain": watched}, OwnPlan(frozenset({0, 2}), "int8", text))
+    run_anchored(replay.adapter, [row], frozenset({0, 3}))  # the second one has been put off
+    tokens = replay.adapter.tokens(job)
+    all_tokens, between = [(True, tokens.total)], [(not text, tokens.active)]
+    assert computed == [all_tokens, between, between, all_tokens, between]
+
+
+def test_anchored_rows_with_nets_together_are_as_each_alone(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
+    plan = OwnPlan(frozenset({0, 2}), "model", True)
+    asked: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"))
+    jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(asked)]
+    alone, together = ([anchored(replay, job, nets, plan) for job in jobs] for _ in range(2))
+    for row in alone:
+        run_anchored(replay.adapter, [row], plan.anchors)
+    run_anchored(replay.adapter, together, plan.anchors)
+    for row, other in zip(together, alone, strict=True):
+        assert_equal(row.result().array(), other.result().array())
+
+
+def test_a_later_control_sees_all_tokens_at_its_first_step(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
+    job = controlled_job(encoder, "e", "plain")
+    job = replace(job, controls=(replace(job.controls[0], start=0.3),))
+    row = anchored(replay, job, nets, OwnPlan(frozenset({0, 3}), "model", True))
+    run_anchored(replay.adapter, [row], frozenset({0, 3}))
+    assert isinstance(row.residuals, RowControl)
+    assert row.residuals.kept[0].step == 3
+    assert np.isfinite(row.result().array()).all()

@@ -4,6 +4,7 @@ is given what two anchors foretell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
-from tests.support.cached_rows import assert_equal
+from tests.support.cached_rows import NOISE_SEED, Primed, assert_equal
 from tests.support.own_rows import plan, result, row_of, run
 
 
@@ -197,3 +201,75 @@ def test_a_format_is_near(adapter: FluxAdapter, encoder: Encoder, format: str) -
     exact = result(adapter, job, plan(0, 3))
     found = result(adapter, job, plan(0, 3, format=format))
     assert 0 < np.abs(found - exact).max() < (0.05 if format == "int8" else 0.8)
+
+
+def hit(replay: Replay, job: EditJob, primed: Primed, text: OwnPlan | None) -> FlowRow:
+    """A row that reads a template's entries."""
+    made = replay.adapter.cached_row(job, NOISE_SEED, text)
+    assert isinstance(made, FlowRow)
+    entries = [min(primed.entries, key=lambda entry: abs(entry.anchor.sigma - sigma))
+               for sigma, _ in replay.adapter.sigmas(job)]  # fmt: skip
+    replay.reads(made, entries)
+    return made
+
+
+def run_hits(replay: Replay, rows: Sequence[FlowRow]) -> None:
+    """All steps of rows of as many steps; each leaves its text out where it may."""
+    while rows[0].step < rows[0].steps:
+        for row in rows:
+            row.frozen = row.own is not None and row.step not in row.own.plan.anchors
+        replay.step(rows, ("kv",) * replay.adapter.blocks)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_text_that_is_computed_at_each_step_beside_a_template_changes_nothing(
+    adapter: FluxAdapter, encoder: Encoder, seed: int
+) -> None:
+    job, replay = make_job(encoder, seed), Replay(adapter)
+    primed = Primed(adapter, encoder, job)
+    plain, own = (hit(replay, job, primed, text) for text in (None, plan(*range(7))))
+    for row in (plain, own):
+        run_hits(replay, [row])
+    assert_equal(own.result().array(), plain.result().array())
+
+
+def test_rows_that_leave_the_text_out_beside_a_template_do_not_depend_on_their_batch(
+    adapter: FluxAdapter, encoder: Encoder
+) -> None:
+    jobs, replay = [make_job(encoder, seed) for seed in range(3)], Replay(adapter)
+    plans = [plan(0, 3), None, plan(0, 2, 5)]
+    primed = [Primed(adapter, encoder, job) for job in jobs]
+
+    def rows() -> list[FlowRow]:
+        return [hit(replay, *each) for each in zip(jobs, primed, plans, strict=True)]
+
+    together, alone = rows(), rows()
+    run_hits(replay, together)
+    for row, beside in zip(alone, together, strict=True):
+        run_hits(replay, [row])
+        assert_equal(beside.result().array(), row.result().array())
+
+
+def test_text_that_is_left_out_beside_a_template_lies_on_its_line(
+    adapter: FluxAdapter, encoder: Encoder
+) -> None:
+    """Attention of a step that leaves the text out is that of one whose text's keys and values are
+    what two anchors foretell.
+    """
+    job, replay = make_job(encoder, 0), Replay(adapter)
+    row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2))
+    while row.step < 4:
+        row.frozen = row.step not in (0, 2)
+        replay.step([row], ("kv",) * adapter.blocks)
+    own, words = row.own, len(row.text)
+    assert own is not None
+    row.frozen = True
+    given = row.model_input()
+    assert given.rest is not None
+    assert not len(given.text)
+    text, others = given.rest.parts
+    source = text.source(0, "kv")
+    sigmas = [step.sigma for step in row.schedule.walk]
+    assert source.weight == pytest.approx((sigmas[2] - sigmas[4]) / (sigmas[0] - sigmas[2]))
+    assert len(source.parts[0].data) == words == len(text.cis)
+    assert len(given.rest.cis) == words + len(others.cis)

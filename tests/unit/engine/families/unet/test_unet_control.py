@@ -27,7 +27,7 @@ from maskserve_engine.families.unet.control import UnetNetInput, UnetNets, UnetS
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import UnetRow
-from maskserve_harness.benchmarks.replay import Replay
+from maskserve_harness.benchmarks.replay import Replay, refreshed_every
 from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
@@ -228,7 +228,7 @@ def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
 def with_nets(model: Model, row: Any, job: EditJob, refresh: int) -> Any:
     model.adapter.control(row, job, model.nets)
     if row.control is not None:
-        row.control.refresh = refresh
+        row.control.own = refreshed_every(refresh, row.steps)
     return row
 
 
@@ -301,7 +301,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
             assert np.abs(mine[place].numpy() - wanted).max() <= tolerance(wanted), place
         assert any(not torch.equal(other[place], mine[place]) for place in mine)
     row.control.kept.clear()
-    row.control.refresh = 1
+    row.control.own = refreshed_every(1, row.steps)
     every = added(now._replace(step=now.step + 1))
     dense = added(now._replace(step=now.step + 1, given=UnetSample(sample, None), sparse=False))
     assert not row.control.kept

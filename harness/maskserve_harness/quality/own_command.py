@@ -1,0 +1,193 @@
+"""Edits whose rows have anchors of their own: what they keep of dense edits, and what they cost.
+
+    python scripts/bench own_anchors --json own.json
+
+`summary` has, against our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the mask):
+
+- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with {0, 7, 14}, as
+  served; `base_mean`, `base_worst_class` of `--base`, a folder with Inpaint semantics
+  (`train_inpaint_model`), with {0, 5, 10, 15}.
+- `hit_loss_db`: what edits lose that read a template and leave their text out between {0, 7, 14}.
+
+And of FLUX.1's width at 1024 pixels, one double and one single block, random weights:
+
+- `no_text_of_limit`: a dense step over one that computes the active tokens alone, over what the
+  FLOPs say; the least of the mask ratios .05 to .35.
+- `first_edit_11`, `first_edit_35`: 28 dense steps over the three anchors and 25 steps between of an
+  edit whose picture nobody has sent before.
+
+`loras_edits_ratio`: edits per second of eight pictures, each with another LoRA, eight in flight:
+with anchors of their own over dense, which is how such edits ran before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskserve_core.config_file import config_of
+from maskserve_core.planning.flops import RowTokens
+from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_harness.benchmarks.direct import Direct
+from maskserve_harness.benchmarks.lora_edits import LORAS, demo_edits, write_loras
+from maskserve_harness.benchmarks.step import kept
+from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.timing import Timer, hardware
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_harness.quality.choices import default
+from maskserve_harness.quality.metrics import EditQuality, by_class, compare
+from maskserve_harness.quality.own_anchors import OwnChoice, beside_template, edited
+from maskserve_harness.quality.systems import Rig
+from maskserve_harness.reports import about, write_json
+
+RATIOS = (0.05, 0.11, 0.2, 0.35)
+_STEPS, _ANCHORS = 28, 3
+_FILL, _BASE = OwnChoice((0, 7, 14)), OwnChoice((0, 5, 10, 15))
+
+
+def fidelity(folder: Path, n: int, choice: OwnChoice, *, hits: bool) -> dict[str, Any]:
+    """Figures over all classes: of own anchors, and what text that is left out beside a template
+    loses.
+    """
+    rig = Rig(folder, 20)
+    own: dict[str, list[EditQuality]] = {}
+    plain: dict[str, list[EditQuality]] = {}
+    frozen: dict[str, list[EditQuality]] = {}
+    for name in CLASSES:
+        edits = edits_of(name, n)
+        jobs = rig.jobs(edits)
+        dense = rig.dense(edits, jobs)
+        own[name] = compare(edits, edited(rig, edits, jobs, choice), dense)
+        if not hits:
+            continue
+        entries, served = rig.entries(jobs), default(rig.adapter.facts, 20)
+        plan = OwnPlan(frozenset(choice.dense), choice.format, text=True)
+        for found, text in ((plain, None), (frozen, plan)):
+            made = beside_template(rig, edits, jobs, entries, served, text)
+            found[name] = compare(edits, made, dense)
+    report = {"own": by_class(own)}
+    return report | ({"hit": by_class(plain), "hit_frozen": by_class(frozen)} if hits else {})
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Of steps; medians of rounds in turn."""
+    device = torch.device(args.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    bench = Bench("flux-1024", (1, 1), dtype, device, "int8")
+    bench.fill_entry("kv")
+    timer, work = Timer(device, args.clock), bench.work
+    dense, rows = bench.row(None, 0), [bench.anchored_row(m, i) for i, m in enumerate(RATIOS)]
+    walking = count()
+    calls: list[Callable[[], object]] = [
+        partial(bench.step, [dense], "kv"),
+        lambda: bench.at_anchor(rows[1], 2 * (next(walking) % 2)),
+        *[_kept_between(bench, row) for row in rows],
+    ]
+    whole, anchor, *times = timer.in_turn(calls, args.repeat)
+    whole_flops = work.step_flops([work.row_at(1.0, bench.text)], "dense")
+    result: dict[str, Any] = {"dense_ms": round(whole, 2), "anchor_ms": round(anchor, 2)}
+    of_limit = {}
+    for ratio, row, ms in zip(RATIOS, rows, times, strict=True):
+        tokens = RowTokens((float(len(row.latents)),), 0.0, text_read=float(bench.text))
+        limit = whole_flops / work.step_flops([tokens], "kv")
+        of_limit[ratio] = whole / ms / limit
+        edit = _STEPS * whole / (_ANCHORS * anchor + (_STEPS - _ANCHORS) * ms)
+        result[f"at_{ratio}"] = {"ms": round(ms, 2), "limit": round(limit, 2)}
+        result[f"first_edit_{round(100 * ratio)}"] = round(edit, 3)
+    result["no_text_of_limit"] = round(min(of_limit.values()), 3)
+    return result
+
+
+def _kept_between(bench: Bench, row: FlowRow) -> Callable[[], object]:
+    """A step between anchors of a row that stays packed beside others."""
+    steps = kept(bench, 1, partial(bench.between, [row]))
+    steps()
+    return steps
+
+
+def loras(args: argparse.Namespace) -> dict[str, float]:
+    """Eight edits of eight pictures, each with another LoRA: with own anchors, and dense."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = write_loras(Path(folder))
+        config = config_of(
+            {
+                "model": {"path": str(DEMO_MODEL), "torch_threads": 1},
+                "adapters": {"store": folder},
+            }
+        )
+        worker = Direct(config)
+        try:
+            edits = demo_edits(LORAS)
+
+            def jobs(cache: str) -> list[Any]:
+                asked = {"seed": 1, "cache": cache, "num_inference_steps": 20}
+                return [
+                    worker.jobs(
+                        [edit],
+                        {**asked, "request_id": str(n), "loras": [{"name": names[n]}]},
+                    )[0]
+                    for n, edit in enumerate(edits)
+                ]
+
+            both = [jobs("own"), jobs("off")]
+            for each in both:
+                worker.run(each)
+            calls = [partial(worker.run, each) for each in both]
+            own, dense = Timer(torch.device("cpu"), args.clock).in_turn(calls, args.repeat)
+        finally:
+            worker.engine.close(grace_s=1.0)
+    return {"loras_edits_ratio": round(dense / own, 3)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    parts = ("fidelity", "speed", "loras")
+    add("--only", nargs="+", choices=parts, default=parts)
+    add("--n", type=int, default=16, help="edits of each class (default 16)")
+    add("--base", type=Path, help="folder of a model with Inpaint semantics")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--clock", choices=("wall", "cpu"), default="wall")
+    add("--repeat", type=int, default=3, help="rounds of what is timed")
+    add("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    summary: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+    if "fidelity" in args.only:
+        fill = details["fill"] = fidelity(DEMO_MODEL, args.n, _FILL, hits=True)
+        summary |= _said("fill", fill["own"])
+        lost = fill["hit"]["psnr_in_mask"] - fill["hit_frozen"]["psnr_in_mask"]
+        summary["hit_loss_db"] = round(lost, 3)
+        if args.base is not None:
+            base = details["base"] = fidelity(args.base, args.n, _BASE, hits=False)
+            summary |= _said("base", base["own"])
+    if "speed" in args.only:
+        taken = details["speed"] = speed(args)
+        named = ("first_edit_11", "first_edit_35", "no_text_of_limit")
+        summary |= {name: taken[name] for name in named}
+    if "loras" in args.only:
+        summary |= loras(args)
+    for name, value in summary.items():
+        print(f"{name:20} {value}")
+    report = {**about(hardware(torch.device(args.device))), "summary": summary, **details}
+    write_json(report, args.json)
+    return 0
+
+
+def _said(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}_mean": found["psnr_in_mask"],
+        f"{name}_worst_class": found["worst_class_psnr_in_mask"],
+        f"{name}_under_30": found["share_below_30"],
+    }
