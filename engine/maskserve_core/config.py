@@ -359,6 +359,22 @@ class NodesConfig(Table, frozen=True):
     """Folder of a Swin2SR model that doubles sides, likewise."""
 
 
+class ProvenanceConfig(Table, frozen=True):
+    """`[provenance]`: how answers say that a model has painted in them (docs/provenance.md)."""
+
+    mark: bool = True
+    """Whether each answer says so in XMP, by IPTC's digital source type."""
+    certificate: str = ""
+    """PEM file of the chain, the signer's own first, that C2PA manifests are signed with; empty:
+    none is written."""
+    private_key: str = ""
+    """PEM file of the certificate's key."""
+    algorithm: Literal["es256", "es384", "es512", "ps256", "ps384", "ps512", "ed25519"] = "es256"
+    """Of the key."""
+    timestamp_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
+    """Time-stamp authority (RFC 3161), asked for each answer; empty: none."""
+
+
 class LogConfig(Table, frozen=True):
     """`[log]`: what a worker's own processes write down (docs/observability.md)."""
 
@@ -402,6 +418,7 @@ class Config(Table, frozen=True):
     adapters: AdaptersConfig = AdaptersConfig()
     controls: ControlsConfig = ControlsConfig()
     nodes: NodesConfig = NodesConfig()
+    provenance: ProvenanceConfig = ProvenanceConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
     runtime_dir: str = ""

@@ -110,7 +110,7 @@ _KINDS = {1: 0, 3: 2, 4: 6}
 """PNG's colour type, by channels."""
 
 
-def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB) -> bytes:
+def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB, xmp: bytes = b"") -> bytes:
     """A whole 8-bit PNG file, for an answer that someone waits for.
 
     Pillow tries five filters on each row; here every row is stored as the difference to the row
@@ -121,6 +121,7 @@ def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB) -> bytes:
     Args:
         pixels: uint8, RGB [H, W, 3], RGBA [H, W, 4] or grey [H, W].
         colour: what they mean.
+        xmp: what the file is to say beside.
     """
     height, width = pixels.shape[:2]
     flat = pixels.reshape(height, -1)
@@ -132,8 +133,9 @@ def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB) -> bytes:
     data = deflate.compress(rows.data) + deflate.flush()
     kind = _KINDS[flat.shape[1] // width]
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0))
+    said = chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp) if xmp else b""
     return b"".join(
-        (PNG_SIGNATURE, header, colour.in_png(), chunk(b"IDAT", data), chunk(b"IEND", b""))
+        (PNG_SIGNATURE, header, colour.in_png(), said, chunk(b"IDAT", data), chunk(b"IEND", b""))
     )
 
 
@@ -337,7 +339,11 @@ def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
 
 
 def encode_image(
-    pixels: Pixels, output_format: str, quality: int | None = None, colour: Colour = SRGB
+    pixels: Pixels,
+    output_format: str,
+    quality: int | None = None,
+    colour: Colour = SRGB,
+    xmp: bytes = b"",
 ) -> bytes:
     """Encode uint8 RGB [H, W, 3], as PNG or WebP RGBA [H, W, 4], or as PNG or JPEG grey [H, W].
 
@@ -349,23 +355,25 @@ def encode_image(
         quality: 0 to 100, where the format has one; None: WebP is lossless, JPEG has 95 without
             colour subsampling.
         colour: what the pixels mean; not `only_png` in other formats.
+        xmp: what the file is to say beside.
     """
     if output_format == "png":
-        return encode_png(pixels, colour)
+        return encode_png(pixels, colour, xmp)
     out = io.BytesIO()
     image = Image.fromarray(pixels)
-    profile = {"icc_profile": colour.profile} if colour.profile else {}
+    beside = {"icc_profile": colour.profile, "xmp": xmp}
+    beside = {name: value for name, value in beside.items() if value}
     if output_format == "webp":
         if quality is None:
             # `exact`: what is transparent keeps its colours.
-            image.save(out, "WEBP", lossless=True, quality=0, method=0, exact=True, **profile)
+            image.save(out, "WEBP", lossless=True, quality=0, method=0, exact=True, **beside)
         else:
-            image.save(out, "WEBP", quality=quality, **profile)
+            image.save(out, "WEBP", quality=quality, **beside)
     elif output_format == "jpeg":
         if quality is None:
-            image.save(out, "JPEG", quality=95, subsampling=0, **profile)
+            image.save(out, "JPEG", quality=95, subsampling=0, **beside)
         else:
-            image.save(out, "JPEG", quality=quality, **profile)
+            image.save(out, "JPEG", quality=quality, **beside)
     else:
         raise ValueError(f"unknown output format {output_format!r}")
     return out.getvalue()

@@ -18,9 +18,14 @@ from maskserve_core.imaging.images import (
     resize_part,
     to_base64,
 )
+from maskserve_core.imaging.provenance import Mark, Unsigned
+
+_PLAIN = Unsigned()
 
 
-def finish_edit(pixels: npt.NDArray[np.uint8], context: PostprocessContext) -> bytes:
+def finish_edit(
+    pixels: npt.NDArray[np.uint8], context: PostprocessContext, mark: Mark = _PLAIN
+) -> bytes:
     """The answer's IMAGE bytes.
 
     Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
@@ -31,6 +36,10 @@ def finish_edit(pixels: npt.NDArray[np.uint8], context: PostprocessContext) -> b
     Args:
         pixels: RGB uint8 [h, w, 3] at the model's size.
         context: what preprocess knew of the edit.
+        mark: how the answer says that it was edited.
+
+    Raises:
+        EngineFailed: it cannot be signed.
     """
     request = EditRequest.from_json(context.request)
     out, weights = source_and_weights(context, request)
@@ -44,7 +53,10 @@ def finish_edit(pixels: npt.NDArray[np.uint8], context: PostprocessContext) -> b
         # Pillow's paste mixes in integers, exact at 0 and at 255.
         out.paste(as_mode(edited, out.mode), (left, top), mask=part)
     asked = request.settings
-    encoded = encode_image(np.asarray(out), asked.output_format, asked.output_quality, colour)
+    encoded = encode_image(
+        np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp
+    )
+    encoded = mark.sign(encoded, asked.output_format, box or (0, 0, *out.size))
     return to_base64(encoded) if asked.output_encoding == "base64" else encoded
 
 

@@ -1,0 +1,137 @@
+"""The machine-readable mark of an edit: that a model has painted in the picture, and where.
+
+Every answer says so in XMP, by IPTC's digital source type. Where the operator has a certificate it
+carries a signed C2PA manifest, too, which names the model and the region, and which no longer fits
+the picture once someone has changed it. What a source's file said of its own origin is not kept.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from maskserve_core.config import Config, ConfigError, ProvenanceConfig, model_name
+from maskserve_core.errors import EngineFailed
+from maskserve_core.imaging.images import encode_png
+
+Box = tuple[int, int, int, int]
+
+SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/compositeWithTrainedAlgorithmicMedia"
+"""IPTC's word for a picture of which a trained model has made a part."""
+_RDF = "http://www.w3.org/1999/02/22-rdf-syntax-ns#"
+_IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
+XMP = (
+    f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="{_RDF}"><rdf:Description rdf:about=""'
+    f' xmlns:Iptc4xmpExt="{_IPTC}" Iptc4xmpExt:DigitalSourceType="{SOURCE_TYPE}"/></rdf:RDF>'
+    "</x:xmpmeta>"
+).encode()
+
+
+class Mark(Protocol):
+    """How answers are marked."""
+
+    xmp: bytes
+    """For the file as it is encoded; empty: nothing."""
+
+    def sign(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+        """The file, signed if the operator has a certificate.
+
+        Args:
+            encoded: the answer.
+            output_format: `png`, `jpeg` or `webp`.
+            box: left, top, right and bottom of what was painted, in pixels.
+
+        Raises:
+            EngineFailed: it cannot be signed.
+        """
+
+
+class Unsigned:
+    """A mark without a signature, or none."""
+
+    def __init__(self, xmp: bytes = XMP) -> None:
+        self.xmp = xmp
+
+    def sign(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+        return encoded
+
+
+def make_mark(config: Config) -> Mark:
+    """The mark of a worker's answers.
+
+    Raises:
+        ConfigError: the certificate or its key cannot sign; the message names the key.
+    """
+    asked = config.provenance
+    if bool(asked.certificate) != bool(asked.private_key):
+        missing = "private_key" if asked.certificate else "certificate"
+        raise ConfigError(f"provenance.{missing} is missing beside the other of the two")
+    if not asked.certificate:
+        return Unsigned(XMP if asked.mark else b"")
+    return _Signed(asked, model_name(config))
+
+
+class _Signed:
+    def __init__(self, asked: ProvenanceConfig, model: str) -> None:
+        try:
+            import c2pa
+        except ImportError:
+            raise ConfigError(
+                "provenance.certificate needs the package c2pa-python (the extra `provenance`)"
+            ) from None
+        self.xmp = XMP if asked.mark else b""
+        self._c2pa, self._model = c2pa, model
+        self._agent = {"name": "maskserve", "version": importlib.metadata.version("maskserve")}
+        # A thumbnail would be larger than the picture.
+        plain = {"builder": {"thumbnail": {"enabled": False}}}
+        self._context = c2pa.Context(c2pa.Settings.from_dict(plain))
+        try:
+            self._signer = c2pa.Signer.from_info(
+                c2pa.C2paSignerInfo(
+                    asked.algorithm.encode(),
+                    Path(asked.certificate).read_bytes(),
+                    Path(asked.private_key).read_bytes(),
+                    asked.timestamp_url.encode() or None,
+                )
+            )
+            self.sign(encode_png(np.zeros((8, 8, 3), np.uint8)), "png", (0, 0, 8, 8))
+        except (c2pa.C2paError, EngineFailed, OSError) as error:
+            raise ConfigError(f"provenance.certificate cannot sign: {error}") from None
+
+    def sign(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+        signed = io.BytesIO()
+        try:
+            builder = self._c2pa.Builder(self._manifest(box), self._context)
+            builder.sign(self._signer, f"image/{output_format}", io.BytesIO(encoded), signed)
+        except self._c2pa.C2paError as error:
+            raise EngineFailed(f"the picture could not be signed: {error}") from None
+        return signed.getvalue()
+
+    def _manifest(self, box: Box) -> dict[str, Any]:
+        """What is said of an edit, in C2PA's terms."""
+        left, top, right, bottom = box
+        painted = {
+            "type": "rectangle",
+            "unit": "pixel",
+            "origin": {"x": left, "y": top},
+            "width": right - left,
+            "height": bottom - top,
+        }
+        edited = {
+            "action": "c2pa.edited",
+            "softwareAgent": {"name": self._model},
+            "digitalSourceType": SOURCE_TYPE,
+            "changes": [
+                {
+                    "description": "repainted by a model",
+                    "region": [{"type": "spatial", "shape": painted}],
+                }
+            ],
+        }
+        created = {"action": "c2pa.created", "digitalSourceType": SOURCE_TYPE}
+        actions = {"label": "c2pa.actions.v2", "data": {"actions": [created, edited]}}
+        return {"claim_generator_info": [self._agent], "assertions": [actions]}

@@ -1,0 +1,118 @@
+"""Answers say that a model has painted in them; C2PA's own reader checks what is signed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import c2pa
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_core.config import Config, ConfigError, ModelConfig, ProvenanceConfig
+from maskserve_core.contracts.request import accept_edit
+from maskserve_core.contracts.settings import EditSettings, OutputFormat
+from maskserve_core.imaging.images import decode_image
+from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.imaging.provenance import SOURCE_TYPE, Mark, make_mark
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.pictures import encode, scene
+from tests.support.certificates import write_signer
+
+FORMATS: list[OutputFormat] = ["png", "jpeg", "webp"]
+MASK = np.zeros((40, 56), np.uint8)
+MASK[10:20, 30:41] = 255
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_signer(tmp_path_factory.mktemp("signer"))
+
+
+def config_of(**provenance: Any) -> Config:
+    return Config(model=ModelConfig(path="models/demo"), provenance=ProvenanceConfig(**provenance))
+
+
+def answer(mark: Mark, output_format: OutputFormat, source: bytes | None = None) -> bytes:
+    accepted = accept_edit(EditSettings(output_format=output_format), b"x", FILL_FACTS, config_of())
+    done = prepare_edit(
+        source or encode(scene(40, 56)), encode(MASK), accepted, FILL_FACTS, config_of()
+    )
+    return finish_edit(255 - done.pixels, done.context, mark)
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
+def test_every_answer_says_by_xmp_that_a_model_painted_in_it(output_format: OutputFormat) -> None:
+    marked = answer(make_mark(config_of()), output_format)
+    with Image.open(io.BytesIO(marked)) as opened:
+        said = opened.info["xmp"]
+    assert SOURCE_TYPE.encode() in said
+    plain = answer(make_mark(config_of(mark=False)), output_format)
+    assert SOURCE_TYPE.encode() not in plain
+    for picture in (marked, plain):
+        pixels = decode_image(picture, "IMAGE", config_of().limits).pixels
+        if output_format != "jpeg":
+            np.testing.assert_array_equal(pixels[MASK == 0], scene(40, 56)[MASK == 0])
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
+def test_a_signed_answer_is_valid_until_someone_changes_it(
+    signer: tuple[Path, Path], output_format: OutputFormat
+) -> None:
+    mark = make_mark(config_of(certificate=str(signer[0]), private_key=str(signer[1])))
+    signed = answer(mark, output_format)
+    told = _read(signed, output_format)
+    # The authority is one that nobody trusts; all else holds.
+    assert told["validation_state"] == "Valid"
+    assert [each["code"] for each in told["validation_status"]] == ["signingCredential.untrusted"]
+    (manifest,) = told["manifests"].values()
+    actions = manifest["assertions"][0]["data"]["actions"]
+    assert {action["digitalSourceType"] for action in actions} == {SOURCE_TYPE}
+    edited = actions[1]
+    assert edited["softwareAgent"] == {"name": "demo"}
+    shape = edited["changes"][0]["region"][0]["shape"]
+    assert (shape["origin"], shape["width"], shape["height"]) == ({"x": 30, "y": 10}, 11, 10)
+    forged = bytearray(signed)
+    begin = {"png": b"IDAT", "jpeg": b"\xff\xda", "webp": b"VP8L"}[output_format]
+    forged[signed.rindex(begin) + 60] ^= 1  # of the pixels
+    assert _read(bytes(forged), output_format)["validation_state"] == "Invalid"
+
+
+def test_a_picture_that_came_signed_is_signed_anew(signer: tuple[Path, Path]) -> None:
+    mark = make_mark(config_of(certificate=str(signer[0]), private_key=str(signer[1])))
+    again = answer(mark, "png", source=answer(mark, "png"))
+    told = _read(again, "png")
+    assert told["validation_state"] == "Valid"
+    assert len(told["manifests"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"certificate": "x"}, "provenance.private_key is missing"),
+        ({"private_key": "x"}, "provenance.certificate is missing"),
+        ({"certificate": "/no/such", "private_key": "/no/such"}, "cannot sign: .*No such file"),
+    ],
+)
+def test_what_cannot_sign_is_told_at_start(given: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make_mark(config_of(**given))
+
+
+def test_another_key_than_the_certificates_is_told_at_start(
+    signer: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _, other = write_signer(tmp_path)
+    with pytest.raises(ConfigError, match=r"provenance\.certificate cannot sign"):
+        make_mark(config_of(certificate=str(signer[0]), private_key=str(other)))
+
+
+def _read(picture: bytes, output_format: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(
+        c2pa.Reader(f"image/{output_format}", io.BytesIO(picture)).json()
+    )
+    return told
