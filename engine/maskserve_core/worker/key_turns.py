@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from maskserve_core.contracts.keys import scope_of
 
 
-class Row(Protocol):
+class KeyedRow(Protocol):
     """What of a ticket counts here."""
 
     @property
@@ -24,7 +24,7 @@ class Row(Protocol):
     def shared(self) -> float: ...
 
 
-T = TypeVar("T", bound=Row)
+T = TypeVar("T", bound=KeyedRow)
 
 
 class KeyTurns:
@@ -45,7 +45,7 @@ class KeyTurns:
         """Request id -> number of its last step."""
         self._step = 0
 
-    def next(self, live: Sequence[Row]) -> str | None:
+    def next(self, live: Sequence[KeyedRow]) -> str | None:
         """The key whose turn it is; None: all rows are one key's."""
         keys = dict.fromkeys(map(_whose, live))
         if len(keys) < 2:
@@ -56,7 +56,7 @@ class KeyTurns:
         self._given = {key: self._given.get(key, least) for key in keys}
         return min(keys, key=self._given.__getitem__)
 
-    def rows(self, batch: Sequence[T], live: Sequence[Row]) -> tuple[T, ...]:
+    def rows(self, batch: Sequence[T], live: Sequence[KeyedRow]) -> tuple[T, ...]:
         """Of a batch those that step now.
 
         Args:
@@ -84,11 +84,11 @@ class KeyTurns:
         return tuple(ticket for ticket in batch if ticket.request_id in chosen)
 
 
-def _whose(ticket: Row) -> str:
+def _whose(ticket: KeyedRow) -> str:
     return scope_of(ticket.request_id)
 
 
-def _work(ticket: Row) -> float:
+def _work(ticket: KeyedRow) -> float:
     """What a step takes longer by this row: seconds, or tokens where nobody knows those."""
     if not ticket.seconds:
         return float(ticket.active_tokens)
