@@ -29,6 +29,7 @@ COMMANDS = {
     # Load.
     "end_to_end": "rivals.end_to_end",
     "due_times": "benchmarks.due_times",
+    "workflows": "benchmarks.workflows",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     # The quality of pictures.

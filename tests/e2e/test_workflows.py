@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from maskserve_client.client import Client
 from maskserve_core.config import LimitsConfig
+from maskserve_core.config_file import config_of
 from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.nodes import (
     NODE_TYPES,
@@ -105,12 +104,12 @@ class Site:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plans, and models of nodes, which another process makes."""
+    """Plans, and models of nodes."""
     folder = tmp_path_factory.mktemp("workflows")
-    build = "import sys, pathlib; from tests.fakes import tiny_nodes as t;"
-    build += "f = pathlib.Path(sys.argv[1]); t.build_find(f / 'find'); t.build_enlarge(f / 'big')"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", build, folder], cwd=root, check=True)
+    from tests.fakes.tiny_nodes import build_enlarge, build_find
+
+    build_find(folder / "find")
+    build_enlarge(folder / "big")
     (folder / "nodes.toml").write_text(
         f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nfind = "{folder / "find"}"\n'
         f'enlarge = "{folder / "big"}"\n'
@@ -140,7 +139,6 @@ class InProcess:
     """Nodes called one by one: edits at the worker, the others here."""
 
     def __init__(self, site: Site, folder: Path) -> None:
-        from maskserve_core.config_file import config_of
         from maskserve_engine.nodes.enlarge import EnlargeNodes
         from maskserve_engine.nodes.find import FindNodes
 

@@ -1,0 +1,164 @@
+"""Runs at a router, with nodes and edits that the tests answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts import bytes_tensor
+from maskserve_core.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
+from maskserve_core.workflows.definition import Workflow, each
+from maskserve_core.workflows.nodes import best, edit, enlarge, shows
+from maskserve_core.workflows.passes import compiled
+from maskserve_core.workflows.run import seed_of
+from maskserve_core.workflows.values import Judgement
+from maskserve_router.edit_call import check_request
+from maskserve_router.keys import KeyHolder
+from maskserve_router.node_pool import Made
+from maskserve_router.workflows import Workflows
+
+CLIENT = KeyHolder("anybody", 64, admin=True)
+
+with Workflow("pair", "The better of two, enlarged.") as flow:
+    image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")
+    with each(2) as one:
+        made = edit(image, mask, prompt, strength=0.5)
+        pictures, verdicts = one.all(made), one.all(shows(made, mask, prompt))
+    chosen = best(pictures, verdicts)
+    flow.gives(image=enlarge(chosen.picture), verdict=chosen.verdict)
+PLAN = compiled(flow.plan)
+
+
+class Nodes:
+    """A node pool; fails its first calls of some node types."""
+
+    def __init__(self, **fails: int) -> None:
+        self.fails, self.keys = fails, []
+
+    async def call(self, task: Any) -> Made:
+        self.keys.append(task.key)
+        await asyncio.sleep(0)
+        if self.fails.get(task.call.node, 0):
+            self.fails[task.call.node] -= 1
+            raise EngineFailed("its server has died")
+        outputs = {
+            "shows": lambda inputs: {"verdict": Judgement(len(inputs["picture"]) / 100, True)},
+            "best": lambda inputs: {
+                "picture": inputs["pictures"][0], "verdict": inputs["verdicts"][0],
+            },
+            "enlarge": lambda inputs: {"picture": b"large " + inputs["picture"]},
+        }[task.call.node](task.inputs)  # fmt: skip
+        return Made(outputs, "here:1", 0.25, 1)
+
+
+class Edits:
+    """Answers edits, at once or never."""
+
+    def __init__(self, *, never: bool = False) -> None:
+        self.never, self.asked, self.left = never, [], 0
+
+    async def __call__(self, message: Any, size: int, *_: Any) -> bytes:
+        check_request(message)
+        inputs = dict(
+            zip((x.name for x in message.inputs), message.raw_input_contents, strict=True)
+        )
+        settings = json.loads(inputs["SETTINGS"][4:])
+        self.asked.append(settings)
+        if self.never:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.left += 1
+        answer = pb.ModelInferResponse(model_name="edit")
+        bytes_tensor.add_output(answer, "IMAGE", [b"made of %d" % settings["seed"]])
+        meta = {"worker": "w", "seed": settings["seed"], "cache": "hit", "steps": 3}
+        bytes_tensor.add_output(answer, "META", [json.dumps(meta).encode()])
+        return answer.SerializeToString()
+
+
+def request(prompt: bytes = b"a star", **settings: Any) -> Any:
+    message = pb.ModelInferRequest(model_name="pair")
+    values = {"IMAGE": b"i", "MASK": b"m", "PROMPT": prompt}
+    for name, value in {**values, "SETTINGS": json.dumps(settings).encode()}.items():
+        bytes_tensor.add_input(message, name, [value])
+    return message
+
+
+async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
+    served = Workflows([PLAN], nodes, list)
+    check_request(message, served.models)
+    raw = await served.infer(message, {}, None, CLIENT, edits)
+    found = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
+    return {name: bytes(each) for name, each in found.items() if name != "META"}, json.loads(
+        bytes(found["META"])
+    )
+
+
+async def test_edits_have_the_settings_of_the_request_and_a_seed_and_id_of_their_own() -> None:
+    edits = Edits()
+    found, meta = await run(Nodes(), edits, request(seed=7, request_id="mine", strength=0.9))
+    seeds = {seed_of(7, f"each-1[{i}]/edit-1") for i in range(2)}
+    assert {asked["seed"] for asked in edits.asked} == seeds
+    assert {asked["request_id"] for asked in edits.asked} == {
+        "mine/each-1.0/edit-1", "mine/each-1.1/edit-1",
+    }  # fmt: skip
+    assert {asked["strength"] for asked in edits.asked} == {0.5}
+    assert found["IMAGE"] == b"large made of %d" % seed_of(7, "each-1[0]/edit-1")
+    assert json.loads(found["VERDICT"])["passed"] is True
+    assert (meta["request_id"], meta["seed"], meta["digest"]) == ("mine", 7, PLAN.digest)
+    assert len(meta["nodes"]) == 6
+    told = {each["key"]: each for each in meta["nodes"]}
+    assert told["each-1[0]/edit-1"]["worker"] == "w"
+    assert told["enlarge-1"]["server"] == "here:1"
+
+
+async def test_a_node_that_was_lost_alone_runs_again() -> None:
+    edits, nodes = Edits(), Nodes(best=2)
+    _, meta = await run(nodes, edits, request())
+    assert nodes.keys.count("best-1") == 3
+    assert (len(edits.asked), nodes.keys.count("enlarge-1")) == (2, 1)
+    assert {each["tries"] for each in meta["nodes"] if each["key"] == "best-1"} == {3}
+    with pytest.raises(EngineFailed, match="its server has died"):
+        await run(Nodes(best=3), Edits(), request())
+
+
+async def test_a_cancel_or_deadline_ends_every_node() -> None:
+    edits = Edits(never=True)
+    served = Workflows([PLAN], Nodes(), list)
+    work = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, CLIENT, edits))
+    while len(edits.asked) < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="names an edit that is in flight"):
+        await served.infer(request(request_id="mine"), {}, None, CLIENT, edits)
+    assert served.cancel("mine")
+    with pytest.raises(Cancelled, match="the workflow was cancelled"):
+        await work
+    assert edits.left == 2
+    assert not served.cancel("mine")
+    with pytest.raises(DeadlineExceeded, match="passed before pair ended"):
+        await served.infer(request(deadline_ms=20), {}, None, CLIENT, edits)
+    assert edits.left == 4
+    left = asyncio.create_task(served.infer(request(), {}, None, CLIENT, edits))
+    while len(edits.asked) < 6:
+        await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    assert edits.left == 6
+
+
+async def test_a_stream_tells_of_each_node() -> None:
+    served = Workflows([PLAN], Nodes(), list)
+    events = served.stream(request(progress=True), {}, None, CLIENT, Edits())
+    told = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
+    assert [each["event"] for each in told] == ["node"] * 6 + ["final"]
+
+
+async def test_what_cannot_be_read_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="PROMPT: is not UTF-8"):
+        await run(Nodes(), Edits(), request(prompt=b"\xff"))
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.steps"):
+        await run(Nodes(), Edits(), request(steps=3))
