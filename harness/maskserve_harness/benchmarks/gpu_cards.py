@@ -2,8 +2,10 @@
 beside a server that computes all tokens: an estimate, nobody measured it.
 
 Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of T5 and
-the VAE. Assumed: what the data sheets say and the shares of it that are reached. The dense server
-is taken to have our own kernels for a dense step and the faster of bfloat16 and FP8.
+the VAE. Assumed: what the data sheets say and the shares of it that are reached, by card; fewer
+tokens reach less, since tiles of products do not come out even (`filled`). Where a dense step of
+others is published it stands for the dense server; else that is taken to have our own kernels, in
+the faster of bfloat16 and FP8.
 
     python scripts/bench gpu_cards
 """
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +26,9 @@ from transformers import T5Config, T5EncoderModel
 
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
+from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
 from maskserve_core.planning.flops import TERMS, ModelWork
+from maskserve_core.planning.own_anchors import own_steps
 from maskserve_harness.benchmarks.kernel_counts import (
     NEEDED,
     SDXL_GUIDED,
@@ -36,6 +41,15 @@ from maskserve_harness.benchmarks.launch_log import WEIGHTS
 from maskserve_harness.published_models import FLUX_DEV, FLUX_VAE, SDXL, T5_XXL
 
 
+class Published(NamedTuple):
+    """A dense step of FLUX.1-dev at 1024x1024 that others have measured on a card."""
+
+    ms: float
+    form: str
+    """Of the weights."""
+    source: str
+
+
 class Card(NamedTuple):
     """A GPU, by its data sheet: FLOP/s without sparsity, summed in float32."""
 
@@ -43,23 +57,62 @@ class Card(NamedTuple):
     half: float
     """In bfloat16."""
     fp8: float
+    """Of GeForce cards summed in float16: twice as much."""
     single: float
     """In float32."""
     nbytes: float
     """Of its memory, per second."""
     held: float
     """GB."""
-    attention: tuple[str, ...]
-    """Kernels that there are for it."""
+    multiprocessors: int
+    reached: float
+    """Share of the peak that a dense step's products reach."""
+    attention: Mapping[str, float]
+    """Kernels that there are for it, and the share of the bfloat16 peak that each reaches."""
+    published: Published | None = None
 
 
+_FP8_API = "aredden/flux-fp8-api, README at 138a97c, compiled"
+_DIFFUSERS = "huggingface.co/datasets/diffusers/benchmarks at 152f7ca, compiled"
+H100 = Card("H100 SXM", 989e12, 1979e12, 67e12, 3.35e12, 80, 132, 0.6, {"FA2": 0.4, "FA3": 0.7},
+            Published(1e3 / 11.5, "fp8", _FP8_API))  # fmt: skip
+RTX_4090 = Card("RTX 4090", 165e12, 660e12, 82.6e12, 1.008e12, 24, 128, 0.55, {"FA2": 0.85},
+                Published(1e3 / 3.51, "fp8", _FP8_API))  # fmt: skip
 CARDS = (
-    Card("H100 SXM", 989e12, 1979e12, 67e12, 3.35e12, 80, ("FA2", "FA3")),
-    Card("L40S", 362e12, 733e12, 91.6e12, 0.864e12, 48, ("FA2",)),
-    Card("RTX 4090", 165e12, 330e12, 82.6e12, 1.008e12, 24, ("FA2",)),
-)
-REACHED = {"FA2": 0.4, "FA3": 0.7}
-"""Of the bfloat16 peak, what attention reaches; on an H100, for which FA2 was not made."""
+    H100,
+    H100._replace(name="H200", nbytes=4.8e12, held=141, published=None),
+    Card("B200", 2250e12, 4500e12, 80e12, 8e12, 180, 148, 0.6, {"FA4": 0.6}),
+    Card("L40S", 362e12, 733e12, 91.6e12, 0.864e12, 48, 142, 0.6, {"FA2": 0.5},
+         Published(374.0, "bf16", _DIFFUSERS)),
+    RTX_4090,
+    Card("RTX 5090", 209.5e12, 838e12, 104.8e12, 1.792e12, 32, 170, 0.55, {"FA2": 0.85}),
+)  # fmt: skip
+TILES = (((128, 256), 1.0), ((128, 128), 0.9), ((64, 128), 0.75))
+"""Of a product's output, that one multiprocessor computes at a time; and what it reaches by them,
+beside the best. Assumed."""
+_PRODUCTS = ((9216, 3072), (3072, 3072), (12288, 3072), (3072, 12288), (21504, 3072), (3072, 15360))
+"""Numbers out and in of FLUX.1's products."""
+
+
+def filled(tokens: float, multiprocessors: int) -> float:
+    """Share of a card's time that products over so many tokens use: tiles go over their edges, and
+    the last round of them does not keep every multiprocessor busy.
+    """
+    flops = seconds = 0.0
+    for out, inner in _PRODUCTS:
+        needed = tokens * out
+        best = max(reached * needed / _computed(tokens, out, tile, multiprocessors)
+                   for tile, reached in TILES)  # fmt: skip
+        flops += needed * inner
+        seconds += needed * inner / best
+    return flops / seconds
+
+
+def _computed(tokens: float, out: int, tile: tuple[int, int], multiprocessors: int) -> float:
+    """Numbers of output that whole rounds of tiles have."""
+    tiles = math.ceil(tokens / tile[0]) * math.ceil(out / tile[1])
+    rounds = math.ceil(tiles / multiprocessors)
+    return float(rounds * multiprocessors * tile[0] * tile[1])
 
 
 class Form(NamedTuple):
@@ -86,6 +139,8 @@ BESIDE = 3.0
 RATIOS = (None, 0.11, 0.35)
 STEPS = {"FLUX.1": 28, "SDXL": 50}
 """Of an edit, as diffusers' pipelines have them."""
+STRIDES = {"FLUX.1": 0.35, "SDXL": 0.25}
+"""From one anchor of an edit's own to the next, of Fill and inpainting models."""
 _SIDE = 1024
 _TEXT = {"FLUX.1": 512, "SDXL": 77}
 
@@ -93,6 +148,8 @@ _TEXT = {"FLUX.1": 512, "SDXL": 77}
 class Counted(NamedTuple):
     """Of one step of one row."""
 
+    tokens: float
+    """That products are of, text among them; 0: as many as fill any card."""
     products: float
     """FLOPs."""
     attention: float
@@ -115,7 +172,28 @@ def flux(ratio: float | None, *, fp8: bool) -> Counted:
     needed = sum(moved[group] for group in NEEDED) - weights
     others = moved.total() - needed - weights
     launches = json.loads(TABLE.read_text(encoding="utf-8"))[name]["step"]
-    return Counted(*_flops(work, ratio, _TEXT["FLUX.1"]), weights, needed, others, launches)
+    computed = (ratio or 1.0) * work.tokens[0] + _TEXT["FLUX.1"]
+    return Counted(
+        computed, *_flops(work, ratio, _TEXT["FLUX.1"]), weights, needed, others, launches
+    )
+
+
+def flux_own(hit: Counted, ratio: float) -> Counted:
+    """A step between anchors of the edit's own, beside one that reads a template's entries: the
+    text is read, too, and each value's change is added. What products move of the text is not
+    taken off.
+    """
+    work, text = flux_work(FLUX_DEV, _SIDE // 8, _SIDE // 8), _TEXT["FLUX.1"]
+    image = work.tokens[0]
+    products, attention = _flops(work, ratio, 0)
+    values = _values(work, ((1.0 - ratio) * image + text,))
+    return hit._replace(
+        tokens=ratio * image,
+        products=products,
+        attention=attention * (image + text) / image,
+        others=hit.others + values * _ADDED + 2 * text * len(work.blocks) * _WIDTH * _PLACED,
+        launches=hit.launches + len(work.blocks),
+    )
 
 
 def sdxl(ratio: float | None) -> Counted:
@@ -130,7 +208,31 @@ def sdxl(ratio: float | None) -> Counted:
     )
     others = plain.nbytes.total() - weights - needed
     flops = _flops(unet_work(SDXL, _SIDE // 8, _SIDE // 8), ratio, _TEXT["SDXL"])
-    return Counted(*flops, weights, needed, others, unet_step(case)[0].launches)
+    return Counted(0, *flops, weights, needed, others, unet_step(case)[0].launches)
+
+
+def sdxl_own(hit: Counted, ratio: float) -> Counted:
+    """As `flux_own`; convolutions run on a tile, whose fewer bytes are not taken off."""
+    work = unet_work(SDXL, _SIDE // 8, _SIDE // 8, halo=1)
+    products, attention = _flops(work, ratio, _TEXT["SDXL"])
+    values = work.copies * _values(work, tuple((1.0 - ratio) * n for n in work.tokens))
+    return hit._replace(
+        products=products,
+        attention=attention,
+        others=hit.others + values * _ADDED,
+        launches=hit.launches + len(work.blocks) + len(work.ends),
+    )
+
+
+_PLACED, _ADDED = 1 + 2, 1 + 2 + 2
+"""Bytes moved for a number that is placed, and for one whose change is added where it lies."""
+_WIDTH = 3072
+
+
+def _values(work: ModelWork, idle: tuple[float, ...]) -> float:
+    """Numbers that a step reads of one pass: keys and values, and ends of stacks."""
+    loads = block_bytes(work, [idle], EntryFormat("one byte each", 8))
+    return float(loads[:, 1].sum() + end_bytes(work, loads).sum())
 
 
 def _flops(work: ModelWork, ratio: float | None, text: int) -> tuple[float, float]:
@@ -144,17 +246,6 @@ def _flops(work: ModelWork, ratio: float | None, text: int) -> tuple[float, floa
     return whole - attention, attention
 
 
-def took_ms(
-    of: Mapping[tuple[str, float | None, bool], Counted],
-    ratio: float | None,
-    offer: Offer,
-    given: argparse.Namespace,
-) -> float:
-    """`step_ms` of what was counted."""
-    counted = of[offer.model, ratio, offer.form.name == "fp8"]
-    return step_ms(offer.card, counted, offer.form, offer.attention, given)
-
-
 def step_ms(
     card: Card, of: Counted, form: Form, attention: str, given: argparse.Namespace
 ) -> float:
@@ -164,12 +255,19 @@ def step_ms(
     in_fp8 = form.name == "fp8"
     weights, unpacked = of.weights, of.weights / form.read * form.unpacked
     bandwidth = card.nbytes * given.bytes_reached
-    products = of.products / ((card.fp8 if in_fp8 else card.half) * given.flops_reached)
-    computing = products + of.attention / (card.half * REACHED[attention])
+    share = card.reached
+    if of.tokens:
+        units = card.multiprocessors
+        share *= filled(of.tokens, units) / filled(_DENSE_TOKENS, units)
+    products = of.products / ((card.fp8 if in_fp8 else card.half) * share)
+    computing = products + of.attention / (card.half * card.attention[attention])
     device = max(computing, (weights + of.needed) / bandwidth)
     device += (of.others + unpacked) / bandwidth
     took: float = 1e3 * max(device, 1e-6 * given.launch_us * of.launches)
     return took
+
+
+_DENSE_TOKENS = 4096 + 512
 
 
 def stage_flops() -> tuple[float, float]:
@@ -199,35 +297,74 @@ def offered(card: Card) -> Iterator[Offer]:
         if form.held + BESIDE <= card.held:
             for attention in card.attention:
                 yield Offer(card, "FLUX.1", form, attention)
-    yield Offer(card, "SDXL", FORMS[0], card.attention[0])
+    yield Offer(card, "SDXL", FORMS[0], next(iter(card.attention)))
+
+
+Way = tuple[str, float | None, bool, bool]
+"""Model, mask ratio (None: dense), FP8, and whether a step is one between anchors of its own."""
+
+
+def counted_ways() -> dict[Way, Counted]:
+    """Of all models, weights and masks; takes minutes."""
+    of: dict[Way, Counted] = {}
+    for ratio in RATIOS:
+        for fp8 in (False, True):
+            of["FLUX.1", ratio, fp8, False] = flux(ratio, fp8=fp8)
+        of["SDXL", ratio, False, False] = sdxl(ratio)
+    for model, ratio, fp8, _ in list(of):
+        if ratio is not None:
+            hit = of[model, ratio, fp8, False]
+            own = flux_own(hit, ratio) if model == "FLUX.1" else sdxl_own(hit, ratio)
+            of[model, ratio, fp8, True] = own
+    return of
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--flops-reached", type=float, default=0.5, help="share of the peak")
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
     given = parser.parse_args()
-    masks = [f"m = {ratio:.2f}" for ratio in RATIOS if ratio is not None]
-    columns = ["card", "model", "weights", "attention", "dense ms", *masks, "dense edit s", *masks]
-    columns += ["a dense server's step ms", *(f"times, {mask}" for mask in masks), "T5, VAE s"]
+    masks = [ratio for ratio in RATIOS if ratio is not None]
+    columns = ["card", "model", "weights", "attention", "dense ms"]
+    columns += [f"{what} {m:.2f}" for m in masks for what in ("hit ms,", "own ms,")]
+    columns += ["dense edit s", *(f"{w} {m:.2f}" for w in ("hit s,", "first s,") for m in masks)]
+    columns += ["a dense server's step ms", *(f"{w} {m:.2f}" for w in ("hit times,", "first times,")
+                                              for m in masks), "T5, VAE s"]  # fmt: skip
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    counted = {("FLUX.1", r, fp8): flux(r, fp8=fp8) for r in RATIOS for fp8 in (False, True)}
-    counted |= {("SDXL", ratio, False): sdxl(ratio) for ratio in RATIOS}
+    of = counted_ways()
     t5, vae = stage_flops()
     for offer in (each for card in CARDS for each in offered(card)):
         card, model, form, attention = offer
-        steps = [took_ms(counted, ratio, offer, given) for ratio in RATIOS]
-        fits = [FORMS[0]]
-        if model == "FLUX.1":
-            fits = [each for each in FORMS[:2] if each.held + BESIDE <= card.held]
-        rival = min(took_ms(counted, None, offer._replace(form=each), given) for each in fits)
+        steps = STEPS[model]
+
+        def took(offer: Offer, ratio: float | None, own: bool = False) -> float:
+            way = offer.model, ratio, offer.form.name == "fp8", own
+            return step_ms(offer.card, of[way], offer.form, offer.attention, given)
+
         # SDXL's VAE runs in float32; its text encoders take next to nothing.
-        rate = (card.single if model == "SDXL" else card.half) * given.flops_reached
+        rate = card.single * 0.5 if model == "SDXL" else card.half * card.reached
         beside = (vae if model == "SDXL" else vae + t5) / rate
-        edits = [STEPS[model] * each / 1e3 + beside for each in steps]
-        cells = [card.name, model, form.name, attention, *(f"{each:.1f}" for each in steps)]
+        dense, share = took(offer, None), len(own_steps(steps, STRIDES[model])) / steps
+        hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
+        means = [dense, *hits, *(share * dense + (1 - share) * each for each in owns)]
+        edits = [steps * each / 1e3 + beside for each in means]
+        rival, told = _rival(offer, took)
+        rival_edit = steps * rival / 1e3 + beside
+        cells = [card.name, model, form.name, attention, f"{dense:.1f}"]
+        cells += [f"{ms:.1f}" for pair in zip(hits, owns, strict=True) for ms in pair]
         cells += [f"{each:.2f}" for each in edits]
-        cells += [f"{rival:.1f}", *(f"{rival / each:.1f}" for each in steps[1:])]
+        cells += [told, *(f"{rival_edit / each:.1f}" for each in edits[1:])]
         print(f"| {' | '.join([*cells, f'{beside:.2f}'])} |", flush=True)
     return 0
+
+
+def _rival(offer: Offer, took: Callable[[Offer, float | None], float]) -> tuple[float, str]:
+    """The dense server's step, and how the table tells it."""
+    published = offer.card.published
+    if published is not None and offer.model == "FLUX.1":
+        return published.ms, f"{published.ms:.0f} (published, {published.form})"
+    fits = [FORMS[0]]
+    if offer.model == "FLUX.1":
+        fits = [each for each in FORMS[:2] if each.held + BESIDE <= offer.card.held]
+    ms = min(took(offer._replace(form=each), None) for each in fits)
+    return ms, f"{ms:.0f} (ours)"

@@ -66,12 +66,12 @@ def choices(steps: int, *, joint: bool) -> list[OwnChoice]:
     else:
         others = [OwnChoice(middle, halo=halo) for halo in (64, 4)]
     return [
-        *[OwnChoice(middle, ring=ring) for ring in (1, 2)],
-        *[OwnChoice(each) for each in sets if each != middle],
+        OwnChoice(middle),
         *[OwnChoice(middle, reach=reach) for reach in (0.0, 2.0)],
+        *[OwnChoice(each) for each in reversed(sets) if each != middle],
+        *[OwnChoice(middle, ring=ring) for ring in (2, 0)],
         *others,
         *[OwnChoice(middle, format=format) for format in ("model", "int4")],
-        OwnChoice(middle, ring=0),
     ]
 
 
