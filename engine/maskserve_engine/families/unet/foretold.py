@@ -68,6 +68,7 @@ class OwnSurroundings(Surroundings):
         self._here: RingRoom | None = None
         """As of `_moment`."""
         self._moment: _Moment | None = None
+        self._least: Tensor | None = None
 
     def see(self, number: int, map: int, x: Tensor, groups: int) -> None:
         """Keep what is read round the tile of a feature map, at an anchor.
@@ -118,10 +119,19 @@ class OwnSurroundings(Surroundings):
         _, weight = self._now()
         self._rings.at(weight, room.rings)
         self._moments.at(weight, room.moments)
+        if self._least is None:
+            self._least = self._least_moments()
+        room.moments.clamp_(min=self._least)
+        return True
+
+    def _least_moments(self) -> Tensor:
+        """As `RingRoom.moments`: variances are no less than 0, also behind the end of a line."""
+        room = self.room()
+        room.moments.fill_(-torch.inf)
         for around in room.around.values():
             if around.outside is not None:
-                around.outside.variance.clamp_min_(0.0)
-        return True
+                around.outside.variance.zero_()
+        return room.moments
 
     def _turned(self) -> _Moment:
         """Have all that the row's next step reads."""

@@ -22,6 +22,7 @@ from maskserve_engine.families.unet.rows import CachedRest
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
+from tests.support.own_rows import plan, row_of, run
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
 SIDE = 96
@@ -116,6 +117,26 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
     recorder = own._stepped.graphs
     assert isinstance(recorder, Graphs)
     assert recorder._capture is capture, "recording was turned off"
+
+
+@pytest.mark.parametrize("folder", ["sd-fill"], indirect=True)
+def test_steps_between_own_anchors_are_recorded(folder: Path, encoder: Encoder) -> None:
+    """Beside a dense row; anchors, whose rows keep what they compute, are not. What lies round the
+    tile is another at each step.
+    """
+    seed = int(np.random.default_rng().integers(1 << 30))
+    guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
+    jobs = [job_of(encoder, seed, at=at, **guided) for at in range(3)]
+    plans = [plan(0, 2), None, plan(0, 3)]
+    capture, found = Replayed(), []
+    for adapter in (adapter_of(folder, None), adapter_of(folder, capture)):
+        for _ in range(2):
+            rows = [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
+            run(adapter, rows, plans)
+        found.append([row.result().array() for row in rows])
+    for plain, recorded in zip(*found, strict=True):
+        assert_equal(recorded, plain)
+    assert capture.recorded > 0, seed
 
 
 def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(

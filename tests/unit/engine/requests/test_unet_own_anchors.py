@@ -1,0 +1,130 @@
+"""Edits of inpainting UNets that find no template: by an engine, with anchors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.loop.engine import Engine
+from tests.fakes.jobs import config_of
+from tests.support.engines import edit, job, make_engine
+from tests.support.eventually import eventually
+from tests.support.sink import Sink
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_unets: dict[str, Path]) -> Path:
+    return tiny_unets["sd-fill"]
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Encoder:
+    return load_encoder(config_of(folder))
+
+
+@pytest.fixture
+def engine(folder: Path, encoder: Encoder) -> Iterator[Engine]:
+    engine = make_engine(folder, encoder, own_anchors=-1.0)
+    yield engine
+    engine.close(5.0)
+
+
+def idle(engine: Engine) -> None:
+    """Nothing is held for anybody."""
+    eventually("the edit has left", lambda: not engine.manager.edits)
+    engine.cache.check_integrity()
+
+
+def strip(each: EditJob) -> EditJob:
+    """The same of a mask along a whole side."""
+    mask = np.zeros_like(each.edit_mask)
+    mask[:8] = 255
+    return replace(each, edit_mask=mask)
+
+
+def test_first_edits_and_strips_have_anchors_of_their_own(engine: Engine, encoder: Encoder) -> None:
+    box = job(encoder, 1, "box", num_inference_steps=20)
+    for number, each in enumerate((box, strip(job(encoder, 1, "strip", num_inference_steps=20)))):
+        meta = edit(engine, each).meta
+        assert (meta["cache"], meta.get("dense_for")) == ("own", None), number
+        steps, anchors = meta["steps"], meta["anchors"]
+        assert anchors == list(range(0, steps, round(0.25 * steps)))
+        assert meta["text_steps"] == steps  # it is in attention of its own
+        active, total = meta["active_tokens"], meta["total_tokens"]
+        own = len(anchors)
+        assert meta["computed_tokens"] == own * total + (steps - own) * active
+        assert meta["own_bytes"] > 0
+    idle(engine)
+
+
+def test_without_anchors_a_strip_is_dense(folder: Path, encoder: Encoder) -> None:
+    engine = make_engine(folder, encoder, own_anchors=0.0)
+    try:
+        meta = edit(engine, strip(job(encoder, 1, "strip", num_inference_steps=8))).meta
+        assert (meta["cache"], meta["dense_for"]) == ("off", "mask_side")
+    finally:
+        engine.close(5.0)
+
+
+def test_what_is_booked_is_enough_and_without_room_it_is_dense(
+    engine: Engine, encoder: Encoder
+) -> None:
+    held: list[int] = []
+    executor: Any = engine.executor
+    release = executor.release
+
+    def watched(row: str) -> Any:
+        made = executor._rows.get(row)
+        if made is not None:
+            held.append(sum(each.nbytes for each in made.anchors))
+        return release(row)
+
+    executor.release = watched
+    for seed in range(3):
+        meta = edit(engine, job(encoder, seed, f"row-{seed}", num_inference_steps=10)).meta
+        assert 0 < held[-1] <= meta["own_bytes"]
+    engine.cache.store.memory.budget_bytes = 1
+    meta = edit(engine, job(encoder, 9, "dense", num_inference_steps=10)).meta
+    assert (meta["cache"], meta["dense_for"]) == ("miss", "memory")
+    idle(engine)
+
+
+def test_a_cancelled_one_leaves_nothing(engine: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    engine.submit(job(encoder, 6, "gone", num_inference_steps=900, progress=True), sink)
+    eventually("it runs", lambda: len(sink.events) > 2)
+    engine.cancel("gone")
+    assert "cancelled" in str(sink.error())
+    idle(engine)
+
+
+def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
+    engine: Engine, encoder: Encoder
+) -> None:
+    first = job(encoder, 7, "own", num_inference_steps=12, cache="own")
+
+    def asked(each: str, steps: int, cache: str) -> EditJob:
+        settings = job(encoder, 7, each, num_inference_steps=steps, cache=cache).request
+        return replace(first, request=replace(settings, request_id=each))
+
+    jobs = [asked("own-a", 12, "own"), asked("hit", 11, "require"), asked("dense", 13, "off"),
+            asked("own-b", 8, "own")]  # fmt: skip
+    alone = [
+        edit(engine, replace(each, request=replace(each.request, request_id=f"{number}"))).latents
+        for number, each in enumerate(jobs)
+    ]
+    sinks = [Sink() for _ in jobs]
+    for each, sink in zip(jobs, sinks, strict=True):
+        engine.submit(each, sink)
+    for expected, sink in zip(alone, sinks, strict=True):
+        found = sink.final().latents
+        assert np.abs(found - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
+    idle(engine)
