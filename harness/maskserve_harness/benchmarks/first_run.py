@@ -6,8 +6,9 @@ reach the device; steps of FLUX.1-dev's size (random weights) beside what their 
 at the device's published peak, with rows of one mask ratio and of several, with entries in int8 and
 as they are by default; for how long the host asks for a step; what a step holds in memory beside
 what the memory table counts; steps that load their entries meanwhile; diffusers' own transformer in
-turn, as it is, compiled and in FP8; steps of SDXL; T5 and the VAE; whole edits of the demo model
-(`--model FOLDER`: of another) through Triton, where there is one.
+turn, as it is, compiled and in FP8; steps of SDXL, also of rows with anchors of their own; T5 and
+the VAE; whole edits of the demo model (`--model FOLDER`: of another) through Triton, where there is
+one.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
@@ -38,6 +39,7 @@ import numpy as np
 import torch
 
 from maskserve_core.config import CacheConfig
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
 from maskserve_engine.fitting.memory import device_memory, peak_values
@@ -126,6 +128,20 @@ def time_mixed_steps(bench: Bench | UnetBench, repeat: int) -> list[dict[str, An
     """Of rows that all have different masks, as edits do; one row of a UNet."""
     batches = MIXED if isinstance(bench, Bench) else (1,)
     return measure(bench, _asked(repeat, kind=("kv",), batch=batches, alike=False))
+
+
+def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
+    """Of one row of a UNet that has anchors of its own: an anchor's step, and one between two."""
+    found, timer = [], Timer(bench.device)
+    for ratio in RATIOS:
+        rows = [bench.row(ratio, 0, own=OwnPlan(frozenset({0}), FORMAT, text=False))]
+        step = partial(bench.step, rows, "kv")
+        anchors = [timer.ms(step) for _ in range(2)]
+        bench.turn_between(rows)
+        between = [timer.ms(step) for _ in range(4)]
+        least = {"anchor_ms": round(min(anchors), 3), "ms": round(min(between), 3)}
+        found.append({"mask_ratio": ratio, **least})
+    return found
 
 
 def _asked(repeat: int, **of: Any) -> argparse.Namespace:
@@ -294,6 +310,7 @@ def main(
     if unet is not None:
         report["unet"] = unet
         find("unet_steps", lambda: time_mixed_steps(UnetBench(unet, dtype, device, FORMAT), 3))
+        find("unet_own", lambda: time_own_steps(UnetBench(unet, dtype, device, FORMAT, steps=8)))
     find("stages", lambda: time_stages(device, dtype, demo=args.preset == "demo"))
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -142,6 +142,11 @@ def _mixed_table(steps: Sequence[Report]) -> list[str]:
     return [table(("rows", "mean m", "step ms", "dense step ms", "times"), rows)]
 
 
+def _own_table(steps: Sequence[Report]) -> list[str]:
+    rows = [(_ratio(s), *_tenths(s, "anchor_ms", "ms")) for s in steps]
+    return [table(("m", "anchor's step ms", "step between ms"), rows)]
+
+
 def _asked_table(asked: Sequence[Report]) -> list[str]:
     rows = [(s["batch"], _ratio(s), *_tenths(s, "asked_ms", "ms")) for s in asked]
     return [
@@ -234,6 +239,7 @@ _SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "mixed": ("Steps of rows that differ", _mixed_table),
     "asked": ("For how long the host asks", _asked_table),
     "unet_steps": ("Steps of {unet}", _mixed_table),
+    "unet_own": ("Steps of {unet}, with anchors of a row's own", _own_table),
     "held": ("What steps hold", _memory_table),
     "loads": ("Steps that load their entries", _load_table),
     "rivals": ("Beside diffusers", _rival_table),

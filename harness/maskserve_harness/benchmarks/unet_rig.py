@@ -180,6 +180,10 @@ class UnetBench:
         """Take two anchors of rows that have their own; their next steps are between anchors."""
         for _ in range(2):
             self.step(rows, kind)
+        self.turn_between(rows)
+
+    def turn_between(self, rows: Sequence[UnetRow]) -> None:
+        """Have the next steps of rows, which have taken an anchor, be between anchors."""
         for row in rows:
             row.entry = OwnReader(row, self.blocks).turn_to(row.step)
 

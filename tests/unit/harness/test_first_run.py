@@ -95,6 +95,7 @@ def test_on_a_device_that_computes_nothing_every_part_is_asked_for(
     assert {each["who"] for each in report["rivals"]} >= set(RIVALS)
     assert {each["kind"] for each in report["steps"]} == set(first_run.KINDS)
     assert report["unet_steps"]
+    assert all(each["ms"] > 0 for each in report["unet_own"])
 
 
 def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() -> None:
