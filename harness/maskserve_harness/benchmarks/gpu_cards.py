@@ -3,8 +3,8 @@ beside a server that computes all tokens: an estimate, nobody measured it.
 
 Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of T5 and
 the VAE. Assumed: what the data sheets say and the shares of it that are reached, by card; fewer
-tokens reach less, since tiles of products do not come out even (`filled`). The dense server takes what
-others have published, or what our own dense kernels take in the faster of bfloat16 and FP8,
+tokens reach less, since tiles of products do not come out even (`filled`). The dense server takes
+what others have published, or what our own dense kernels take in the faster of bfloat16 and FP8,
 whichever is less.
 
     python scripts/bench gpu_cards
