@@ -13,6 +13,7 @@ from maskserve_core.errors import (
     InvalidRequest,
     MaskserveError,
     Overloaded,
+    Refused,
     TemplateNotFound,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "Overloaded",
     "Preview",
     "Progress",
+    "Refused",
     "ServerUnavailable",
     "TemplateNotFound",
     "Templates",

@@ -33,6 +33,7 @@ from maskserve_core.errors import (
     InvalidRequest,
     MaskserveError,
     Overloaded,
+    Refused,
     TemplateNotFound,
 )
 from maskserve_serving import cli as serving
@@ -52,7 +53,7 @@ exit codes:
 
 def exit_code(error: MaskserveError) -> int:
     """The exit code that tells a script what to do about `error`."""
-    if isinstance(error, InvalidRequest | TemplateNotFound | AdapterNotFound):
+    if isinstance(error, InvalidRequest | TemplateNotFound | AdapterNotFound | Refused):
         return BAD_INPUT
     if isinstance(error, ServerUnavailable | Overloaded | DeadlineExceeded | Cancelled):
         return UNAVAILABLE

@@ -20,6 +20,7 @@ from maskserve_core.errors import (
     InvalidRequest,
     MaskserveError,
     Overloaded,
+    Refused,
     TemplateNotFound,
     split_code,
 )
@@ -29,6 +30,7 @@ _PLAIN: dict[str, type[MaskserveError]] = {
     for kind in (
         TemplateNotFound,
         AdapterNotFound,
+        Refused,
         Overloaded,
         DeadlineExceeded,
         Cancelled,

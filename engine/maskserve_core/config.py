@@ -375,6 +375,14 @@ class ProvenanceConfig(Table, frozen=True):
     """Time-stamp authority (RFC 3161), asked for each answer; empty: none."""
 
 
+class SafetyConfig(Table, frozen=True):
+    """`[safety]`: the operator's own check (docs/operations.md)."""
+
+    check: Annotated[str, Meta(pattern=r"\A([\w.]+:\w+)?\Z", description="MODULE:FUNCTION")] = ""
+    """Function that sees source, prompt and every picture that is made, previews too, and says why
+    one is refused, or None; empty: none."""
+
+
 class LogConfig(Table, frozen=True):
     """`[log]`: what a worker's own processes write down (docs/observability.md)."""
 
@@ -419,6 +427,7 @@ class Config(Table, frozen=True):
     controls: ControlsConfig = ControlsConfig()
     nodes: NodesConfig = NodesConfig()
     provenance: ProvenanceConfig = ProvenanceConfig()
+    safety: SafetyConfig = SafetyConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
     runtime_dir: str = ""

@@ -4,6 +4,7 @@ MaskserveError
  ├── InvalidRequest     INVALID_REQUEST      the request can never succeed as it is
  ├── TemplateNotFound   TEMPLATE_NOT_FOUND   settings.template_id names nothing we keep
  ├── AdapterNotFound    ADAPTER_NOT_FOUND    settings.loras names nothing that the storage has
+ ├── Refused            REFUSED              the operator's check lets the picture not pass
  ├── Overloaded         OVERLOADED           the queue is full, the worker is draining, or the
  │                                           adapters' storage does not answer
  ├── DeadlineExceeded   DEADLINE_EXCEEDED    settings.deadline_ms passed before the edit was done
@@ -64,6 +65,10 @@ class AdapterNotFound(MaskserveError):
     code = "ADAPTER_NOT_FOUND"
 
 
+class Refused(MaskserveError):
+    code = "REFUSED"
+
+
 class Overloaded(MaskserveError):
     code = "OVERLOADED"
 
@@ -84,6 +89,7 @@ CODES = (
     InvalidRequest.code,
     TemplateNotFound.code,
     AdapterNotFound.code,
+    Refused.code,
     Overloaded.code,
     DeadlineExceeded.code,
     Cancelled.code,

@@ -17,6 +17,7 @@ from maskserve_core.errors import (
     InvalidRequest,
     MaskserveError,
     Overloaded,
+    Refused,
     TemplateNotFound,
     split_code,
 )
@@ -94,7 +95,7 @@ class Failure(Exception):
                 return Blame.REFUSED
             case Cancelled.code | DeadlineExceeded.code:
                 return Blame.CLIENT
-            case InvalidRequest.code | TemplateNotFound.code:
+            case InvalidRequest.code | TemplateNotFound.code | Refused.code:
                 return Blame.REQUEST
         return Blame.WORKER if self.coded else Blame.UNKNOWN
 
@@ -112,6 +113,7 @@ _GRPC = {
     InvalidRequest.code: Status.INVALID_ARGUMENT,
     TemplateNotFound.code: Status.NOT_FOUND,
     AdapterNotFound.code: Status.NOT_FOUND,
+    Refused.code: Status.INVALID_ARGUMENT,
     Overloaded.code: Status.UNAVAILABLE,
     DeadlineExceeded.code: Status.DEADLINE_EXCEEDED,
     Cancelled.code: Status.CANCELLED,
@@ -121,6 +123,7 @@ _HTTP = {
     InvalidRequest.code: 400,
     TemplateNotFound.code: 404,
     AdapterNotFound.code: 404,
+    Refused.code: 400,
     Overloaded.code: 429,
     DeadlineExceeded.code: 504,
     Cancelled.code: 499,

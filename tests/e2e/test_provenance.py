@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 
 import c2pa
 import pytest
 from PIL import Image
+from tritonclient.utils import InferenceServerException
 
 from maskserve_core.imaging.provenance import SOURCE_TYPE
 from maskserve_serving.options import ServeOptions
@@ -26,10 +28,24 @@ def test_every_answer_is_marked(grpc: Grpc, output_format: str) -> None:
         assert SOURCE_TYPE.encode() in opened.info["xmp"]
 
 
-def test_a_worker_with_a_certificate_signs(model: Path, tmp_path: Path) -> None:
+CHECK = """\
+def check(source, prompt, made):
+    assert source.size == made.size
+    return "no stars today" if "star" in prompt else None
+"""
+
+
+def test_a_worker_with_a_certificate_signs_and_one_with_a_check_asks_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chain, key = write_signer(tmp_path)
     config = tmp_path / "worker.toml"
-    config.write_text(f'[provenance]\ncertificate = "{chain}"\nprivate_key = "{key}"\n')
+    config.write_text(
+        f'[provenance]\ncertificate = "{chain}"\nprivate_key = "{key}"\n'
+        '[safety]\ncheck = "an_operators_check:check"\n'
+    )
+    (tmp_path / "an_operators_check.py").write_text(CHECK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     options = ServeOptions(
         model=str(model),
         base_port=free_base_port(),
@@ -38,7 +54,9 @@ def test_a_worker_with_a_certificate_signs(model: Path, tmp_path: Path) -> None:
         say=lambda _: None,
     )
     with Supervisor(options) as running, closing(Grpc(running.workers[0].grpc_url)) as grpc:
-        image, _ = grpc.edit(plain_edit())
+        with pytest.raises(InferenceServerException, match=r"\[REFUSED\] no stars today"):
+            grpc.edit(plain_edit())
+        image, _ = grpc.edit({**plain_edit(), "PROMPT": b"a circle"})
         told = json.loads(c2pa.Reader("image/png", io.BytesIO(image)).json())
         assert told["validation_state"] == "Valid"
         (manifest,) = told["manifests"].values()

@@ -19,12 +19,16 @@ from maskserve_core.imaging.images import (
     to_base64,
 )
 from maskserve_core.imaging.provenance import Mark, Unsigned
+from maskserve_core.imaging.safety import Check, let_pass
 
 _PLAIN = Unsigned()
 
 
 def finish_edit(
-    pixels: npt.NDArray[np.uint8], context: PostprocessContext, mark: Mark = _PLAIN
+    pixels: npt.NDArray[np.uint8],
+    context: PostprocessContext,
+    mark: Mark = _PLAIN,
+    check: Check | None = None,
 ) -> bytes:
     """The answer's IMAGE bytes.
 
@@ -37,12 +41,15 @@ def finish_edit(
         pixels: RGB uint8 [h, w, 3] at the model's size.
         context: what preprocess knew of the edit.
         mark: how the answer says that it was edited.
+        check: whether it may be answered.
 
     Raises:
+        Refused: it may not.
         EngineFailed: it cannot be signed.
     """
     request = EditRequest.from_json(context.request)
     out, weights = source_and_weights(context, request)
+    source = out.copy() if check is not None else out
     colour, box = Colour.unpack(context.colour), weights.getbbox()
     if box is not None:  # only what is pasted is resized
         left, top, right, bottom = box
@@ -53,6 +60,8 @@ def finish_edit(
         # Pillow's paste mixes in integers, exact at 0 and at 255.
         out.paste(as_mode(edited, out.mode), (left, top), mask=part)
     asked = request.settings
+    if check is not None:
+        let_pass(check, source, request.prompt, out)
     encoded = encode_image(
         np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp
     )

@@ -11,6 +11,7 @@ from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.provenance import make_mark
+from maskserve_core.imaging.safety import load_check
 from maskserve_core.triton.sync_execute import failed_event, respond
 from maskserve_core.triton.tensor_io import read_bytes, view_array
 from maskserve_core.triton.tracing import make_tracer
@@ -21,7 +22,7 @@ class TritonPythonModel(WorkerModel):
     name = "postprocess"
 
     def open(self, config: Config) -> None:
-        self._mark = make_mark(config)
+        self._mark, self._check = make_mark(config), load_check(config)
         self._tracer = make_tracer(config, "postprocess")
         self._work = self._tracer.recorded("postprocess", self._finish, output="IMAGE")
 
@@ -40,7 +41,7 @@ class TritonPythonModel(WorkerModel):
         context = PostprocessContext.unpack(
             view_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
         )
-        image = finish_edit(pixels, context, self._mark)
+        image = finish_edit(pixels, context, self._mark, self._check)
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
 

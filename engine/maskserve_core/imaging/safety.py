@@ -1,0 +1,51 @@
+"""The operator's own check of what was asked and made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+from PIL import Image
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.errors import EngineFailed, Refused
+
+Check: TypeAlias = Callable[[Image.Image, str, Image.Image], str | None]
+"""Of the source, the prompt and the picture that was made (RGB or RGBA, as large as the answer):
+why it is not let pass; None: it is.
+"""
+
+
+def load_check(config: Config) -> Check | None:
+    """The function that `[safety] check` names; None: it names none.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    named = config.safety.check
+    if not named:
+        return None
+    module, _, function = named.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"safety.check: {named} cannot be imported ({error})") from None
+    if not callable(found):
+        raise ConfigError(f"safety.check: {named} is no function")
+    return cast(Check, found)
+
+
+def let_pass(check: Check, source: Image.Image, prompt: str, made: Image.Image) -> None:
+    """Nothing, if the check lets a picture pass.
+
+    Raises:
+        Refused: it does not; the message is the check's.
+        EngineFailed: the check itself failed, so that nobody knows.
+    """
+    try:
+        reason = check(source, prompt, made)
+    except Exception as error:
+        raise EngineFailed("the operator's check of pictures failed") from error
+    if reason is not None:
+        raise Refused(reason)

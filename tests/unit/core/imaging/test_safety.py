@@ -1,0 +1,65 @@
+"""The operator's check sees each picture, and what it does not let pass is not answered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_core.config import Config, ConfigError, SafetyConfig
+from maskserve_core.contracts.request import accept_edit
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import EngineFailed, Refused
+from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.imaging.safety import Check, load_check
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.pictures import blob_mask, encode, scene
+
+SOURCE, MASK = scene(40, 56), blob_mask(40, 56)
+
+
+def answer(check: Check) -> bytes:
+    accepted = accept_edit(EditSettings(), b"a red star", FILL_FACTS, Config())
+    done = prepare_edit(encode(SOURCE), encode(MASK), accepted, FILL_FACTS, Config())
+    return finish_edit(255 - done.pixels, done.context, check=check)
+
+
+def test_it_sees_source_prompt_and_picture() -> None:
+    seen = []
+
+    def check(source: Image.Image, prompt: str, made: Image.Image) -> None:
+        seen.append((np.asarray(source), prompt, np.asarray(made)))
+
+    assert answer(check)
+    ((source, prompt, made),) = seen
+    np.testing.assert_array_equal(source, SOURCE)
+    assert prompt == "a red star"
+    np.testing.assert_array_equal(made, np.where(MASK[..., None] > 0, 255 - SOURCE, SOURCE))
+
+
+def test_what_it_refuses_is_told_in_its_words() -> None:
+    with pytest.raises(Refused, match="no stars") as caught:
+        answer(lambda source, prompt, made: "no stars today" if "star" in prompt else None)
+    assert str(caught.value) == "[REFUSED] no stars today"
+
+
+def test_what_it_cannot_judge_does_not_pass() -> None:
+    def fails(source: Image.Image, prompt: str, made: Image.Image) -> None:
+        raise ValueError("secret")
+
+    with pytest.raises(EngineFailed) as caught:
+        answer(fails)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "named", ["no_such_module:check", "json:no_such_function", "json:__name__"]
+)
+def test_a_check_that_is_not_there_is_told_at_start(named: str) -> None:
+    with pytest.raises(ConfigError, match=r"safety\.check: " + named):
+        load_check(Config(safety=SafetyConfig(check=named)))
+
+
+def test_none_is_asked_for() -> None:
+    assert load_check(Config()) is None
