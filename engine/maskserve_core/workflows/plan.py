@@ -174,6 +174,8 @@ def check_plan(plan: WorkflowPlan) -> None:
             )
         if f"{INPUTS}.{each.name}" in known:
             raise WorkflowError(f"{INPUTS}.{each.name}: is given twice; accepted: each name once")
+        if each.name == "settings":
+            raise WorkflowError(f"{INPUTS}.settings: is there in any case; accepted: another name")
         known[f"{INPUTS}.{each.name}"] = each.kind
     ids = [step.id for step in every_step(plan.steps)]
     if len(ids) > MOST_STEPS:
@@ -184,6 +186,8 @@ def check_plan(plan: WorkflowPlan) -> None:
     _check_steps(plan.steps, known, _where_made(plan.steps))
     if not plan.outputs:
         raise WorkflowError(f"{plan.name}: gives nothing; accepted: at least one output")
+    if "meta" in plan.outputs:
+        raise WorkflowError(f"{plan.name}.meta: is there in any case; accepted: another name")
     for name, ref in plan.outputs.items():
         kind = _kind(f"{plan.name}.{name}", ref, known, _where_made(plan.steps))
         if kind not in (*INPUT_KINDS, "verdict"):
