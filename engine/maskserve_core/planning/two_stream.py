@@ -191,8 +191,6 @@ class Plan:
     """One step: from the given lead, or repeated for ever if none was given; at least `host`."""
     lead: float
     """Loading done before the step begins; at most the whole step's."""
-    lead_after: float
-    """The same for the next step."""
     bound: float = 0.0
     """No plan has a smaller latency than this (the planner's proof; 0 if nobody looked)."""
 
@@ -313,11 +311,10 @@ def plan_of(
     load = sum(s[1] for s in steps)
     if lead is None:
         latency, before = period(steps, costs.after, ahead)
-        after = before = min(before, load)
+        before = min(before, load)
     else:
         before = min(lead, ahead)
-        f, latency = run(steps, costs.after, ahead, before)
-        after = latency - f
+        _, latency = run(steps, costs.after, ahead, before)
     host = costs.host(kinds)
     latency = max(latency, host)
     names, restores, ends, present = [], [], [], True
@@ -341,6 +338,5 @@ def plan_of(
         host=host,
         latency=latency,
         lead=before,
-        lead_after=after,
         bound=bound,
     )

@@ -6,6 +6,7 @@ their own) are made dense and cached, with neither, with the LoRA `unet-ninth-co
 LoRA teaches. Control pictures are outlines inside the mask.
 
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --json unet_adapters.json
+    OMP_NUM_THREADS=1 python scripts/bench unet_adapters --plain 12    # outlines alone, as asked
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ DENSE: Final = ("strip", "most")
 """Classes that run dense by default."""
 WAYS: Final = {"neither": (False, False), "LoRA": (True, False), "control": (False, True),
                "both": (True, True)}  # fmt: skip
-OUTLINED: Final = 16
 EACH: Final = 8
 
 Picture = NDArray[np.uint8]
@@ -153,9 +153,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--each", type=int, default=EACH, help="edits of a class")
+    parser.add_argument("--plain", type=int, help="so many edits with outlines, in their colours")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    classes = asked_by_class(args.each, 2 * args.each)
+    if args.plain:
+        drawn = outlines.outlined_edits(args.plain)
+        classes = {"outlined": [Asked(each.edit, each.control) for each in drawn]}
+    else:
+        classes = asked_by_class(args.each, 2 * args.each)
     worker = Worker(args.steps)
     found: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
     single: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}

@@ -49,7 +49,6 @@ class Worker:
         self.host = host
         self.loras = WorkerLoras(scenario.loras, at) if scenario.loras else None
         self.scheduler = policy(scenario.max_rows, scenario.max_waiting, scenario.priming_share)
-        self.busy_seconds = 0.0
         self.steps = 0
         self.row_steps = 0
         self.prime_steps = 0
@@ -204,7 +203,6 @@ class Worker:
         if self.scenario.batching == "strawman":
             stall += self.scenario.pre_seconds * len(admitted)
         seconds = stall + self._seconds(decision.runs)
-        self.busy_seconds += seconds
         if self.intervals and self.intervals[-1][1] == now:
             self.intervals[-1] = (self.intervals[-1][0], now + seconds)
         else:

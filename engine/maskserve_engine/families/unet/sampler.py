@@ -259,7 +259,6 @@ class NoiseLevels:
     """
 
     def __init__(self, sampler: Any) -> None:
-        self._signal = sampler.alphas_cumprod.double().sqrt()
         self._sigma = ((1 - sampler.alphas_cumprod.double()) / sampler.alphas_cumprod).sqrt()
         self._predicts_velocity = sampler.config.prediction_type == "v_prediction"
         self.at = lru_cache(maxsize=4096)(self._at)
