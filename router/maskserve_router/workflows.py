@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -24,18 +33,27 @@ from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.keys import name_of
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import META, Contract, text
-from maskserve_core.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+)
+from maskserve_core.worker.logs import about
 from maskserve_core.workflows.node_types import EDIT, WorkflowError
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Judgement
 from maskserve_router.edit_call import MODELS, read_input, request_id_of
-from maskserve_router.keys import KeyHolder
+from maskserve_router.failures import Failure
+from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.node_pool import NodePool
 from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker
 
+log = logging.getLogger("maskserve.router")
 EditNode = Callable[
     [pb.ModelInferRequest, int, Mapping[str, str], float | None, str], Awaitable[bytes]
 ]
@@ -116,7 +134,7 @@ class Workflows:
             raise InvalidRequest(
                 "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
             )
-        events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         limit_s = min(
             (x for x in (timeout, _seconds(settings.limit_ms)) if x is not None), default=None
         )
@@ -131,23 +149,23 @@ class Workflows:
         early = asyncio.create_task(self._bring(plan.early))
         driven = _Driven(plan, inputs, call, events.put_nowait)
         work = asyncio.create_task(driven.run(limit_s))
+        work.add_done_callback(lambda _: events.put_nowait(None))
         self._runs[settings.request_id] = work
         try:
-            while not work.done() or not events.empty():
-                told = asyncio.create_task(events.get())
-                await asyncio.wait((work, told), return_when=asyncio.FIRST_COMPLETED)
-                if not told.done():
-                    told.cancel()
-                elif settings.progress:
-                    yield _event(plan, {**told.result(), "request_id": _own(settings)})
-            try:
-                outputs = work.result()
-            except asyncio.CancelledError:
-                raise Cancelled("the workflow was cancelled") from None
-            except WorkflowError as error:
-                raise InvalidRequest(plan.name, str(error)) from None
-            except TimeoutError:
-                raise DeadlineExceeded(f"{limit_s:.1f} s passed before {plan.name} ended") from None
+            with _logged(plan, settings, client, driven.told):
+                while (event := await events.get()) is not None:
+                    if settings.progress:
+                        yield _event(plan, {**event, "request_id": _own(settings)})
+                try:
+                    outputs = work.result()
+                except asyncio.CancelledError:
+                    raise Cancelled("the workflow was cancelled") from None
+                except WorkflowError as error:
+                    raise InvalidRequest(plan.name, str(error)) from None
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"{limit_s:.1f} s passed before {plan.name} ended"
+                    ) from None
             meta = {
                 "event": "final",
                 "request_id": _own(settings),
@@ -259,6 +277,39 @@ async def _edited(
     told = {name: meta[name] for name in ("worker", "seed", "cache") if name in meta}
     seconds = round(time.monotonic() - begin, 4)
     return {"picture": bytes(response["IMAGE"])}, {**told, "seconds": seconds}
+
+
+@contextmanager
+def _logged(
+    plan: WorkflowPlan,
+    settings: EditSettings,
+    client: KeyHolder,
+    nodes: Sequence[dict[str, Any]],
+) -> Iterator[None]:
+    """Tell of a run when it ends: a log line, a count of its client's."""
+    begin, code = time.monotonic(), Cancelled.code
+    try:
+        yield
+        code = "OK"
+    except (MaskserveError, Failure) as error:
+        code = error.code
+        raise
+    except Exception:
+        code = EngineFailed.code
+        raise
+    finally:
+        seconds = time.monotonic() - begin
+        served = client.served.setdefault(plan.name, EditCounts())
+        served.add(seconds, succeeded=code == "OK")
+        fields = {
+            "code": code,
+            "workflow": plan.name,
+            "client": client.name,
+            "nodes": len(nodes),
+            "seconds": round(seconds, 4),
+        }
+        extra = {**about(settings.request_id or ""), "event": "workflow", "fields": fields}
+        log.info("workflow %s", code, extra=extra)
 
 
 def contract_of(plan: WorkflowPlan) -> Contract:
