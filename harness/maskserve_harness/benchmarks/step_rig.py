@@ -161,7 +161,7 @@ class Bench:
         for step in (0, 2):
             self.at_anchor(row, step)
         row.entry = OwnReader(row, self.blocks).turn_to(3)
-        self.between([row])
+        self.between([row], 3)
         return row
 
     def at_anchor(self, row: FlowRow, step: int) -> None:
@@ -169,10 +169,10 @@ class Bench:
         row.entry, row.step = None, step
         self.step([row], "kv")
 
-    def between(self, rows: Sequence[FlowRow]) -> None:
-        """A step of such rows that is none: the third one or the fourth, in turn."""
+    def between(self, rows: Sequence[FlowRow], step: int) -> None:
+        """A step of such rows that is none: the third one, or one behind it."""
         for row in rows:
-            row.step = 4 if row.step == 4 and row.entry is not None else 3
+            row.step = step
         self.step(rows, "kv")
 
     def lora(self, rank: int) -> LowRankSet:

@@ -26,7 +26,7 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,8 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
 
 def _kept_between(bench: Bench, row: FlowRow) -> Callable[[], object]:
     """A step between anchors of a row that stays packed beside others."""
-    steps = kept(bench, 1, partial(bench.between, [row]))
+    turns = cycle((3, 4))
+    steps = kept(bench, 1, lambda: bench.between([row], next(turns)))
     steps()
     return steps
 

@@ -82,26 +82,23 @@ def test_a_recorded_flux_step_asks_for_two_launches_a_block(weights: str) -> Non
 def test_a_step_between_own_anchors_copies_nothing_and_adds_a_kernel_a_block() -> None:
     """The one that places values is the one that places entries; one more adds their change."""
 
-    def launches(blocks: tuple[int, int], rows: int, *, own: bool) -> int:
+    def launches(blocks: tuple[int, int], *, own: bool) -> int:
         with FakeCuda() as cuda:
             bench = fake_bench(blocks, "int8")
             bench.fill_entry("kv")
             make = bench.anchored_row if own else bench.row
-            made = [make(ratio, seed) for seed, ratio in enumerate(MIXED[:rows])]
-            for _ in range(2):
+            rows = [make(ratio, seed) for seed, ratio in enumerate(MIXED[:2])]
+            for step in (3, 4):
                 with cuda.watch() as log:
-                    bench.between(made)
+                    bench.between(rows, step)
         assert log.copies == []
         return log.launches
 
-    for rows in (1, 4):
-        each = [
-            [launches(blocks, rows, own=own) for blocks in ((1, 1), (2, 1), (1, 2))]
-            for own in (True, False)
-        ]
-        (own, double, single), (plain, plain_double, plain_single) = each
-        assert double - own <= plain_double - plain + 1
-        assert single - own <= plain_single - plain + 1
+    (own, double, single), (plain, plain_double, plain_single) = (
+        [launches(blocks, own=own) for blocks in ((1, 1), (2, 1), (1, 2))] for own in (True, False)
+    )
+    assert double - own <= plain_double - plain + 1
+    assert single - own <= plain_single - plain + 1
 
 
 def test_flux_steps_with_a_way_of_their_own_are_not_recorded() -> None:

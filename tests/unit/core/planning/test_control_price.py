@@ -64,7 +64,7 @@ def test_prices_are_the_counted_work_at_the_cost_of_a_flop(tiny_fill: Path, refr
         text=7,
         anchors=1,
         controls={"outline": net},
-        refresh=refresh,
+        anchored=1 / refresh,
     )
     tokens = work.tokens[0]
     for ratio in (0.0, 0.25, 1.0):
@@ -97,15 +97,15 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
             return dict(nets[control.version].config)
 
     counted = adapter.counted(edit)
-    work = ControlWork.of(edit, adapter.facts, counted, 10, Nets(), 3)  # type: ignore[arg-type]
+    work = ControlWork.of(edit, adapter.facts, counted, 10, Nets(), {0, 4, 8})  # type: ignore[arg-type]
     whole, part = [], []
     for name in nets:
         net = control_work(adapter.facts, nets[name].config, *edit.moments.shape[1:])
         whole.append(net.batch_flops(None, (), counted))
         part.append(net.batch_flops(counted, ("kv",) * len(net.blocks), None))
     assert part < whole
-    from_third = [0, 0, 0, whole[0], part[0], part[0], whole[0], part[0], part[0], whole[0]]
-    always = [whole[1] if step % 3 == 0 else part[1] for step in range(10)]
+    from_third = [0, 0, 0, whole[0], whole[0], part[0], part[0], part[0], whole[0], part[0]]
+    always = [whole[1] if step % 4 == 0 else part[1] for step in range(10)]
     expected = [a + b for a, b in zip(from_third, always, strict=True)]
     assert [scale_at(controls[0], step, 10) > 0 for step in range(10)] == [
         n > 0 for n in from_third
