@@ -22,6 +22,26 @@ FLUX_DEV: dict[str, Any] = {
 }
 """transformer/config.json of FLUX.1-dev."""
 
+KLEIN_4B: dict[str, Any] = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "in_channels": 128,
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
+"""transformer/config.json of FLUX.2 klein 4B."""
+
+KLEIN_9B: dict[str, Any] = {
+    **KLEIN_4B,
+    "num_attention_heads": 32,
+    "num_layers": 8,
+    "num_single_layers": 24,
+    "joint_attention_dim": 12288,
+}
+"""transformer/config.json of FLUX.2 klein 9B."""
+
 FLUX_DEV_SAMPLER: dict[str, Any] = {
     "base_image_seq_len": 256,
     "base_shift": 0.5,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,8 +68,28 @@ _FLUX |= {
     "single_blocks.{}.qkv": _FLUX["single_blocks.{}.linear1"][:3],
     "single_blocks.{}.proj": _FLUX["single_blocks.{}.linear2"],
 }  # x-flux, but for `.processor` (`_modern`)
+_SHARED = "stream_modulation"
+"""In the names of layers that FLUX.2 has and FLUX.1 has not."""
+_FLUX2 = {
+    **{name: own for name, own in _FLUX.items() if "attn" in name or not own[0].count(".")},
+    "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.linear_in",),
+    "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.linear_out",),
+    "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.linear_in",),
+    "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.linear_out",),
+    "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
+    "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
+    "time_in.in_layer": ("time_guidance_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_guidance_embed.timestep_embedder.linear_2",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+    "single_stream_modulation.lin": ("single_stream_modulation.linear",),
+    "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
+    "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
+}
+"""The same of FLUX.2."""
 _SWAPPED = "final_layer.adaLN_modulation.1"
-"""Its outputs are shift and scale; in diffusers scale and shift."""
+"""Of FLUX.1: its outputs are shift and scale; in diffusers scale and shift. Diffusers' loader of
+FLUX.2 takes them as they are.
+"""
 _RESNET = {
     "conv1": "in_layers.2",
     "conv2": "out_layers.3",
@@ -119,9 +139,11 @@ class BaseLayers:
         published = _of_flux if denoiser == "transformer" else _of_unet
         self.published = published(shapes["denoiser"])
         """Layers by the names that the model's first publisher gave them."""
+        swaps = not any(_SHARED in name for name in shapes["denoiser"])
         for name, layers in self.published.items():
+            meant = Meant(layers, published=True, swapped=swaps and name == _SWAPPED)
             for spelled in (name, name.replace(".", "_")):
-                own.setdefault(spelled, Meant(layers, published=True, swapped=name == _SWAPPED))
+                own.setdefault(spelled, meant)
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> BaseLayers | None:
@@ -209,10 +231,11 @@ def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
     return spelled
 
 
-def _of_flux(layers: Container[str]) -> dict[str, tuple[str, ...]]:
+def _of_flux(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Published names of a FLUX model's layers."""
     found = {}
-    for published, own in _FLUX.items():
+    names = _FLUX2 if any(_SHARED in name for name in layers) else _FLUX
+    for published, own in names.items():
         for number in itertools.count():
             named = tuple([each.format(number) for each in own])
             if not all(name in layers for name in named):

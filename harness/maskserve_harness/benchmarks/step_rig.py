@@ -12,7 +12,7 @@ import torch
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import Anchor
-from maskserve_core.models.flux import flux_work
+from maskserve_core.models import flux, flux2
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
@@ -29,9 +29,12 @@ from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.flux.blocks import AHEAD
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
+from maskserve_engine.families.flux2.adapter import ids_of
+from maskserve_engine.families.flux2.weights import weights_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.published_models import KLEIN_4B, KLEIN_9B
 
 PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
@@ -41,6 +44,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo-narrow": {"grid": (4, 4), "text": 2},
     "small": {"grid": (24, 24), "text": 32},
     "medium": {"grid": (24, 24), "text": 32},
+    "kontext-1024": {"grid": (64, 64), "text": 512, "references": 1},
+    "klein-4b-1024": {"grid": (64, 64), "text": 512, "references": 1, "flux2": KLEIN_4B},
+    "klein-9b-1024": {"grid": (64, 64), "text": 512, "references": 1, "flux2": KLEIN_9B},
 }
 
 SMALL = {
@@ -84,20 +90,25 @@ class Bench:
         model: Any = None,
         steps: int = AHEAD,
     ) -> None:
-        self.grid, self.text = PRESETS[preset]["grid"], PRESETS[preset]["text"]
+        own = PRESETS[preset]
+        self.grid, self.text, self.flux2 = own["grid"], own["text"], "flux2" in own
+        self.references: int = own.get("references", 0)
         self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         self.model = model or build_model(preset, blocks, dtype, device)
         self.config = dict(self.model.config)
         room = CacheConfig().placed_on(device.type)
-        self.weights = replace(FluxWeights.of(self.model), placed_bytes=room)
+        weights = weights_of(self.model) if self.flux2 else FluxWeights.of(self.model)
+        self.weights = replace(weights, placed_bytes=room)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
-        self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
+        count = flux2.count if self.flux2 else flux.count
+        size = 2 * self.grid[0], 2 * self.grid[1]
+        self.work = count(self.config, *size, 0, recorded=False, references=self.references)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: FluxBatch | None = None
 
     def fill_entry(self, kind: str) -> None:
         """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
-        tokens, width = self.grid[0] * self.grid[1], self.model.inner_dim
+        tokens, width = self.work.tokens[0], self.model.inner_dim
 
         def coded() -> Any:
             return encode(self._random(tokens, width), self.format)
@@ -116,6 +127,8 @@ class Bench:
         cis = self._cis
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
+        seen = self.references * tokens
+        context = self._random(seen, out) if seen else None
         row = FlowRow(
             request_id=str(seed),
             schedule=Schedule(
@@ -124,24 +137,28 @@ class Bench:
             ),
             grid=self.grid,
             text=self._random(self.text, self.model.inner_dim),
-            pooled=self._random(self.config["pooled_projection_dim"]),
+            pooled=self._pooled(),
             guidance=3.5 if self.config["guidance_embeds"] else None,
             cis=cis,
             latents=self._random(tokens, out),
             condition=condition,
             blend=None,
+            context=context,
         )
         if mask_ratio is None:
             return row
         order = np.random.default_rng(seed).permutation(tokens)
         count = max(1, round(mask_ratio * tokens))
         active = torch.from_numpy(np.sort(order[:count])).to(self.device)
-        index = torch.from_numpy(np.sort(order[count:])).to(self.device)
-        template = FlowTemplate(row.latents, self._random(tokens, out), condition)
-        selection = Selection([np.sort(order[count:])])
+        rest = np.sort(order[count:])
+        others = np.concatenate((rest, np.arange(tokens, tokens + seen)))
+        image, index = (torch.from_numpy(each).to(self.device) for each in (rest, others))
+        template = FlowTemplate(row.latents, self._random(tokens, out), condition, context)
+        selection = Selection([others])
         row.inactive = FlowInactive(
-            active, index, template.take(index), cis[self.text :][index], selection
+            active, index, template.take(image), cis[self.text :][index], selection
         )
+        row.context = None
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
         row.cis = torch.cat((cis[: self.text], cis[self.text :][active]))
         row.latents = row.latents[active]
@@ -187,7 +204,7 @@ class Bench:
     def guided(self, row: FlowRow) -> FlowRow:
         """The row with a negative prompt: it takes a second pass."""
         text = self._random(self.text, self.model.inner_dim)
-        row.negative = Negative(text, self._random(self.config["pooled_projection_dim"]), 3.0)
+        row.negative = Negative(text, self._pooled(), 3.0)
         return row
 
     def priming_row(self) -> FlowPrimingRow:
@@ -195,7 +212,9 @@ class Bench:
         row = self.row(None, 0)
         return FlowPrimingRow(
             request_id="prime",
-            template=FlowTemplate(row.latents, torch.empty_like(row.latents), row.condition),
+            template=FlowTemplate(
+                row.latents, torch.empty_like(row.latents), row.condition, row.context
+            ),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
             text=row.text,
@@ -233,16 +252,21 @@ class Bench:
         dense = self.work.step_flops(cached, "dense")
         return dense / self.work.step_flops(cached, kind)
 
+    def _pooled(self) -> torch.Tensor | None:
+        return None if self.flux2 else self._random(self.config["pooled_projection_dim"])
+
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     @cached_property
     def _cis(self) -> torch.Tensor:
-        gh, gw = self.grid
-        ids = torch.zeros(self.text + gh * gw, 3, device=self.device)
-        ids[self.text :, 1] = torch.arange(gh, device=self.device).repeat_interleave(gw)
-        ids[self.text :, 2] = torch.arange(gw, device=self.device).repeat(gh)
-        cos, sin = self.model.pos_embed(ids)
+        pictures = 1 + self.references
+        if self.flux2:
+            ids = ids_of(pictures, *self.grid, self.text)
+        else:
+            ids = torch.zeros(self.text + pictures * self.grid[0] * self.grid[1], 3)
+            ids[self.text :] = torch.cartesian_prod(*map(torch.arange, (pictures, *self.grid)))
+        cos, sin = self.model.pos_embed(ids.to(self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
 
@@ -250,13 +274,16 @@ def build_model(
     preset: str, blocks: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """The preset's transformer with random weights."""
-    from diffusers import FluxTransformer2DModel
+    from diffusers import Flux2Transformer2DModel, FluxTransformer2DModel
 
+    cls: Any = FluxTransformer2DModel
     if preset in ("demo", "demo-narrow"):
         config = FluxTransformer2DModel.load_config(DEMO_MODEL / "transformer")
         config = {**config, **(NARROW if preset == "demo-narrow" else {})}
     elif preset in ("small", "medium"):
         config = {"small": SMALL, "medium": MEDIUM}[preset]
+    elif "flux2" in PRESETS[preset]:
+        cls, config = Flux2Transformer2DModel, PRESETS[preset]["flux2"]
     else:  # FLUX.1-dev is the class's own default configuration
         config = {"guidance_embeds": True}
     if blocks is not None:
@@ -265,7 +292,7 @@ def build_model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = FluxTransformer2DModel.from_config(config)
+            model = cls.from_config(config)
     finally:
         torch.set_default_dtype(before)
     return model.eval().requires_grad_(False)

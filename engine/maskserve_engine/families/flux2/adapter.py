@@ -20,7 +20,7 @@ from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.stages.latents import draw
 
 _REFERENCE = 10
-"""On the first axis of positions, where the picture has 0."""
+"""On the first axis of positions, of the first reference; the picture has 0."""
 
 
 class Flux2Preparation(FlowPreparation):
@@ -69,9 +69,15 @@ class Flux2Adapter(FluxAdapter):
         return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        pictures = torch.tensor((0, _REFERENCE))[: 1 + self.facts.semantics.reference]
-        one = torch.zeros(1, dtype=torch.int64)
-        image = torch.cartesian_prod(pictures, torch.arange(height), torch.arange(width), one)
-        words = torch.cartesian_prod(one, one, one, torch.arange(text))
-        cos, sin = self.model.pos_embed(torch.cat((words, image)).to(self.device))
+        ids = ids_of(1 + self.facts.semantics.reference, height, width, text)
+        cos, sin = self.model.pos_embed(ids.to(self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
+
+
+def ids_of(pictures: int, height: int, width: int, text: int) -> Tensor:
+    """[T + pictures · height · width, 4]: a picture's number, row and column; a word's place."""
+    one = torch.zeros(1, dtype=torch.int64)
+    numbers = _REFERENCE * torch.arange(pictures)
+    image = torch.cartesian_prod(numbers, torch.arange(height), torch.arange(width), one)
+    words = torch.cartesian_prod(one, one, one, torch.arange(text))
+    return torch.cat((words, image))

@@ -12,14 +12,23 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.contracts.request import accept_edit
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
+from maskserve_core.models.control_nets import check_config
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.stages.latents import to_model
-from maskserve_harness.benchmarks.replay import Replay
+from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
+from tests.fakes.loras import write
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.support import cached_rows
 from tests.support.cached_rows import Primed, assert_equal, cached, result
+from tests.support.lora_oracle import assert_same, deltas, read
+from tests.support.ranks import Rank, by_ranks
 
 
 class Model:
@@ -28,6 +37,7 @@ class Model:
     def __init__(self, folder: Path) -> None:
         from diffusers import DiffusionPipeline
 
+        self.folder = folder
         self.pipeline: Any = DiffusionPipeline.from_pretrained(folder)
         self.pipeline.set_progress_bar_config(disable=True)
         config = config_of(folder, model={"outside_noise": "edit", "max_sequence_length": 48})
@@ -98,3 +108,139 @@ def test_a_context_that_is_computed_makes_a_cached_row_dense(model: Model) -> No
     row: Any = cached(model.replay, job, Primed(model.adapter, model.encoder, job))
     dense = result(model.replay, model.adapter.dense_row(job))
     assert np.abs(result(model.replay, row, "kv") - dense).max() > 1e-3
+
+
+def of_all_layers(base: BaseLayers, seed: int) -> dict[str, NDArray[np.float32]]:
+    """A LoRA of each layer by the publisher's name, those of qkv as one."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, layers in base.published.items():
+        shapes = [base.shape("denoiser", layer) for layer in layers]
+        down = rng.standard_normal((2, shapes[0][1])).astype("f4") / shapes[0][1]
+        up = rng.standard_normal((sum(out for out, _ in shapes), 2)).astype("f4")
+        found[f"diffusion_model.{name}.lora_A.weight"] = down
+        found[f"diffusion_model.{name}.lora_B.weight"] = up
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+def test_loras_of_a_batch_are_those_that_diffusers_loads(model: Model, tmp_path: Path) -> None:
+    from diffusers.loaders import Flux2LoraLoaderMixin
+
+    base = BaseLayers.of_folder(model.folder)
+    assert base is not None
+    layers = {name for own in base.published.values() for name in own}
+    assert layers == model.adapter.places_of(model.adapter.model).keys()
+    rows, expected = [], []
+    for seed in range(3):
+        case, file = (
+            model.case(seed, num_inference_steps=3, strength=1.0),
+            tmp_path / f"{seed}.safetensors",
+        )
+        row: Any = model.adapter.dense_row(encode_case(model.encoder, case, str(seed)))
+        if seed:
+            tensors = of_all_layers(base, seed)
+            write(file, tensors)
+            parts = read(file, model.folder)
+            adapters = ((model.adapter.low_rank(parts["denoiser"]), 0.7),)
+            model.adapter.attach(row, encode_case(model.encoder, case, str(seed)), adapters)
+            named: Any = Flux2LoraLoaderMixin.lora_state_dict(
+                {key: torch.from_numpy(value) for key, value in tensors.items()}
+            )
+            assert_same(deltas(parts), {
+                f"denoiser/{key.removesuffix('.lora_A.weight').removeprefix('transformer.')}": (
+                    named[key.replace("lora_A", "lora_B")].double() @ named[key].double()
+                )
+                for key in named if key.endswith("lora_A.weight")
+            })  # fmt: skip
+            model.pipeline.load_lora_weights(str(file), adapter_name="x")
+            model.pipeline.set_adapters("x", 0.7)
+        expected.append(model.oracle(case))
+        if seed:
+            model.pipeline.delete_adapters("x")
+        rows.append(row)
+    cached_rows.run(model.replay, rows, "dense")
+    for row, wanted in zip(rows, expected, strict=True):
+        assert_equal(row.result().array(), wanted)
+
+
+def test_what_klein_does_not_take_is_refused_in_a_sentence(model: Model) -> None:
+    facts, config = model.adapter.facts, config_of(model.folder)
+    asked = EditSettings(negative_prompt="x", guidance_scale=None)
+    with pytest.raises(InvalidRequest, match=r"negative_prompt.*cannot be used by this model"):
+        accept_edit(asked, b"a", facts, config, None)
+    if facts.guidance == "none":
+        with pytest.raises(InvalidRequest, match=r"guidance_scale.*is no input of this model"):
+            accept_edit(EditSettings(guidance_scale=4.0), b"a", facts, config, None)
+    with pytest.raises(ValueError, match="takes no ControlNets"):
+        check_config({"_class_name": "FluxControlNetModel"}, facts)
+
+
+def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: Model) -> None:
+    """The pipeline samples it between four pixels of a cell; grown to latents alone it would be
+    left at a part.
+    """
+    facts = model.adapter.facts
+    stroke = np.zeros((64, 64), np.uint8)
+    stroke[9:11] = 255
+    adapter: Any = model.adapter
+    sample = adapter._preparation.sampled
+
+    def sampled(mask: NDArray[np.uint8]) -> set[float]:
+        given = torch.from_numpy(mask > 127).float()[None, None]
+        return set(sample(given, (16, 16)).flatten().tolist())
+
+    assert sampled(mask_for_model(stroke, facts)) == {0.0, 1.0}
+    assert sampled(mask_for_model(stroke, replace(facts, mask_latents=1))) - {0.0, 1.0}
+
+
+@pytest.mark.parametrize("kind", ["dense", "project", "kv"])
+def test_ranks_answer_what_one_does(model: Model, kind: str) -> None:
+    jobs = [model.job(seed, num_inference_steps=3) for seed in (3, 4)]
+    primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
+
+    def run(rank: Rank) -> list[Any]:
+        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
+        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * model.adapter.blocks)
+
+    [expected] = by_ranks(model.adapter, 1, run)
+    for found in by_ranks(model.adapter, 2, run):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+
+
+def test_anchors_of_its_own_hold_the_context_too(model: Model) -> None:
+    """At each step an anchor: dense. Between anchors the context is foretold with the rest."""
+    job = model.job(3, num_inference_steps=6, strength=1.0, mask_ring=1)
+    dense = result(model.replay, model.adapter.dense_row(job))
+
+    def own(*steps: int) -> tuple[Any, NDArray[np.float32]]:
+        plan = OwnPlan(frozenset(steps), "model", True)
+        row: Any = model.adapter.anchored_row(job, plan)
+        reader, kinds = OwnReader(row, model.adapter.blocks), ("kv",) * model.adapter.blocks
+        while row.step < row.steps:
+            read: Any = None if row.step in steps else reader.turn_to(row.step)
+            model.adapter.step([row], plan_of_kinds(kinds) if read else None, [read])
+        return row, row.result().array()
+
+    row, found = own(*range(6))
+    gh, gw = row.grid
+    active = np.zeros(gh * gw, bool)
+    active[row.inactive.active] = True
+    at = active.reshape(gh, gw).repeat(2, 0).repeat(2, 1)
+    assert_equal(found[:, at], dense[:, at])
+    row, near = own(0, 3)
+    tokens = len(row.text) + 2 * gh * gw - int(active.sum())
+    assert row.own.nbytes == model.adapter.blocks * tokens * 4 * 4 * model.adapter.weights.width
+    assert 0 < np.abs(near[:, at] - dense[:, at]).max() < np.abs(dense).max()
+
+
+def test_int8_weights_serve_it(model: Model) -> None:
+    """Near to the plain ones, and cached rows beside dense ones of the same weights."""
+    adapter = load_adapter(config_of(model.folder, model={"weights": "int8"}))
+    replay = Replay(adapter)
+    jobs = [model.job(seed, num_inference_steps=3) for seed in range(20, 24)]
+    cached_rows.check_mixed_batch(replay, model.encoder, jobs, "kv")
+    job = jobs[0]
+    plain = result(model.replay, model.adapter.dense_row(job))
+    found = result(replay, adapter.dense_row(job))
+    assert 0 < np.abs(found - plain).max() < 0.1 * np.abs(plain).max()

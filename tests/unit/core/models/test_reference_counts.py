@@ -1,0 +1,48 @@
+"""docs/models.md's table of counts is what is counted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from maskserve_core.models import flux, flux2
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.planning.flops import ModelWork
+from maskserve_harness.published_models import FLUX_DEV, KLEIN_4B, KLEIN_9B
+
+ROOT = Path(__file__).parents[4]
+SIZE = (128, 128, 0)
+WORK = {
+    "FLUX.1 dev, for comparison": flux.count(FLUX_DEV, *SIZE, recorded=False, references=0),
+    "FLUX.1 Kontext": flux.count(FLUX_DEV, *SIZE, recorded=False, references=1),
+    "FLUX.2 klein 4B": flux2.count(KLEIN_4B, *SIZE, recorded=False, references=1),
+    "FLUX.2 klein 9B": flux2.count(KLEIN_9B, *SIZE, recorded=False, references=1),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_the_table_is_what_is_counted(name: str) -> None:
+    work: ModelWork = WORK[name]
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    line = next(
+        line for line in text.splitlines() if line.startswith(f"| {name} |") and " / " in line
+    )
+    told = [float(number) for number in re.findall(r"\d+\.\d+", line)]
+    rows = [work.row_at(m, 512) for m in (0.05, 0.11, 0.2, 0.35)]
+    dense = work.step_flops([work.row_at(1.0, 512)], "dense")
+    limits = [dense / work.step_flops([row], "kv") for row in rows]
+    nbytes = entry_bytes(work, "kv", FORMATS["int4"]) / 2**30
+    assert told == [round(dense / 1e12, 1), *(round(each, 1) for each in limits), round(nbytes, 2)]
+
+
+def test_a_context_is_no_part_of_a_mask_and_of_what_attends() -> None:
+    """(N + R + T) / (T + m N), as all that is not attention is linear in the tokens computed."""
+    work = WORK["FLUX.1 Kontext"]
+    [whole] = work.tokens
+    assert (whole, work.context) == (8192, 4096)
+    row = work.row_at(0.11, 512)
+    assert row.active == (0.11 * 4096,)
+    dense, cached = (work.step_flops([row], kind) for kind in ("dense", "kv"))
+    assert dense / cached == pytest.approx((whole + 512) / (512 + 0.11 * 4096), rel=0.01)
