@@ -170,7 +170,9 @@ class Bench:
         row = self.row(ratio, seed)
         assert row.inactive is not None
         given: Any = row.inactive.outside
-        row.inactive.outside = OwnOutside(given.clean, given.condition, None, given.clean)
+        row.inactive.outside = OwnOutside(
+            given.clean, given.condition, None, given.clean, given.context
+        )
         sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
         walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
         row.schedule = Schedule(sigmas.to(self.device), tuple(walk))
