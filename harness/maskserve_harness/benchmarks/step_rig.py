@@ -262,12 +262,12 @@ class Bench:
 
     @cached_property
     def _cis(self) -> torch.Tensor:
-        pictures = 1 + self.references
+        pictures, (height, width) = 1 + self.references, self.grid
         if self.flux2:
-            ids = ids_of(pictures, *self.grid, self.text)
+            ids = ids_of(pictures, height, width, self.text)
         else:
-            ids = torch.zeros(self.text + pictures * self.grid[0] * self.grid[1], 3)
-            ids[self.text :] = torch.cartesian_prod(*map(torch.arange, (pictures, *self.grid)))
+            ids = torch.zeros(self.text + pictures * height * width, 3)
+            ids[self.text :] = torch.cartesian_prod(*map(torch.arange, (pictures, height, width)))
         cos, sin = self.model.pos_embed(ids.to(self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
