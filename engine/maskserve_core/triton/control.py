@@ -187,7 +187,8 @@ class WorkerControl:
             case "prime":
                 return self._prime(self._named(operation))
             case "pin" | "unpin":
-                return self._pin(operation["op"], self._named(operation))
+                name, scope = self._named(operation), operation.get("scope", NO_SCOPE)
+                return self._pin(operation["op"], name, scope)
             case "evict":
                 return self._evict(self._named(operation), operation.get("scope", NO_SCOPE))
             case "adapters":
@@ -310,13 +311,14 @@ class WorkerControl:
         state = prime_template(self._api, encoded, facts, self._config)
         return {"template_id": name, **state}
 
-    def _pin(self, op: str, name: str) -> dict[str, Any]:
+    def _pin(self, op: str, name: str, scope: str) -> dict[str, Any]:
         """Keep what is cached of a template, and will be, from eviction; or no longer. A result
         that is pinned does not expire.
         """
         if op == "pin":
             self._templates.keep(name)
-        found = ask_denoiser(self._api, {"op": op, "template_id": name})["found"]
+        asked = {"op": op, "template_id": name, **({"scope": scope} if op == "pin" else {})}
+        found = ask_denoiser(self._api, asked)["found"]
         if not found and name not in self._templates.ids():
             if op == "pin":
                 # The engine pins what is to come, too: a refusal must not leave that behind.

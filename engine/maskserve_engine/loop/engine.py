@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
@@ -177,13 +178,17 @@ class Engine:
         ready = self.prepared(job)
         return self.ask(lambda: self.manager.prime(ready))
 
-    def pin(self, template_id: str, *, pinned: bool) -> Future[bool]:
-        """Pin or unpin; whether there was something to do it to."""
+    def pin(self, template_id: str, owner: str = NO_SCOPE) -> Future[bool]:
+        """Pin for a client; whether there was something to do it to."""
         cache = self._cache
         if cache is None:
             return self.ask(lambda: False)
-        change = cache.pins.pin if pinned else cache.pins.unpin
-        return self.ask(lambda: change(template_id))
+        return self.ask(lambda: cache.pins.pin(template_id, owner))
+
+    def unpin(self, template_id: str) -> Future[bool]:
+        """Undo it; whether there was something to undo."""
+        cache = self._cache
+        return self.ask(lambda: False if cache is None else cache.pins.unpin(template_id))
 
     def evict(self, template_id: str) -> Future[int]:
         """Bytes given back."""

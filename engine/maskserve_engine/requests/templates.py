@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import Anchor, TemplateKey, nearest_anchor
+from maskserve_core.contracts.keys import NO_SCOPE, Anchor, TemplateKey, nearest_anchor
+from maskserve_core.errors import Overloaded
 from maskserve_core.models.facts import anchor_stride, dense_steps
+from maskserve_core.shares import room
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
@@ -137,7 +139,8 @@ class ReuseCounter:
 
 
 class Pins:
-    """Pins by template; a template has entries under several keys (text lengths, formats).
+    """Pins by template; a template has entries under several keys (text lengths, formats). Of each
+    tier who pins has a share (`core.shares`); operators have all of it.
 
     Args:
         store: of the entries.
@@ -147,12 +150,22 @@ class Pins:
         self._store = store
         self._keys: dict[str, set[str]] = {}
         """Template ids that are pinned, and the keys that are for it."""
+        self._owners: dict[str, str] = {}
+        """Template ids that are pinned, and for whom."""
 
     def __contains__(self, template_id: str) -> bool:
         return template_id in self._keys
 
-    def pin(self, template_id: str) -> bool:
-        """Keep a template's entries, those to come too, from eviction; whether any are held."""
+    def pin(self, template_id: str, owner: str = NO_SCOPE) -> bool:
+        """Keep a template's entries, those to come too, from eviction; whether any are held.
+
+        Raises:
+            Overloaded: the owner has its share of a tier pinned.
+        """
+        if template_id not in self:
+            if not self._has_room(template_id, owner):
+                raise Overloaded("this key has its share of the cache pinned; unpin a template")
+            self._owners[template_id] = owner
         self._keys.setdefault(template_id, set())
         keys = self._store.keys_of(template_id)
         for key in keys:
@@ -160,8 +173,9 @@ class Pins:
         return bool(keys)
 
     def primed(self, template_id: str, key: str) -> None:
-        """Entries are whole: they are kept if their template is pinned."""
-        if template_id in self._keys:
+        """Entries are whole: they are kept if their template is pinned, and there is room."""
+        owner = self._owners.get(template_id)
+        if owner is not None and self._has_room(template_id, owner):
             self._keys[template_id].add(key)
             self._store.pin(key, pinned=True)
 
@@ -174,9 +188,26 @@ class Pins:
             for key, held in templates.items()
             if key in keys
         )
+        self._owners.pop(template_id, None)
         for key in self._keys.pop(template_id, set()).union(keys):
             self._store.pin(key, pinned=False)
         return pinned
+
+    def _has_room(self, template_id: str, owner: str) -> bool:
+        """Whether all that is held of the template is in its owner's share of each tier."""
+        held = self._store.held()
+        for tier in self._store.tiers if owner != NO_SCOPE else ():
+            total = own = more = 0
+            for each in held.get(tier.name, {}).values():
+                name = each.note.template_id
+                if name == template_id:
+                    more += each.nbytes
+                elif each.pinned:
+                    total += each.nbytes
+                    own += each.nbytes if self._owners.get(name) == owner else 0
+            if more > room(tier.budget_bytes, total, own, owner):
+                return False
+        return True
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the device keeps what nobody asked for, none being primed."""

@@ -193,8 +193,11 @@ class DenoiserFrontend:
                     self._job(EditRequest.from_json(template.encode()), request)
                 )
                 _reply_when_done(state, answer, lambda said: {"state": said})
-            case {"op": "pin" | "unpin" as op, "template_id": str(template_id)}:
-                done = self._engine.pin(template_id, pinned=op == "pin")
+            case {"op": "pin", "template_id": str(template_id), "scope": str(scope)}:
+                done = self._engine.pin(template_id, scope)
+                _reply_when_done(done, answer, lambda found: {"found": found})
+            case {"op": "unpin", "template_id": str(template_id)}:
+                done = self._engine.unpin(template_id)
                 _reply_when_done(done, answer, lambda found: {"found": found})
             case _:
                 raise InvalidRequest(

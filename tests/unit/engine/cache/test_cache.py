@@ -472,16 +472,39 @@ def test_a_pinned_template_stays_when_others_need_room(tiny_fill: Path, encoder:
     probe.close(5.0)
     engine = make_engine(tiny_fill, encoder, budget_bytes=max(size, 250_000))
     pinned = job(encoder, 17, "a", cache="require")
-    engine.pin(pinned.request.template_id, pinned=True).result(30)
+    engine.pin(pinned.request.template_id).result(30)
     edit(engine, pinned)
     assert edit(engine, job(encoder, 18, "b")).meta["cache"] == "miss"
     refused = Sink()
     engine.submit(job(encoder, 18, "c", reproducible=True), refused)
     assert isinstance(refused.error(), EngineFailed)
     assert edit(engine, job(encoder, 17, "c")).meta["cache"] == "hit"
-    assert engine.pin(pinned.request.template_id, pinned=False).result(30)
+    assert engine.unpin(pinned.request.template_id).result(30)
     engine.cache.store.check_integrity()
     assert not engine.cache.templates()[0]["pinned"]
+    engine.close(5.0)
+
+
+def test_of_what_may_be_pinned_each_key_has_a_share(tiny_fill: Path, encoder: Encoder) -> None:
+    """One key pinned all that fits: nothing of anybody else's was kept."""
+    probe = make_engine(tiny_fill, encoder)
+    edit(probe, job(encoder, 17, "p", cache="require"))
+    size = probe.cache.store.memory.nbytes
+    probe.close(5.0)
+    engine = make_engine(tiny_fill, encoder, budget_bytes=int(4.5 * size))
+    names = []
+    for number in range(4):
+        one = job(encoder, 17 + number, f"e{number}", cache="require")
+        edit(engine, one)
+        names.append(one.request.template_id)
+    for name in names[:2]:
+        assert engine.pin(name, "greedy").result(30)
+    with pytest.raises(Overloaded, match="this key has its share of the cache pinned"):
+        engine.pin(names[2], "greedy").result(30)
+    assert engine.pin(names[2], "modest").result(30)
+    assert engine.pin(names[3]).result(30), "an operator may have all"
+    assert engine.unpin(names[0]).result(30)
+    engine.cache.pins.check_integrity()
     engine.close(5.0)
 
 

@@ -76,8 +76,8 @@ def test_a_template_seen_again_is_not_primed(engine: Engine, encoder: Encoder) -
 def test_what_is_asked_of_a_cache_is_answered(engine: Engine, encoder: Encoder) -> None:
     name = job(encoder, 1, "one").request.template_id
     assert engine.templates().result(30) == []
-    assert engine.pin(name, pinned=True).result(30) is False
-    assert engine.pin(name, pinned=False).result(30) is False
+    assert engine.pin(name).result(30) is False
+    assert engine.unpin(name).result(30) is False
     assert engine.evict(name).result(30) == 0
     with pytest.raises(AssertionError, match="enabled"):
         engine.cache  # noqa: B018
