@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -88,10 +89,16 @@ async def run(target: Target, until: float, report: Path, names: Sequence[str] =
     report.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 
-def main(target: Target, until: float, report: Path, names: Sequence[str] = ()) -> None:
-    """`run`, as the whole of a process."""
+def main(
+    target: Target, seconds: float, report: Path, names: Sequence[str], ready: Event, go: Event
+) -> None:
+    """`run`, as the whole of a process: what takes long to make is made before."""
     os.nice(5)
-    asyncio.run(run(target, until, report, names))
+    made = (_zipped(159 * _MIB), _huge_mask(), _many_values(), _large_registration())
+    assert all(made)
+    ready.set()
+    go.wait()
+    asyncio.run(run(target, time.time() + seconds, report, names))
 
 
 # What requests are made of
@@ -216,9 +223,13 @@ async def registrations_beside_evictions(target: Target) -> Iterable[str]:
     return await calls(target, [register, evict] * 10)
 
 
+@cache
+def _large_registration() -> bytes:
+    return operation("register", image="A" * 40 * _MIB)
+
+
 async def large_registrations(target: Target) -> Iterable[str]:
-    image = "A" * 40 * _MIB
-    return await calls(target, [operation("register", image=image) for _ in range(4)])
+    return await calls(target, [_large_registration()] * 4)
 
 
 async def kept_results(target: Target) -> Iterable[str]:
@@ -243,11 +254,15 @@ async def inflating_bodies(target: Target) -> Iterable[str]:
     return await asyncio.gather(*(asked(target.http, path, body, headers) for _ in range(30)))
 
 
+@cache
+def _many_values() -> bytes:
+    return b'{"inputs": [], "parameters": {' + b",".join(b'"%d":1' % i for i in range(10**6))
+
+
 async def json_of_many_values(target: Target) -> Iterable[str]:
-    body = b'{"inputs": [], "parameters": {' + b",".join(b'"%d":1' % i for i in range(10**6))
     paths = ("/v2/models/edit/infer", "/v2/models/edit/generate", "/v1/images/edits")
     headers = _key(target, **{"Content-Type": "application/json"})
-    return [await asked(target.http, path, body, headers) for path in paths]
+    return [await asked(target.http, path, _many_values(), headers) for path in paths]
 
 
 async def messages_of_many_fields(target: Target) -> Iterable[str]:

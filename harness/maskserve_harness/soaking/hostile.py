@@ -232,6 +232,12 @@ def hostile_soak(
         )
         peak, page_peak = Peak(lambda: router.pid), Peak(lambda: page.pid)
         seconds = 60 * options.minutes
+        report, processes = options.out / "attacks.json", multiprocessing.get_context("spawn")
+        ready, go = processes.Event(), processes.Event()
+        given = (target, seconds, report, names, ready, go)
+        attacker = processes.Process(target=attacks.main, args=given, daemon=True)
+        attacker.start()
+        ready.wait(_ANSWER_S)
         options.say("honest clients alone")
         calm, attacked = Book(), Book()
         cpu = CpuTime({"router": router.pid, "worker": worker.pid})
@@ -240,11 +246,7 @@ def hostile_soak(
         _write_keys(config, (*_HONEST, _ATTACKER, _PAGE))
         _get(router.ports.metrics, "/reload", post=True)
         options.say("the attacks begin")
-        report = options.out / "attacks.json"
-        attacker = multiprocessing.get_context("spawn").Process(
-            target=attacks.main, args=(target, time.time() + seconds, report, names), daemon=True
-        )
-        attacker.start()
+        go.set()
         _edit_for(seconds, clients, stop, attacked)
         cpu.book("attacked")
         attacker.join(90.0)

@@ -208,6 +208,7 @@ def test_whatever_a_header_holds_it_is_read_or_refused(raw: bytes, base: BaseLay
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @given(raw=files())
 @settings(max_examples=100_000)
 def test_whatever_a_header_holds_for_ten_minutes(raw: bytes, base: BaseLayers) -> None:
