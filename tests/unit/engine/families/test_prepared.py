@@ -157,6 +157,9 @@ def test_the_engines_thread_draws_nothing(tiny_fill: Path, monkeypatch: pytest.M
 
 _POOLS = """
 import os, threading
+from maskserve_core.config import Config
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+hide_unused_libraries(Config(), text=False)
 import numpy as np, torch
 from maskserve_harness.benchmarks.admission import large_job, meta_engine
 
