@@ -139,7 +139,10 @@ def test_a_format_is_near(adapter: UnetAdapter, encoder: Encoder, format: str) -
 def test_a_format_has_no_tokens_where_a_level_has_no_others(
     adapter: UnetAdapter, encoder: Encoder
 ) -> None:
-    job = make_job(encoder, 5, mask_ring=4)
+    job = make_job(encoder, 5, mask_ring=0)
+    mask = np.zeros_like(job.edit_mask)
+    mask[::16, ::16] = 255  # in each token of the coarsest level
+    job = replace(job, edit_mask=mask)
     active = adapter.prepare(job).prepared.active.levels
     assert len(active[max(active)]) == adapter.work(*job.moments.shape[1:]).tokens[-1]
     assert np.isfinite(result(adapter, job, plan(0, 3, format="int8"))).all()
