@@ -39,6 +39,7 @@ from maskserve_core.errors import (
     EngineFailed,
     InvalidRequest,
     MaskserveError,
+    split_code,
 )
 from maskserve_core.worker.logs import about
 from maskserve_core.workflows.node_types import EDIT, WorkflowError
@@ -255,8 +256,11 @@ class _Driven:
                 raise
             self._machine.lost(task.key)
             return
-        except InvalidRequest as error:
-            raise InvalidRequest(task.key, error.message) from None
+        except (InvalidRequest, Failure) as error:
+            if error.code != InvalidRequest.code:
+                raise
+            text = error.details if isinstance(error, Failure) else str(error)
+            raise InvalidRequest(task.key, split_code(text)[1]) from None
         asked = said.pop("tries", 1) + tries - 1
         told = {"key": task.key, "node": task.call.node, "tries": asked, **said}
         self.told.append(told)

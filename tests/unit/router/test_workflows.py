@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
@@ -17,6 +18,7 @@ from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.run import seed_of
 from maskserve_core.workflows.values import Judgement
 from maskserve_router.edit_call import check_request
+from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyHolder
 from maskserve_router.node_pool import Made
 from maskserve_router.workflows import Workflows
@@ -124,6 +126,19 @@ async def test_a_node_that_was_lost_alone_runs_again() -> None:
     assert {each["tries"] for each in meta["nodes"] if each["key"] == "best-1"} == {3}
     with pytest.raises(EngineFailed, match="its server has died"):
         await run(Nodes(best=3), Edits(), request())
+
+
+async def test_what_a_node_refuses_names_the_node() -> None:
+    class Refusing(Nodes):
+        async def call(self, task: Any) -> Made:
+            text = "[INVALID_REQUEST] name: 'a boat' is not found in the picture"
+            raise Failure(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+    with pytest.raises(InvalidRequest) as refused:
+        await run(Refusing(), Edits(), request())
+    assert refused.value.message == (
+        "each-1[0]/shows-1: name: 'a boat' is not found in the picture"
+    )
 
 
 async def test_a_cancel_or_deadline_ends_every_node() -> None:
