@@ -378,7 +378,9 @@ class ProvenanceConfig(Table, frozen=True):
 class SafetyConfig(Table, frozen=True):
     """`[safety]`: the operator's own check (docs/operations.md)."""
 
-    check: Annotated[str, Meta(pattern=r"\A([\w.]+:\w+)?\Z", description="MODULE:FUNCTION")] = ""
+    check: Annotated[
+        str, Meta(pattern=r"\A(\S+:\w+)?\Z", description="FILE.py:FUNCTION or MODULE:FUNCTION")
+    ] = ""
     """Function that sees source, prompt and every picture that is made, previews too, and says why
     one is refused, or None; empty: none."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from contextlib import closing
 from pathlib import Path
 
@@ -36,16 +35,15 @@ def check(source, prompt, made):
 
 
 def test_a_worker_with_a_certificate_signs_and_one_with_a_check_asks_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path
 ) -> None:
     chain, key = write_signer(tmp_path)
     config = tmp_path / "worker.toml"
     config.write_text(
         f'[provenance]\ncertificate = "{chain}"\nprivate_key = "{key}"\n'
-        '[safety]\ncheck = "an_operators_check:check"\n'
+        f'[safety]\ncheck = "{tmp_path}/a_check.py:check"\n'
     )
-    (tmp_path / "an_operators_check.py").write_text(CHECK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "a_check.py").write_text(CHECK)
     options = ServeOptions(
         model=str(model),
         base_port=free_base_port(),

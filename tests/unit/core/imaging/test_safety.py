@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -54,11 +56,19 @@ def test_what_it_cannot_judge_does_not_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "named", ["no_such_module:check", "json:no_such_function", "json:__name__"]
+    "named", ["no_such_module:check", "json:no_such_function", "json:__name__", "/no/such.py:check"]
 )
 def test_a_check_that_is_not_there_is_told_at_start(named: str) -> None:
     with pytest.raises(ConfigError, match=r"safety\.check: " + named):
         load_check(Config(safety=SafetyConfig(check=named)))
+
+
+def test_a_check_may_lie_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def check(source, prompt, made):\n    return 'no'\n")
+    found = load_check(Config(safety=SafetyConfig(check=f"{tmp_path}/own.py:check")))
+    assert found is not None
+    with pytest.raises(Refused, match="no"):
+        answer(found)
 
 
 def test_none_is_asked_for() -> None:
