@@ -71,11 +71,12 @@ def draw_named(
         alpha = coverage(shape, (x, y), radius, size)
         if rng.random() < _HOLLOW:
             alpha = alpha - coverage(shape, (x, y), radius * HOLE, size)
-        behind = picture[alpha > 0.5]
+        covered = alpha > 0.5
+        behind = picture[covered]
         if len(behind) == 0 or np.linalg.norm(behind - rgb, axis=1).min() < MIN_CONTRAST:
             continue
-        picture = picture * (1 - alpha[..., None]) + rgb * alpha[..., None]
-        things.append(Thing(colour, shape, alpha > 0.5))
+        picture = (picture * (1 - alpha[..., None]) + rgb * alpha[..., None]).astype(np.float32)
+        things.append(Thing(colour, shape, covered))
         taken.append((x, y, radius))
     return NamedScene(to_bytes(picture), tuple(things))
 

@@ -205,9 +205,8 @@ def hostile_soak(
         say=options.say,
     )
     with Supervisor(serve) as supervisor, ExitStack() as opened:
-        worker, router, service = supervisor.workers[0], supervisor.router, supervisor.service
+        worker, router, (service,) = supervisor.workers[0], supervisor.router, supervisor.services
         assert router is not None
-        assert service is not None
         page_port = free_base_port(1)
         page = opened.enter_context(_page(router.grpc_url, page_port, options.out / "page.log"))
         native = load_facts(options.model, worker.config.model.native_resolution).native_resolution
