@@ -205,8 +205,8 @@ MUTATIONS = (
     Mutation(
         "the edit is pasted without its weights",
         f"{_CORE}/imaging/postprocess.py",
-        "out.paste(edited, (left, top), mask=part)",
-        "out.paste(edited, (left, top))",
+        "out.paste(as_mode(edited, out.mode), (left, top), mask=part)",
+        "out.paste(as_mode(edited, out.mode), (left, top))",
         f"{_UNIT}/core/imaging/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
     ),
     Mutation(

@@ -89,6 +89,10 @@ class _Prompts(NamedTuple):
     """Nothing had to be computed."""
     batch: int
     """Prompts in one call of the text encoders."""
+    tokens: dict[str, dict[str, TokensRead]]
+    """How much of each prompt is read. Counted where prompts are encoded: a tokenizer keeps the
+    padding of a call as its own state, so that two threads would change each other's.
+    """
 
 
 class _Pictures(NamedTuple):
@@ -198,7 +202,7 @@ class EditEncoder:
                     template="kept" if pictures.kept else "made",
                     masked="whole" if pictures.whole else "pieces",
                     batch=max(text.batch, pictures.batch),
-                    tokens=self._tokens(each.edit),
+                    tokens=text.tokens,
                 )
                 made = encoded, report
             except Exception as error:
@@ -218,7 +222,6 @@ class EditEncoder:
         return work if self._texts is None else self._texts.begin(work)
 
     def _tokens(self, edit: EditRequest) -> dict[str, dict[str, TokensRead]]:
-        """How much of each prompt is read."""
         texts = {"prompt": edit.prompt, "negative_prompt": edit.settings.negative_prompt}
         return {name: self._read(text) for name, text in texts.items() if text is not None}
 
@@ -277,7 +280,7 @@ class EditEncoder:
                 found |= {key: self._embeddings(key) for key in missing}
         found = kept | found
         negative = found[keys[1]] if len(keys) == 2 else None
-        return _Prompts(found[keys[0]], negative, not made, batch)
+        return _Prompts(found[keys[0]], negative, not made, batch, self._tokens(edit))
 
     def _embeddings(self, key: PromptKey) -> Conditioning:
         """Computed alone. The key's LoRAs are applied by who calls."""

@@ -78,7 +78,7 @@ async def test_a_message_that_was_refused_is_kept_by_nobody(monkeypatch: pytest.
 
     held: list[weakref.ref[Large]] = []
 
-    def parse(raw: bytes) -> pb.ModelInferRequest:
+    def parse(raw: bytes, models: object) -> pb.ModelInferRequest:
         large = Large()
         held.append(weakref.ref(large))
         raise InvalidRequest("inputs", "are refused")

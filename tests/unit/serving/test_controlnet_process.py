@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from maskserve_core.config import cores
-from maskserve_serving.controlnet import ControlNetProcess
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
+from maskserve_serving.service import ControlNetProcess
 from maskserve_serving.spec import Spec
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from maskserve_core.errors import Overloaded
 from maskserve_core.imaging.masks import component_boxes
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.priming_prompt import PromptFile
-from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.encoder import Encoder, TextEncoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.stages.encoded import Encoded
+from maskserve_engine.stages.encoded import Encoded, TokensRead
 from maskserve_engine.stages.vae_pieces import PixelBox
 from maskserve_engine.triton.encoder import EditEncoder, ToEncode
 from maskserve_harness.benchmarks.direct import Direct, request_of
@@ -337,6 +338,27 @@ def test_edits_encoded_together_are_as_each_alone(
                 assert report.batch >= 4
                 near(found, expected)
     kept.close()
+
+
+def test_one_thread_alone_asks_the_tokenizers(
+    tmp_path: Path, tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs is the padding of the last call, whoever made it."""
+    config = structs.replace(config_of(tiny_fill), runtime_dir=str(tmp_path))
+    kept = EditEncoder(load_encoder(config), config, texts_aside=True)
+    asked = set()
+    own = TextEncoder.read_of
+
+    def read_of(encoder: TextEncoder, prompt: str) -> TokensRead:
+        asked.add(threading.current_thread().name)
+        return own(encoder, prompt)
+
+    monkeypatch.setattr(TextEncoder, "read_of", read_of)
+    case = random_case(np.random.default_rng())
+    kept.encode(edit_of(case), case.pixels, case.mask)
+    kept.close()
+    assert len(asked) == 1
+    assert asked.isdisjoint({threading.current_thread().name})
 
 
 def near(found: Encoded, expected: Encoded) -> None:

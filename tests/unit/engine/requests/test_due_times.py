@@ -76,7 +76,7 @@ def test_every_end_but_the_clients_own_doing_is_a_hit_or_a_miss() -> None:
     assert (slo_outcome("OK", 0.0), slo_outcome("OK", -0.001)) == ("met", "late")
     outcomes = {code: slo_outcome(code, 1.0) for code in CODES}
     assert {code for code, outcome in outcomes.items() if outcome is None} == {
-        "CANCELLED", "INVALID_REQUEST", "TEMPLATE_NOT_FOUND", "ADAPTER_NOT_FOUND",
+        "CANCELLED", "INVALID_REQUEST", "TEMPLATE_NOT_FOUND", "ADAPTER_NOT_FOUND", "REFUSED",
     }  # fmt: skip
     assert {"met", "late"} | {o for o in outcomes.values() if o} == set(SLO_OUTCOMES)
 
