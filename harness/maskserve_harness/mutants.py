@@ -212,8 +212,8 @@ MUTATIONS = (
     Mutation(
         "tokens outside come back as they were left",
         f"{_ENGINE}/families/flow/rows.py",
-        "tokens[self.inactive.index] = self.inactive.outside.clean.to(computed.dtype)",
-        "tokens[self.inactive.index] = 0.0",
+        "tokens[self.inactive.index[: len(clean)]] = clean",
+        "tokens[self.inactive.index[: len(clean)]] = 0.0",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
     ),
     # What a step adds of a ControlNet service.

@@ -122,7 +122,8 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         pictures = 1 + self.facts.semantics.reference
         ids = torch.zeros(text + pictures * height * width, 3, device=self.device)
         # The picture's number, row and column.
-        ids[text:] = torch.cartesian_prod(*map(torch.arange, (pictures, height, width)))
+        axes = [torch.arange(n, device=self.device) for n in (pictures, height, width)]
+        ids[text:] = torch.cartesian_prod(*axes)
         cos, sin = self.model.pos_embed(ids)  # each angle stands twice, side by side
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flow.preparation import PATCH, FlowPreparation, unpack_latents
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.weights import FluxWeights
@@ -70,7 +71,7 @@ class Flux2Adapter(FluxAdapter):
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
         ids = ids_of(1 + self.facts.semantics.reference, height, width, text)
-        cos, sin = self.model.pos_embed(ids.to(self.device))
+        cos, sin = self.model.pos_embed(*to_device([ids], self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
 

@@ -68,6 +68,7 @@ def config_for(folder: Path, devices: int, nets: Path | None = None) -> Config:
             "dense_above_ratio": 1.0,
             "plan": "fixed",
             "budget_bytes": 2**28,
+            "own_text": "computed",  # as several devices have it in any case
         },
         controls={"folder": str(nets or "")},
     )
