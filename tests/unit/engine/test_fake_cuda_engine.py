@@ -64,16 +64,16 @@ class Watched(LocalExecutor):
     def run(self, step: StepInput, exchange: Exchange | None = None) -> StepResult:
         result = super().run(step, exchange)
         self._loop.primed = any(row.startswith("prime:") for row in step.rows)
-        self._loop.ran = [(each.row, each.read) for each in result.rows]
+        self._loop.ran = [(each.row, each.read, each.text) for each in result.rows]
         return result
 
 
 class Loop:
     """An engine on the fake device that a test turns by hand; each turn is judged.
 
-    None may wait. One that makes no row, and whose rows are those of the turn before, copies
-    nothing between host and device but answers and previews, and for priming rows, whose tokens
-    change.
+    None may wait. One that makes no row, and whose rows are those of the turn before and leave out
+    what they left out then, copies nothing between host and device but answers and previews, and
+    for priming rows, whose tokens change.
     """
 
     def __init__(self, folder: Path, real: Real, encoder: Encoder, cuda: FakeCuda) -> None:
@@ -92,8 +92,8 @@ class Loop:
             executor=lambda adapter, store: Watched(adapter, store, self),
         )
         self.engine._output.start()
-        self.ran: list[tuple[str, bool]] = []
-        """Rows of the last turn, and whether each read an entry."""
+        self.ran: list[tuple[str, bool, bool]] = []
+        """Rows of the last turn, and whether each read an entry and computed its text."""
         self.steady = 0
         """Turns in which nobody came or went."""
         self.primed = False
@@ -161,12 +161,12 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
             loop.engine.cancel(str(rng.choice(list(sinks))))
         if len(loop.engine.manager.scheduler) or not loop.engine._inbox.empty():
             loop.turn()
-            reads |= any(read for _, read in loop.ran)
+            reads |= any(read for _, read, _ in loop.ran)
     asked = {"num_inference_steps": 12, "cache": "require"}
     last = loop.submit(0, "last", **asked)
     while not last.events:
         loop.turn()
-        reads |= any(read for _, read in loop.ran)
+        reads |= any(read for _, read, _ in loop.ran)
     assert last.final().meta["cache"] == "hit"
     assert reads
     while len(loop.engine.manager.scheduler):
