@@ -14,10 +14,12 @@ from maskserve_core.contracts.meta import STAGES
 from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.collector import Collector, Span, draw
+from tests.fakes.pictures import blob_mask, scene
 from tests.support.calls import (
     TIMEOUT_S,
     Grpc,
     InferenceServerException,
+    edit_inputs,
     plain_edit,
     tensors,
 )
@@ -154,7 +156,8 @@ def test_an_edit_through_a_router_is_one_trace(
 
 
 def test_waiting_for_a_template_shows(worker: WorkerProcess, kept: Collector) -> None:
-    over_grpc(worker, plain_edit(cache="require"), header("3" * 32))
+    own = edit_inputs(scene(64, 64, seed=333), blob_mask(64, 64), cache="require")
+    over_grpc(worker, own, header("3" * 32))  # of a picture that no other test has primed
     spans = trace_of(kept, "3" * 32, "wait_prime", "pipeline", *STAGES)
     order = ("encode", "prepare", "wait_prime", "queue", "denoise")
     assert [span.name for span in kept.trace("3" * 32) if span.name in order] == list(order)

@@ -28,15 +28,19 @@ OWN_RULE = OwnRule(0.35, "int8", text=True)
 """Where nothing says another."""
 
 
+_LEAST_STEPS = 4
+
+
 def own_steps(steps: int, stride: float) -> frozenset[int]:
     """Anchors of an edit that reads no template: the first step, and one of every `stride` of the
-    schedule, two steps apart at least; none where these would be more than half of all.
+    schedule, two steps apart at least; none where these would be more than half of all, and of
+    fewer than four steps: one dense step alone foretells too little of so short a schedule.
 
     Args:
         steps: of the edit.
         stride: as a share of the schedule; 0: none.
     """
-    chosen = clock_steps(steps, stride) if stride else frozenset[int]()
+    chosen = clock_steps(steps, stride) if stride and steps >= _LEAST_STEPS else frozenset[int]()
     return chosen if 2 * len(chosen) <= steps else frozenset()
 
 
