@@ -38,7 +38,8 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
 def text_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     """At which steps an edit computes its text beside a template's entries; None: at all."""
     joint, settings = adapter.work(*job.moments.shape[1:]).joint, job.request.settings
-    if not joint or settings.first_block_threshold:
+    # Whether there is room for the text depends on the load, so a reproducible edit computes it.
+    if not joint or settings.first_block_threshold or settings.reproducible:
         return None
     plan = _plan(config, adapter, adapter.steps(job), text=True)
     return plan if plan is not None and plan.text else None
