@@ -222,9 +222,7 @@ def _time_text(module: Any) -> TimeTextEmbed:
     return TimeTextEmbed(module.time_proj, time, two("guidance_embedder"), text)
 
 
-_OF_DOUBLE = {
-    "norm1.linear": ("image.vectors", 0),
-    "norm1_context.linear": ("text.vectors", 0),
+JOINT_ATTENTION = {
     "attn.to_q": ("image.qkv", 0),
     "attn.to_k": ("image.qkv", 1),
     "attn.to_v": ("image.qkv", 2),
@@ -233,6 +231,12 @@ _OF_DOUBLE = {
     "attn.add_k_proj": ("text.qkv", 1),
     "attn.add_v_proj": ("text.qkv", 2),
     "attn.to_add_out": ("text.out", 0),
+}
+"""Of a block of two streams, as diffusers names its layers."""
+_OF_DOUBLE = {
+    "norm1.linear": ("image.vectors", 0),
+    "norm1_context.linear": ("text.vectors", 0),
+    **JOINT_ATTENTION,
     "ff.net.0.proj": ("image.up", 0),
     "ff.net.2": ("image.down", 0),
     "ff_context.net.0.proj": ("text.up", 0),

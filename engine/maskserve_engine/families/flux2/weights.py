@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from maskserve_engine.families.flux.weights import (
+    JOINT_ATTENTION,
     Double,
     FluxWeights,
     Shared,
@@ -78,14 +79,7 @@ def _single(block: Any) -> Single:
 
 
 _OF_DOUBLE = {
-    "attn.to_q": ("image.qkv", 0),
-    "attn.to_k": ("image.qkv", 1),
-    "attn.to_v": ("image.qkv", 2),
-    "attn.to_out.0": ("image.out", 0),
-    "attn.add_q_proj": ("text.qkv", 0),
-    "attn.add_k_proj": ("text.qkv", 1),
-    "attn.add_v_proj": ("text.qkv", 2),
-    "attn.to_add_out": ("text.out", 0),
+    **JOINT_ATTENTION,
     "ff.linear_in": ("image.up", 0),
     "ff.linear_out": ("image.down", 0),
     "ff_context.linear_in": ("text.up", 0),
