@@ -174,3 +174,16 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     meta = edit(engine, job(encoder, 40, "full", num_inference_steps=20, cache="require")).meta
     assert (meta["cache"], meta.get("text_steps")) == ("hit", 20)
     idle(engine)
+
+
+def test_a_reproducible_edit_of_a_template_computes_its_text_at_every_step(
+    engine: Engine, encoder: Encoder
+) -> None:
+    """Whether there is room for the text depends on what else is held."""
+    for asked in ({"reproducible": True}, {"cache": "require"}):
+        edit_of_it = job(encoder, 41, str(asked), num_inference_steps=20, **asked)
+        meta = edit(engine, edit_of_it).meta
+        assert meta["cache"] == "hit"
+        # META tells of it where steps leave the text out.
+        assert ("text_steps" in meta) is ("cache" in asked)
+    idle(engine)
