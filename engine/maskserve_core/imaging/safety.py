@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import TypeAlias, cast
@@ -12,6 +13,8 @@ from PIL import Image
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.errors import EngineFailed, Refused
+
+log = logging.getLogger("maskserve")
 
 Check: TypeAlias = Callable[[Image.Image, str, Image.Image], str | None]
 """Of the source, the prompt and the picture that was made (RGB or RGBA, as large as the answer):
@@ -60,6 +63,7 @@ def let_pass(check: Check, source: Image.Image, prompt: str, made: Image.Image) 
     try:
         reason = check(source, prompt, made)
     except Exception as error:
+        log.exception("the operator's check of pictures failed")
         raise EngineFailed("the operator's check of pictures failed") from error
     if reason is not None:
         raise Refused(reason)
