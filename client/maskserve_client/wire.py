@@ -114,12 +114,12 @@ def workflow(
     name: str, inputs: Mapping[str, ImageInput], settings: Mapping[str, Any]
 ) -> ModelCall[tuple[dict[str, bytes], dict[str, Any]]]:
     """A run of a workflow: its outputs by name, and META."""
-    parse_settings(json.dumps(settings).encode())
+    asked = _settings_bytes(settings)
     request = service_pb2.ModelInferRequest(model_name=name)
     for key, value in inputs.items():
         raw = value.encode() if isinstance(value, str) else image_bytes(value, key)
         bytes_tensor.add_input(request, key.upper(), [raw])
-    bytes_tensor.add_input(request, "SETTINGS", [json.dumps(settings).encode()])
+    bytes_tensor.add_input(request, "SETTINGS", [asked])
 
     def read(response: service_pb2.ModelInferResponse) -> tuple[dict[str, bytes], dict[str, Any]]:
         found = {key.lower(): bytes(raw) for key, raw in bytes_tensor.outputs(response).items()}

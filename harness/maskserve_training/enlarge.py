@@ -6,7 +6,6 @@ drawn scenes. The judge is the photograph that training never sees, beside Lancz
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from transformers import Swin2SRConfig, Swin2SRForImageSuperResolution, Swin2SRI
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.demo_model.named import draw_named
 from maskserve_harness.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
-from maskserve_training.loop import Step, Training
+from maskserve_training.loop import Step, Training, node_options
 
 FOLDER: Final = CHECKOUT / "assets" / "nodes" / "enlarge"
 _CROP: Final = 32
@@ -156,13 +155,7 @@ def _psnr(picture: Picture, right: Picture) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--minutes", type=float, default=30, help="CPU time in all")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=CHECKOUT / ".cache/enlarge.pt", help="to go on from"
-    )
+    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=30, rate=2e-3)
     parser.add_argument("--judge", action="store_true", help="train nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)

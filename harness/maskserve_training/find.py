@@ -8,7 +8,6 @@ long before the decoder has learnt to choose. The head is not part of the model.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.named import NamedScene, draw_named, held_out_scenes, iou
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import phrase
-from maskserve_training.loop import Step, Training
+from maskserve_training.loop import Step, Training, node_options
 from maskserve_training.vae import to_tensor
 
 FOLDER: Final = CHECKOUT / "assets" / "nodes" / "find"
@@ -175,13 +174,7 @@ def judged(folder: Path, scenes: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--minutes", type=float, default=50, help="CPU time in all")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=CHECKOUT / ".cache/find.pt", help="to go on from"
-    )
+    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=50, rate=1.5e-3)
     parser.add_argument("--judge", type=int, metavar="N", help="train nothing; judge N scenes")
     args = parser.parse_args()
     torch.set_num_threads(1)

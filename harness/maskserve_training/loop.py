@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+
+from maskserve_harness.checkout import CHECKOUT
 
 
 class Step(NamedTuple):
@@ -123,6 +126,26 @@ class Training:
 
 
 @torch.no_grad()
+def node_options(
+    about: str, folder: Path, *, minutes: float, rate: float
+) -> argparse.ArgumentParser:
+    """What the training of a node server's model is told; the checkpoint has the folder's name.
+
+    Args:
+        about: the command, in a line.
+        folder: where the model is written.
+        minutes: of CPU time, in all.
+        rate: peak learning rate.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    add, checkpoint = parser.add_argument, CHECKOUT / ".cache" / f"{folder.name}.pt"
+    add("--minutes", type=float, default=minutes, help="CPU time in all")
+    add("--rate", type=float, default=rate, help="peak learning rate")
+    add("--out", type=Path, default=folder, help="folder to write to")
+    add("--checkpoint", type=Path, default=checkpoint, help="to go on from")
+    return parser
+
+
 def _follow(ema: nn.Module, model: nn.Module, decay: float) -> None:
     for slow, fast in zip(ema.parameters(), model.parameters(), strict=True):
         slow.lerp_(fast, 1 - decay)
