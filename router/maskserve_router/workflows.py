@@ -239,7 +239,8 @@ class _Driven:
                     for task in self._machine.ready():
                         under_way[asyncio.create_task(self._call(task))] = task
                     done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                    for each in done:
+                    # In the order of the plan: which of several refusals is told is no draw.
+                    for each in [call for call in under_way if call in done]:
                         self._ended(under_way.pop(each), each)
             return self._machine.outputs
         finally:
