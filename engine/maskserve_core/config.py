@@ -43,22 +43,20 @@ class ModelConfig(Table, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype."""
     weights: WeightForm = "bf16"
-    """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; the others
-    are made of these at start and need the extra `quantised`. `fp8`, `int8` and `int8-dynamic`
-    (which multiplies in int8, too) take a byte per weight, `nf4` half a byte and a bit."""
+    """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; others are
+    made at start and need the extra `quantised`: `fp8`, `int8`, `int8-dynamic` (which multiplies in
+    int8, too), a byte per weight; `nf4`, half a byte and a bit."""
     gguf: str = ""
-    """GGUF file whose weights take the place of a FLUX folder's transformer, as diffusers reads it:
-    products keep the file's form. It needs the extra `quantised`; not with another `weights` or
-    `fuse_loras`."""
+    """GGUF file whose weights take the place of a FLUX folder's transformer; products keep its
+    form. It needs the extra `quantised`; not with another `weights` or `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
-    """Of FLUX's T5: `bf16` as the folder has them, in `dtype`; `int8` is made of these at start and
-    takes a byte per weight. It needs the extra `quantised`."""
+    """Of FLUX's T5: `bf16` as the folder has them; `int8`, a byte per weight, needs the extra
+    `quantised`."""
     t5_offload: bool = False
-    """Whether FLUX's T5 lies in host memory, in `dtype`, and goes to its device layer by layer for
-    each new prompt, by accelerate's hooks. Not with `t5_weights` = `int8`."""
+    """Whether FLUX's T5 lies in host memory and goes to its device layer by layer for each new
+    prompt. Not with `t5_weights` = `int8`."""
     fuse_loras: tuple[str, ...] = ()
-    """LoRAs that every edit has: safetensors files, each FILE or FILE:SCALE, added to the weights
-    at start. No step pays for them, and no edit can go without."""
+    """LoRAs that every edit has, FILE or FILE:SCALE, added to the weights at start."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
     """Side of the square whose area bounds the model's input; 0: asked of the model."""
     max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512
@@ -71,11 +69,10 @@ class ModelConfig(Table, frozen=True):
     """Default tokens round the mask that a cached edit computes too."""
     outside_noise: Literal["template", "edit"] = "template"
     """Noise outside the mask where the model has Inpaint semantics: `template` (the same for every
-    edit of a picture, so that cached and dense edits agree) or `edit` (diffusers' own, from the
-    edit's seed). Under the mask it is always the edit's."""
+    edit of a picture, so that cached and dense edits agree) or `edit` (diffusers' own)."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     """Default change of what the first block adds below which a step leaves the other blocks out
-    (FirstBlockCache; FLUX only); 0 leaves out none."""
+    (FirstBlockCache; FLUX); 0 leaves out none."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """CPU threads of the denoiser; 0: all."""
 
@@ -94,8 +91,8 @@ class LimitsConfig(Table, frozen=True):
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
     max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
-    """Encoded bytes of the results that edits asked to keep (`keep_result`); beyond, those that
-    were not used for the longest time go."""
+    """Encoded bytes of kept results (`keep_result`); beyond, those that were not used for the
+    longest time go."""
     result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
     """Time after its last use when a kept result goes."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
@@ -108,23 +105,18 @@ class EngineConfig(Table, frozen=True):
     max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
     """Rows of the running batch."""
     devices: Literal[1, 2, 4, 8] = 1
-    """Devices of this worker, each with the whole model; with more than one the denoiser's steps
-    are taken by a process for each."""
+    """Devices of this worker, each with the whole model and a process of its own."""
     policy: Literal["spread", "deadline", "rounds", "cfg"] = "spread"
-    """Of a worker of several devices. `spread`: each has a batch of its own, and an edit stays on
-    one; `deadline`: each step of an edit gets as many as its due time needs (FLUX; other models'
-    edits have one for each pass), and small edits share it where none is late by that; `rounds`:
-    the same, decided at the starts of rounds alone, as TetriServe does; `cfg`: both devices take
-    the steps of one batch, and of an edit under classifier-free guidance each computes one pass
-    (two devices, and models with such guidance)."""
+    """Of a worker of several devices. `spread`: each has a batch of its own; `deadline`: each step
+    of a FLUX edit gets as many as its due time needs, and small edits share one; `rounds`: the same
+    at the starts of rounds alone, as TetriServe; `cfg`: of two devices, each computes one pass of
+    an edit under classifier-free guidance."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
-    """Length of a round under `rounds`: so many steps of the slowest edit that is there, on as many
-    devices as make it fastest."""
+    """Length of a round under `rounds`: so many steps of the slowest edit, on as many devices as
+    make it fastest."""
     costs: str = ""
-    """JSON file of `scripts/bench profile_costs`: what steps take here, on one device and on
-    several, so that the worker prices and decides by it from its first step on. One that was
-    measured on another device is warned of. Empty: by an estimate, until it has measured its
-    own."""
+    """JSON file of `scripts/bench profile_costs`: what steps take here, so that the worker prices
+    by it from its first step on. Empty: by an estimate, until it has measured its own."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits waiting for a row; one more is refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
@@ -134,22 +126,19 @@ class EngineConfig(Table, frozen=True):
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.2, le=600)] = 10.0
     """Silence after which the engine counts as hung."""
     stuck_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 120.0
-    """Time after which a worker counts as stuck: edits are on their way to the engine or back and
-    none comes through, or a front does not answer the supervisor. Longer than encoding or decoding
-    one picture takes."""
+    """Time after which a worker counts as stuck: edits are on their way and none comes through, or
+    a front does not answer the supervisor. Longer than encoding or decoding one picture takes."""
     watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
     """How often fronts look for a cancel; less often when steps are longer."""
     warm_up: bool = True
     """Whether encoder, denoiser and decoder run once before the worker is ready: on a GPU at the
-    model's native size, dense and cached, on a CPU at a small one."""
+    model's native size."""
     cuda_graphs: bool = True
-    """Whether steps of a UNet are recorded as CUDA graphs, on GPUs. What is recorded takes as much
-    of the device's memory as a step does, beside it. One that answers otherwise than the step that
-    it was recorded of turns them off."""
+    """Whether steps of a UNet are recorded as CUDA graphs, on GPUs; what is recorded takes as much
+    memory as a step."""
     flux_cuda_graphs: bool = False
-    """Whether steps of FLUX are, too. Cached rows then compute up to an eighth more tokens, next to
-    the mask, so that few recorded steps serve many masks; not those of edits that are
-    `reproducible` or have LoRAs, ControlNets or a `first_block_threshold`, whose steps are not
+    """Whether steps of FLUX are, too. Cached rows then compute up to an eighth more tokens; edits
+    that are `reproducible` or have LoRAs, ControlNets or a `first_block_threshold` are not
     recorded. Not with `placed_bytes`, nor with several `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits one front serves at once."""
@@ -169,12 +158,10 @@ class CacheConfig(Table, frozen=True):
     """Bytes of the host tier; 0: half of what is free there."""
     register_host: bool = True
     """On GPUs, have the device read files of the host tier by itself (cudaHostRegister), where they
-    lie on a tmpfs and that is faster than gathering tokens on a core. What is open of them then
-    cannot be swapped out."""
+    lie on a tmpfs and that is faster than gathering on a core."""
     disk_dir: str = ""
-    """Folder of the disk tier; empty: no such tier. Where the file does not name it, `maskserve
-    serve` takes `entries` in the user's cache folder (`--entries DIR`: another, `--entries ''`:
-    none)."""
+    """Folder of the disk tier; empty: no such tier. `maskserve serve` takes `entries` in the user's
+    cache folder where the file does not name one (`--entries DIR`: another; `''`: none)."""
     disk_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0
     """Bytes of the disk tier; 0: half of what is free there."""
     remote_url: str = ""
@@ -184,51 +171,48 @@ class CacheConfig(Table, frozen=True):
     remote_patience_s: Annotated[float, Meta(ge=0.01, le=3600.0)] = 10.0
     """Seconds after which an edit no longer waits for its template from the remote tier."""
     entry_kind: Literal["kv", "h", "both", "auto"] = "kv"
-    """What is kept per block: `kv`, `h`, `both`, or `auto`: for each block what the planner would
-    take at a mask ratio of 0.2 from the host tier."""
+    """What is kept per block; `auto`: for each block what the planner would take at a mask ratio of
+    0.2 from the host tier."""
     cfg_entries: Literal["shared", "own"] = "shared"
-    """Under classifier-free guidance, `shared`: both passes of a step read the same entries; `own`:
-    the pass of the negative prompt reads entries primed without a prompt, at twice the bytes. The
-    same where that is what an empty prompt is (SD 2.1)."""
+    """Under classifier-free guidance, `shared`: both passes read the same entries; `own`: the
+    negative pass reads entries primed without a prompt, at twice the bytes."""
     plan: Literal["auto", "fixed"] = "auto"
     """`auto`: each step loads, projects or computes blocks as is fastest; `fixed`: every block
-    takes its entry, whatever that costs."""
+    takes its entry."""
     conv_halo: Annotated[int, Meta(ge=0, le=64)] = 0
-    """UNets: positions round the mask's box, at each level, on which cached rows compute their
-    convolutions; farther out these read the template's feature maps, which are kept besides. Goes
-    with `entry_kind` `kv`, and `plan` is `fixed`. Where steps are CUDA graphs, the box's sides are
-    rounded up by an eighth at most, or by one. 0: the whole picture, and of rows with anchors of
-    their own one position."""
+    """UNets: positions round the mask's box, at each level, on which cached rows convolve; farther
+    out they read the template's feature maps, which are kept besides. Goes with `entry_kind` `kv`,
+    and `plan` is `fixed`. 0: the whole picture, and of rows with anchors of their own one
+    position."""
     entry_format: EntryFormat = "int4"
     """Storage of entries."""
     placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
-    """FLUX: bytes in which the decoded keys and values of the running cached rows stay from step to
-    step, if those of all blocks fit; else each step decodes its entries anew. They count as a
-    step's. -1: 64 MiB on a GPU, 256 MiB on a CPU."""
+    """FLUX: bytes in which decoded keys and values of the running cached rows stay from step to
+    step, if those of all blocks fit. -1: 64 MiB on a GPU, 256 MiB on a CPU."""
     stride: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """So many steps of the priming schedule share an anchor; as many as it has, or more: one serves
-    all. 0: what the model needs, all steps for FLUX Fill, 7 for others."""
+    """So many steps of the priming schedule share an anchor. 0: what the model needs: all steps for
+    FLUX Fill, 7 for others."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
-    """First steps of a cached edit that compute all tokens: nearer to a dense edit, for that many
-    dense steps. -1: what the model needs, one for FLUX base models where the edit has ten
-    steps or more and a prompt, or covers a whole side of the picture, none for others."""
+    """First steps of a cached edit that compute all tokens. -1: what the model needs: one for FLUX
+    base models where the edit has ten steps or more and a prompt, or covers a whole side of the
+    picture, else none."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
     """The share of an edit's steps from one of its own anchors to the next. If its template is not
-    at hand it computes all tokens there, and the steps between read what those have left of it; its
+    at hand it computes all tokens there, and the steps between read what those have left; its
     ControlNets compute all tokens there in any case. -1: what the model needs; 0: an edit without a
     template runs dense."""
     own_format: EntryFormat = "int8"
     """Storage of what an edit's own anchors leave."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Of the text in the steps between, also beside a template whose blocks all read keys and
-    values: `frozen`: those of the text go on from what the anchors had; `computed`."""
+    """Of the text in the steps between anchors, also beside a template whose blocks all read keys
+    and values: `frozen`: it goes on from what the anchors had; `computed`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
     """Share of steps that priming may take from live rows."""
     audit_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Share of cached edits that are made again without the cache, when the engine has nothing else
-    to do, and compared."""
+    """Share of cached edits that are made again without the cache, when the engine is idle, and
+    compared."""
     audit_limit: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.25
     """Difference of such an edit, relative, beyond which its template runs dense from then on."""
 
@@ -245,27 +229,22 @@ class StagesConfig(Table, frozen=True):
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of prompts' embeddings that the encoder keeps; FLUX.1's takes 8 MB. 0: none."""
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
-    """Bytes of templates' encodings that the encoder keeps in host memory; FLUX.1 Fill's at
-    1024 x 1024 take 20 MB. 0: none."""
+    """Bytes of templates' encodings that the encoder keeps; FLUX.1 Fill's at 1024 x 1024 take 20
+    MB. 0: none."""
     encode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
     """Latents round the mask that are encoded with it where a Fill model's masked picture is the
-    template's elsewhere, and the template is kept. 0: all of it is encoded. `reproducible` edits
-    and those with `cache` `off` have all of it encoded."""
+    template's elsewhere. 0: all is encoded, as for `reproducible` edits and `cache` `off`."""
     decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
-    """Positions round what a cached edit pastes that are decoded with it, at each level of the VAE;
-    the rest of the picture is not decoded. 0: all of it is. Dense and reproducible edits are always
-    decoded as a whole."""
+    """Positions round what a cached edit pastes that are decoded with it, at each level of the VAE.
+    0: all is decoded, as for dense and reproducible edits."""
     decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
     """Bytes of templates' norms that the decoder keeps for this; FLUX.1's take 2 MB."""
     vae_batches: Literal["auto", "on", "off"] = "auto"
-    """Whether pictures of one size go through the VAE in one call where several wait: masked
-    pictures that are encoded as a whole, latents that are decoded as a whole; as many as make one
-    picture of 1024 x 1024. Those of `reproducible` edits go alone. `auto`: on a GPU; on a CPU two
-    take longer together than one after the other."""
+    """Whether pictures of one size go through the VAE in one call where several wait, as many as
+    make one picture of 1024 x 1024; `reproducible` edits' go alone. `auto`: on a GPU."""
     vae_tiles: Literal["auto", "on", "off"] = "auto"
-    """Whether the VAE takes large pictures in tiles, as diffusers' `enable_tiling` does: those with
-    a side above its own `sample_size` (FLUX.1 and SDXL: 1024). It needs memory for one tile, and
-    computes overlaps twice; nothing is then encoded or decoded in pieces. `auto`: where the
+    """Whether the VAE takes pictures with a side above its own `sample_size` in tiles, as
+    diffusers' `enable_tiling` does; nothing is then encoded or decoded in pieces. `auto`: where the
     model's native size is above 1536."""
 
 
@@ -273,10 +252,10 @@ class SloConfig(Table, frozen=True):
     """`[slo]`: when answers are due."""
 
     enabled: bool = False
-    """Whether edits without `deadline_ms` are due by their size, too. Such an edit goes on when it
-    is late (`on_late: finish`)."""
+    """Whether edits without `deadline_ms` are due by their size. Such an edit goes on when it is
+    late (`on_late: finish`)."""
     seconds_256: Annotated[float, Meta(gt=0.0, le=86400.0)] = 1.5
-    """From acceptance to answer, of edits that the model computes at up to 256 x 256 pixels."""
+    """From acceptance to answer, of edits at up to 256 x 256 pixels of the model."""
     seconds_512: Annotated[float, Meta(gt=0.0, le=86400.0)] = 2.0
     """Up to 512 x 512."""
     seconds_1024: Annotated[float, Meta(gt=0.0, le=86400.0)] = 3.0
@@ -300,10 +279,9 @@ class AdaptersConfig(Table, frozen=True):
     """`[adapters]`: the LoRAs that edits may name."""
 
     store: str = ""
-    """Where they are: a folder, or a URL as fsspec takes it (s3://bucket/folder). An adapter NAME
-    is the file NAME.safetensors, or in a folder NAME pytorch_lora_weights.safetensors or PEFT's
-    adapter_model.safetensors and adapter_config.json. A name has letters of A to Z, digits, '.',
-    '_' and '-'; others are listed and not served. Empty: edits may name none."""
+    """Folder, or URL as fsspec takes it (s3://bucket/folder). An adapter NAME is the file
+    NAME.safetensors, or in a folder NAME pytorch_lora_weights.safetensors or PEFT's two files. A
+    name has letters of A to Z, digits, '.', '_' and '-'. Empty: edits may name none."""
     rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
     """How often the store is listed anew."""
     timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0
@@ -324,26 +302,25 @@ class AdaptersConfig(Table, frozen=True):
     max_rank: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Largest rank of an adapter."""
     profiles: str = ""
-    """JSON file: adapter to the sigma until which an edit with `adapters: fast` may go without it.
-    Empty, or an adapter that is not in it: not at all."""
+    """JSON file: adapter to the sigma until which an edit with `adapters: fast` may go without it;
+    others wait."""
     entries: Literal["own", "base"] = "own"
-    """Cached activations for edits with adapters: `own`, primed with the adapters; `base`, those of
-    the model without any."""
+    """Cached activations for edits with adapters: `own`, primed with them; `base`, the model's."""
 
 
 class ControlsConfig(Table, frozen=True):
     """`[controls]`: the ControlNets that edits may name."""
 
     folder: str = ""
-    """Where they are: a ControlNet NAME is the folder NAME below it, as diffusers saves one
-    (config.json and safetensors files). Empty: edits may name none."""
+    """Folder of ControlNets, each in a folder NAME as diffusers saves one. Empty: edits may name
+    none."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Bytes of ControlNets that stay on the denoiser's device."""
     service: str = ""
-    """Address (HOST:PORT, gRPC) of a ControlNet service on this host, which then runs them; empty:
-    they run beside the base, on its device. `maskserve serve --controlnet-device` sets it."""
+    """Address (HOST:PORT, gRPC) of a ControlNet service on this host, which then runs them
+    (`maskserve serve --controlnet-device`); empty: they run beside the base."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
-    """Silence of the service after which the edits that need it fail. Shorter than `[engine]
+    """Silence of the service after which the edits that need it fail; below `[engine]
     heartbeat_timeout_s`."""
 
 
@@ -365,8 +342,7 @@ class ProvenanceConfig(Table, frozen=True):
     mark: bool = True
     """Whether each answer says so in XMP, by IPTC's digital source type."""
     certificate: str = ""
-    """PEM file of the chain, the signer's own first, that C2PA manifests are signed with; empty:
-    none is written."""
+    """PEM file of the chain, the signer's own first, for C2PA manifests; empty: none is written."""
     private_key: str = ""
     """PEM file of the certificate's key."""
     algorithm: Literal["es256", "es384", "es512", "ps256", "ps384", "ps512", "ed25519"] = "es256"
@@ -381,8 +357,8 @@ class SafetyConfig(Table, frozen=True):
     check: Annotated[
         str, Meta(pattern=r"\A(\S+:\w+)?\Z", description="FILE.py:FUNCTION or MODULE:FUNCTION")
     ] = ""
-    """Function that sees source, prompt and every picture that is made, previews too, and says why
-    one is refused, or None; empty: none."""
+    """Function that sees source, prompt and every picture that is made, and says why one is
+    refused, or None; empty: none."""
 
 
 class LogConfig(Table, frozen=True):
@@ -393,8 +369,8 @@ class LogConfig(Table, frozen=True):
     format: Literal["json", "text"] = "json"
     """`json`: an object per line; `text`: for people."""
     file: str = ""
-    """Lines are appended to this file, which all processes share; empty: to standard error, which
-    is Triton's log. `maskserve serve` names one per worker unless this is set."""
+    """Lines are appended to this file, which all processes share; empty: standard error, Triton's
+    log; `maskserve serve` then names one per worker."""
 
 
 class TraceConfig(Table, frozen=True):

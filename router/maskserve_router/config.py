@@ -42,7 +42,7 @@ class Listen(Table, frozen=True):
     """The operators' port; 0 takes a free one."""
     tls_cert: str = ""
     """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. New
-    contents of both are taken on within seconds, for connections that begin then."""
+    contents of both are taken on within seconds."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
 
@@ -51,8 +51,8 @@ class Workers(Table, frozen=True):
     """`[workers]`: which workers there are, and how they are watched."""
 
     addresses: tuple[str, ...] = ()
-    """`host:port` of each worker's gRPC port; `dns:name:port` stands for every address of a name,
-    such as a Kubernetes headless service."""
+    """`host:port` of each worker's gRPC port; `dns:name:port` stands for every address of a
+    name."""
     dns_interval_s: Seconds = 5.0
     """How often names are resolved anew."""
     poll_interval_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.06
@@ -60,7 +60,7 @@ class Workers(Table, frozen=True):
     poll_timeout_s: Seconds = 1.0
     """A status that takes longer is a miss."""
     misses: Count = 2
-    """So many misses in a row, and the worker is down: what it held is sent to another."""
+    """So many misses in a row, and the worker is down."""
     missed_bytes: Bytes = 256 * MIB
     """Images of templates registered while a worker was down, kept until it has them, too."""
 
@@ -92,12 +92,11 @@ class AdmissionBounds(Table, frozen=True):
     """`[admission]`: how much the router takes on. One more is refused, with a time to retry."""
 
     max_edits: Count = 512
-    """Edits taken and not answered, and as many operations of `control`. Of these and of
-    `max_bytes` a key may have as much as it leaves free."""
+    """Edits taken and not answered, and as many operations of `control`; a key may have as many as
+    it leaves free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of their requests, those still being read included, and of what is made of them. With
-    keys, four times `[http] max_body_bytes` at the least: an edit's body counts as it came and as
-    it goes on, and one key alone may have half."""
+    """Bytes of their requests and of what is made of them, shared likewise. With keys, four times
+    `[http] max_body_bytes` at the least."""
     waiting_per_worker: Count = 8
     """Edits that wait at a worker; further ones wait here, the most urgent first."""
     aging_s: Seconds = 5.0
@@ -124,8 +123,7 @@ class Faults(Table, frozen=True):
     max_ejected_share: Share = 0.5
     """Share of the workers that may be ejected at a time."""
     unlisted_s: Seconds = 120.0
-    """An edit that its worker's records do not list for so long (they list those that its engine
-    has) is tried on another worker."""
+    """An edit that its worker's records do not list for so long is tried on another."""
     drain_grace_s: Seconds = 60.0
     """Time that accepted edits have when the router stops."""
 
@@ -138,29 +136,26 @@ class Http(Table, frozen=True):
     max_header_bytes: Bytes = 64 * 1024
     """Bytes of a request's headers."""
     max_chunks: Count = 65_536
-    """Chunks of one body; a body of a million tiny ones costs more to read than to hold."""
+    """Chunks of one body."""
     header_timeout_s: Seconds = 10.0
     """Time to send a request's headers."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
     """A body that is ten seconds behind this pace is given up; no pause may be longer."""
     keep_alive_s: Seconds = 620.0
-    """How long a connection is kept between requests: longer than load balancers keep theirs, or
-    one of them sends a request into a connection that ends."""
+    """How long a connection is kept between requests: longer than load balancers keep theirs."""
     max_connections: Count = 4096
-    """Connections at a time, as far as the descriptors of the process bear them: half of those
-    that the system lets it have. Beyond, the one that is silent longest is closed, of the address
-    with the most of them. The operators' port has 64 of its own."""
+    """Connections at a time, and half of the process's descriptors at most. Beyond, the one that is
+    silent longest is closed, of the address with the most of them."""
     cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
     """Origins whose pages may call the clients' port from a browser, as `https://app.example.com`;
-    empty: none. `*` is every one. Pages send their key as others do; no cookie is taken."""
+    `*` is every one. No cookie is taken."""
 
 
 class ImageHosts(Table, frozen=True):
     """`[image_urls]`: pictures that requests of OpenAI's API give as https URLs."""
 
     hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
-    """Hosts that the router may fetch them from, `name` or `name:port`. Without any it fetches
-    nothing, and takes data URLs alone."""
+    """Hosts that the router may fetch them from, `name` or `name:port`; empty: data URLs alone."""
     timeout_s: Seconds = 10.0
     """Time that one picture may take."""
 
@@ -173,13 +168,13 @@ class Grpc(Table, frozen=True):
     idle_s: Seconds = 60.0
     """A connection without a call for so long is closed; clients open it anew when they need it."""
     max_calls: Count = 1280
-    """Calls open at a time. Of these a client (the holder of a key, or without one an address) may
-    have as many as it leaves free. Beyond, the longest silent one gives way to another client's."""
+    """Calls open at a time; a client (a key's holder, or an address) may have as many as it leaves
+    free. Beyond, the longest silent one gives way to another client's."""
     silence_s: Seconds = 300.0
     """A call that sends nothing for so long, with nothing under way for it, is ended."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """Age from which a connection takes no further calls, so that clients spread anew over
-    several routers; calls under way end in peace. 0: none is too old."""
+    """Age from which a connection takes no further calls, so that clients spread over several
+    routers. 0: none is too old."""
 
 
 class Key(Table, frozen=True):
@@ -198,8 +193,8 @@ class Key(Table, frozen=True):
     private_prompts: bool = False
     """Embeddings of its prompts are kept for itself alone, as with `private_prompt` in SETTINGS."""
     adapters: tuple[str, ...] = ()
-    """LoRAs that are this key's: to keys that do not name them they are not there. `*` stands for
-    any characters. Those that no key names are everybody's."""
+    """LoRAs that are this key's (`*` stands for any characters): to keys that do not name them they
+    are not there."""
 
 
 class RouterConfig(Table, frozen=True):
@@ -216,8 +211,8 @@ class RouterConfig(Table, frozen=True):
     image_urls: ImageHosts = ImageHosts()
     keys: tuple[Key, ...] = ()
     keys_file: str = ""
-    """TOML file with `[[keys]]` and nothing else, such as a mounted secret; they are added to those
-    that stand here. Without any there is no start; a change of it is taken on within seconds."""
+    """TOML file with `[[keys]]` and nothing else, such as a mounted secret, added to those that
+    stand here; a change of it is taken on within seconds."""
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()

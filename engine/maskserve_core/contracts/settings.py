@@ -124,14 +124,11 @@ class EditSettings(Table, frozen=True):
     """Settings of one edit; `None` means the model's default."""
 
     model: Name | None = None
-    """Name of the model that the client expects: a router chooses by it, a worker refuses any other
-    than its own."""
+    """A router chooses by it; a worker refuses any other than its own."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Of the edit's noise; drawn by the server if it is not given (below 2^32), and named in META.
-    """
+    """Of the edit's noise; drawn by the server if it is not given, and named in META."""
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    """Steps of the full schedule, of which `strength` below 1 runs fewer; the model's by
-    default."""
+    """Steps of the full schedule; the model's by default."""
     guidance_scale: Guidance | None = None
     """How closely the prompt is followed; the model's by default. With SDXL and SD 2.1 it is
     classifier-free guidance: above 1 each step runs the model twice."""
@@ -142,7 +139,7 @@ class EditSettings(Table, frozen=True):
     """What to steer away from. FLUX Fill takes none; FLUX dev and schnell take it together with
     `true_cfg_scale`."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of the schedule that is run."""
+    """Share of the schedule that is run: below 1 fewer steps."""
     mask_mode: MaskMode = "auto"
     """`white`: white is edited; `alpha`: what is transparent is edited; `auto`: alpha if the mask
     has any."""
@@ -151,29 +148,28 @@ class EditSettings(Table, frozen=True):
     mask_feather: Pixels = 0
     """Pixels beyond the mask over which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Tokens round the mask that a cached edit computes too (64: all of a 1024x1024 picture, from
-    anywhere in it); they are not pasted. The model's by default (1)."""
+    """Tokens round the mask that a cached edit computes too; they are not pasted. The model's by
+    default (1)."""
     crop_to_mask: CropMode = "auto"
-    """Whether the model sees a window round the mask alone, as sharp as the source, or as the model
-    can: `auto`: of a source larger than the model's area, where the window is under half of it;
-    `on`, `off`. META's `window` says which."""
+    """Whether the model sees a window round the mask alone, as sharp as the source; `auto`: of a
+    source larger than the model's area, where the window is under half of it. META's `window` says
+    which."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
-    """What the window has round the mask at least: below 1 a share of the mask's longer side, from
-    1 on pixels of the source."""
+    """What the window has round the mask: below 1 a share of the mask's longer side, from 1 on
+    pixels."""
     expand: Margins = (0, 0, 0, 0)
-    """Pixels by which the picture grows, `[left, top, right, bottom]`: what is new is edited, and
-    begins as the edges continued; MASK has the source's size, or is empty."""
+    """Pixels by which the picture grows; what is new is edited. MASK has the source's size, or is
+    empty."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
     """FLUX: a step whose first block changes less than this, relatively, leaves the other blocks
-    out (FirstBlockCache). 0 leaves out none, beyond 1 nearly every step is left out; the model's by
-    default (0)."""
+    out (FirstBlockCache). 0 leaves out none; the model's by default (0)."""
     output_format: OutputFormat = "png"
     """Encoding of the answer."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Of JPEG (95 unless it is given) and of WebP (lossless unless it is given); PNG has none."""
     background: Background = "auto"
-    """Of a source that is transparent somewhere: `auto`: the answer is so outside the mask, if its
-    format is PNG or WebP; `transparent`: likewise, and refused for JPEG; `opaque`: it is not."""
+    """Of a transparent source: `auto`: the answer is so outside the mask, in PNG and WebP;
+    `transparent`: likewise, and refused for JPEG; `opaque`: it is not."""
     output_encoding: OutputEncoding = "auto"
     """`raw` bytes or `base64` text; `auto`: as MASK came, which JSON carries as text only."""
     progress: bool = False
@@ -185,40 +181,36 @@ class EditSettings(Table, frozen=True):
     dense steps give; `own`: the latter alone; `off`: nothing; `require`: waits for the template."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind:
-    the template is primed first, then the edit runs cached, or dense where META's `dense_for` says
-    so, in steps that it shares with no other. Where its template cannot be had it ends with an
-    error."""
+    the edit waits for its template and runs cached, or dense where META's `dense_for` says so.
+    Where its template cannot be had it ends with an error."""
     loras: LoraSettings = ()
-    """LoRAs of the edit: `name` of one of `[adapters] store`, and `scale` (1 by default, -100 to
-    100; negative leads away from it)."""
+    """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
-    """`exact`: no step runs before the LoRAs are there, and each adds what its ControlNets say of
-    it; `fast`: the first steps may run without LoRAs, and steps do not wait for a ControlNet
-    service: they add what it said one step ahead (docs/adr/0039). A reproducible edit is exact."""
+    """`exact`: no step runs before the LoRAs are there, and each waits for its ControlNets; `fast`:
+    the first steps may run without LoRAs, and steps add what a ControlNet service said one step
+    ahead (docs/adr/0039). A reproducible edit is exact."""
     controls: ControlSettings = ()
-    """ControlNets of the edit: `name` of one in `[controls] folder`, `scale` (1 by default, -10 to
-    10), `start` and `end` (the share of the steps in which it acts, 0 to 1), `image` (which picture
-    of CONTROL; by default the one at the control's own place) and `mode` (of union nets alone)."""
+    """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
+    of the steps, 0 to 1), `image` (which picture of CONTROL; by default the one at its own place)
+    and `mode` (of union nets)."""
     private_prompt: bool = False
-    """Keep the prompt's embeddings for edits of the same API key only: whether the prompt was used
-    before cannot be told from another key's times."""
+    """Keep the prompt's embeddings for edits of the same API key only."""
     template_id: TemplateId | None = None
     """A registered template, or a kept result, to edit in place of IMAGE."""
     keep_result: bool = False
-    """Keep the edited picture as a template for the next edit, primed in the background; META's
-    `result_template_id` names it. It goes an hour after its last use (`[limits] result_expires_s`)
-    unless it is registered or pinned."""
+    """Keep the edited picture as a template for the next edit (META's `result_template_id`), for
+    `[limits] result_expires_s` after its last use."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     """The answer is due after so many milliseconds, from acceptance on."""
     on_late: LateMode = "drop"
-    """`drop`: an edit that is late by then ends with an error, and one that cannot be in time is
-    refused at once; `finish`: it goes on."""
+    """`drop`: a late edit ends with an error, and one that cannot be in time is refused at once;
+    `finish`: it goes on."""
     reuse: ReuseMode = "exact"
-    """FLUX, `elastic`: an edit that would be late may leave steps out, with another ring; META's
-    `reuse` says what it did. It needs `reuse_floor`."""
+    """FLUX, `elastic`: an edit that would be late may leave steps out, with another ring. It needs
+    `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Required with `reuse` `elastic`, refused without: dB in the mask against a dense edit, below
-    which no way of leaving steps out is taken, as it was measured on the demo models."""
+    """With `reuse` `elastic`: dB in the mask against a dense edit, as measured on the demo models,
+    below which no steps are left out."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """A step of it counts as five seconds of waiting, among the edits of one API key."""
     request_id: RequestId | None = None
