@@ -223,51 +223,33 @@ stronger rival ([why](../../decisions/routing.md))."""
 
 READING = """## Measured elsewhere
 
-- Pictures (FlashPS Table 2):
-  [what caching costs in quality](../../benchmarks.md#what-caching-costs-in-quality), by class of
-  edit and beside FirstBlockCache.
-- Loads beside computation (Fig. 4): [the pipeline](../pipeline.md), and
-  [first edits by tier](../pipeline-tiers.md).
-- Overheads (section 6.6): [what serving adds](../../benchmarks.md#what-serving-adds),
-  [what a router adds](../../benchmarks.md#a-router),
-  [what a decision takes](../../decisions/routing.md).
-- Load balancing (Fig. 16): [routing](../../decisions/routing.md), simulated for 8 and 32 workers.
-- Adapters by the step: [LoRAs](../../benchmarks.md#rows-with-loras),
-  [ControlNets](../../benchmarks.md#cached-rows-with-a-controlnet). FluxFillPipeline takes no
-  ControlNet, so none is compared here.
-- Due times: [on a real worker of two devices](../../benchmarks.md#on-a-real-worker-of-two-devices),
-  and [simulated on eight](../../benchmarks.md#due-times-on-eight-devices) beside TetriServe's
-  figures. *Good* above is the share in time without any.
-- Weights in fewer bits: the line *--weights int8* above is a CPU, which multiplies in the model's
-  dtype; what they save on cards is counted ([memory](../../gpu.md#which-card-holds-what),
-  [time](../../gpu.md#by-card-and-beside-a-dense-server)).
-- A GPU: counted, [gpu.md](../../gpu.md); `scripts/bench first_run` measures it on one, in one call.
+[Pictures by class](../../benchmarks.md#what-caching-costs-in-quality) (FlashPS Table 2), loads
+beside computation (Fig. 4: [the pipeline](../pipeline.md), [first edits by
+tier](../pipeline-tiers.md)), overheads (section 6.6:
+[serving](../../benchmarks.md#what-serving-adds), [a router](../../benchmarks.md#a-router)),
+[routing](../../decisions/routing.md) (Fig. 16),
+[LoRAs](../../benchmarks.md#rows-with-loras) and
+[ControlNets](../../benchmarks.md#cached-rows-with-a-controlnet) by the step, due times
+[measured](../../benchmarks.md#on-a-real-worker-of-two-devices) and
+[simulated](../../benchmarks.md#due-times-on-eight-devices), and [GPUs, counted](../../gpu.md).
 
 ## Reading these numbers
 
-- **A CPU is bound by FLOPs.** Here a step of eight rows takes eight times as long as one of one, so
-  batching gains little and what a mask saves in FLOPs is what is gained. On a GPU a batch fills
-  what one cached row leaves idle, so batching gains more, and a single cached row less than its
-  FLOPs say: its launches and the reading of weights do not shrink with the mask. Counted for GPUs:
-  [gpu.md](../../gpu.md).
+- **A CPU is bound by FLOPs.** A step of eight rows takes eight times as long as one of one, so
+  batching gains little and what a mask saves in FLOPs is what is gained. On a GPU batching gains
+  more, and a single cached row less than its FLOPs say: [gpu.md](../../gpu.md).
 - **The limit.** With these masks a cached step has {limit} of a dense one's FLOPs where no ring is
-  computed; the ring, text tokens and what surrounds the steps (encode, decode, pictures) take the
-  rest. maskserve reaches {of_limit:.0%} of that limit over its own dense rows.
-- **The larger model has random weights**: its pictures mean nothing, so *like it* says only how far
-  cached activations are from computed ones there, and nobody can judge a threshold for
-  FirstBlockCache. Judge pictures by the demo model's table, and by
-  [the page of benchmarks](../../benchmarks.md).
-- **Crops** compute less than the picture, too, and see less of it: what is painted does not know
-  what lies outside the crop. Crops of several sizes do not share a batch.
-- **Where we lose**: FirstBlockCache leaves whole steps out, and on a CPU that is faster than cached
-  rows of a model as small as the demo's, at the likeness that stands beside it; both together
-  (`first_block_threshold`) are the fastest. A worker of one process, the default, has one batch on
-  all cores, whose threads wait for one another, where two instances of the pipeline with a thread
-  each do not; `--devices-per-worker 2` shares cores so, for edits alone that may take longer. An
-  edit of a picture that nobody has edited before is dense, and the next one primes it; for pictures
-  that are edited once, take the line *all tokens*. Masks of more than nine tenths of a picture run
-  dense by rule. With no concurrency and a small model, Triton's and our own processes cost more
-  than a script with the pipeline in it."""
+  computed; ring, text tokens and what surrounds the steps take the rest. maskserve reaches
+  {of_limit:.0%} of that limit over its own dense rows.
+- **The larger model has random weights**: *like it* says only how far cached activations are from
+  computed ones. Judge pictures by the demo model's table and [benchmarks.md](../../benchmarks.md).
+- **Crops** see less of the picture, and crops of several sizes do not share a batch.
+- **Where we lose**: FirstBlockCache leaves whole steps out, and is faster than cached rows of a
+  model as small as the demo's, at the likeness that stands beside it; both together
+  (`first_block_threshold`) are the fastest. A worker of one process has one batch on all cores,
+  whose threads wait for one another (`--devices-per-worker 2` shares them otherwise). Masks of more
+  than nine tenths run dense by rule. With no concurrency and a small model, Triton's and our own
+  processes cost more than a script with the pipeline in it."""
 
 
 def plot_throughput(report: Figures, path: Path) -> None:
