@@ -66,4 +66,3 @@ KINDS: Final[dict[str, type[Port]]] = {
 }
 MANY: Final = {"mask": "regions", "picture": "pictures", "verdict": "verdicts"}
 """Kind → the kind of several of it."""
-ONE: Final = {many: one for one, many in MANY.items()}

@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.transfer import moved
 
 _NO_PICTURE = np.zeros((0, 0, 3), np.uint8)
 
@@ -58,6 +60,15 @@ class Opening:
 
     facts: OpeningFacts
     arrays: dict[str, Tensor]
+
+    def on(self, device: torch.device) -> Opening:
+        """With its numbers on a device, in one transfer; ids stay in host memory."""
+        here = {
+            name: x
+            for name, x in self.arrays.items()
+            if x.is_floating_point() and x.device.type == "cpu"
+        }
+        return Opening(self.facts, {**self.arrays, **moved(here, device)})
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
         """As JSON's objects, and as safetensors' bytes."""

@@ -160,10 +160,11 @@ class DenoiserSessions:
                     raise EngineFailed(f"the ControlNet service does not hold {control.net}")
                 nets[control.net] = self._own[control.net]
             own = self._session(session)
-        kept = {"cis", *[name for name, x in opening.arrays.items() if not x.is_floating_point()]}
         arrays = {
             # Copied: products of what lies at odd addresses round differently on CPUs.
-            name: x.to(self._device, x.dtype if name in kept else self._dtype, copy=True)
+            name: x.to(self._device, x.dtype if name == "cis" else self._dtype, copy=True)
+            if x.is_floating_point()
+            else x
             for name, x in opening.arrays.items()
         }
         with torch.inference_mode():

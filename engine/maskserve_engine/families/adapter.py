@@ -235,7 +235,7 @@ class Adapter(Protocol):
         """A row whose base is elsewhere, as a service holds it.
 
         Args:
-            opening: its arrays on the nets' device and in the model's dtype.
+            opening: its numbers on the nets' device and in the model's dtype, ids in host memory.
             nets: from `control_net`, by name.
         """
         ...

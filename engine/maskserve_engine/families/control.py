@@ -10,15 +10,16 @@ ones. How a net runs, and what is kept, the family says (`Nets.say`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from maskserve_engine.base.job import ControlInput
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.control_link.opening import Opening
 
 
 class NetInput(Protocol):
@@ -203,6 +204,33 @@ class NetRow(Protocol):
     def at(self, step: int, sample: Tensor, computed: int) -> Controlled[Any]:
         """The row as it is about to take a step; arguments as `NetStep` has them."""
         ...
+
+
+class OpenedRows(ABC):
+    """Of an adapter: its rows' own ControlNets are made as a service makes them, by what it would
+    be told (`Adapter.opening`).
+    """
+
+    device: torch.device
+
+    @abstractmethod
+    def opening(self, row: Any, job: EditJob) -> Opening | None: ...
+
+    @abstractmethod
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> NetRow: ...
+
+    @abstractmethod
+    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
+        """Have a row add what its ControlNets say."""
+
+    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
+        """See `Adapter.control`."""
+        with torch.inference_mode():
+            opening = self.opening(row, job)
+            if opening is not None:
+                control = self.net_row(opening.on(self.device), nets).control
+                control.exact = job.request.settings.reproducible
+                self.controlled_by(row, control)
 
 
 class NetStep(NamedTuple):

@@ -10,8 +10,8 @@ devices.
     scripts/bench record_edits --compare before.json     # exit code 1 if anything differs
     scripts/bench record_edits --only unet --compare before.json
 
-`--url` names a worker that has just started, of any version, to be asked what `demo` is asked
-without LoRAs and ControlNets: only Triton's own client speaks to it.
+`--url` names a worker that has just started, of any version, to be asked what the one of `--only`
+is asked: only Triton's own client speaks to it.
 A record holds on one machine only: another CPU rounds floats otherwise, and another version of
 torch or Pillow may.
 """
@@ -31,7 +31,7 @@ from tritonclient.utils import InferenceServerException
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.server import own_server, running_server
 from maskserve_harness.recording.comparison import differences
-from maskserve_harness.recording.edits import SITES, cases
+from maskserve_harness.recording.edits import SITES
 from maskserve_harness.recording.record import Record, Recorder
 from maskserve_serving.errors import ServeError
 
@@ -61,14 +61,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compare", type=Path, metavar="RECORD", help="an earlier record")
     add("--url", help="host:port (gRPC) of a worker that runs; HTTP is at the port before")
     add("--only", nargs="+", choices=SITES, default=list(SITES), help="these workers alone")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.url and len(options.only) > 1:
+        parser.error("--url is one worker: name it by --only")
+    return options
 
 
 def take(options: argparse.Namespace) -> dict[str, Record]:
     """Records by worker."""
     if options.url:
-        with closing(Recorder(running_server(options.url, None), cases, print)) as recorder:
-            return {options.url: recorder.take()}
+        [name] = options.only
+        server = running_server(options.url, None)
+        with closing(Recorder(server, SITES[name].cases, print)) as recorder:
+            return {name: recorder.take()}
     records = {}
     for name in options.only:
         site = SITES[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -27,6 +27,7 @@ from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.families.control import OpenedRows, RowControl
 from maskserve_engine.families.flow.batch import FlowBatch, FlowWeights
 from maskserve_engine.families.flow.preparation import (
     FlowInputs,
@@ -57,7 +58,7 @@ from maskserve_engine.stages.quantise import load_denoiser
 W = TypeVar("W", bound=FlowWeights)
 
 
-class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
+class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     """Rows of edits over one transformer. A family says what is its own: the class variables and
     abstract methods here, and a `FlowBatch`.
 
@@ -358,6 +359,9 @@ class FlowAdapter(Stepping[Row, W], ABC, Generic[W]):
         if row.own is not None and row.anchored:
             return replace(row.own.plan, anchors=frozenset())
         return OwnPlan.of(self._own, row.steps)
+
+    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
+        row.residuals = control
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
         row.residuals = served

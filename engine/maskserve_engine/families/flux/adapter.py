@@ -13,7 +13,6 @@ from torch import Tensor
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import Transformer
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.flow.adapter import FlowAdapter
@@ -30,7 +29,6 @@ from maskserve_engine.families.flux.blocks import (
 )
 from maskserve_engine.families.flux.control import (
     FluxControlNet,
-    FluxNetInput,
     FluxNetRow,
     FluxNets,
     NetTokens,
@@ -139,27 +137,6 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         with torch.inference_mode():
             return FluxControlNet.of(model, self.model, self.facts.latent_channels * PATCH**2)
 
-    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
-        if not job.controls:
-            return
-        with torch.inference_mode():
-            prepared = self._preparation.prepared(job)
-            given = (prepared.inputs.prompt.embeds, [tokens for _, tokens in prepared.controls])
-            embeds, pictures = moved(given, self.device)
-            inputs = [
-                FluxNetInput.made(
-                    control,
-                    nets[control.net],
-                    _in_order(row, tokens),
-                    embeds,
-                    job.request.settings.guidance_scale,
-                )
-                for (control, _), tokens in zip(prepared.controls, pictures, strict=True)
-            ]
-            if inputs:
-                exact = job.request.settings.reproducible
-                row.residuals = RowControl(tuple(inputs), self._of_nets(row), exact)
-
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         prepared = self._preparation.prepared(job)
         if not prepared.controls:
@@ -176,7 +153,9 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
                 len(row.text),
                 job.request.settings.guidance_scale,
             )
-            pictures = [_in_order(row, tokens.to(self.device)) for _, tokens in prepared.controls]
+            order = (prepared.active, *prepared.selection.levels)
+            ids = None if row.inactive is None else torch.from_numpy(np.concatenate(order))
+            pictures = [x if ids is None else x[ids] for _, x in prepared.controls]
             arrays = {
                 "embeds": prepared.inputs.prompt.embeds,
                 "pooled": row.pooled,
@@ -191,10 +170,3 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
 
     def net_batch(self) -> NetBatch:
         return NetBatch(FluxNets())
-
-
-def _in_order(row: FlowRow, tokens: Tensor) -> Tensor:
-    """[N, ...] of the picture's tokens, those that the row computes first."""
-    if row.inactive is None:
-        return tokens
-    return tokens[torch.cat((row.inactive.active, row.inactive.index))]

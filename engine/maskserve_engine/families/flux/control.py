@@ -255,7 +255,7 @@ class FluxNetRow:
 
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
-        """From `FluxAdapter.opening`, its arrays on the nets' device."""
+        """From `FluxAdapter.opening`, as `Opening.on` the nets' device."""
         facts, arrays = opening.facts, opening.arrays
         inputs = [
             FluxNetInput.made(

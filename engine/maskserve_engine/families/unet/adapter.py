@@ -27,17 +27,15 @@ from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.control import NetBatch, PassResiduals, RowControl
+from maskserve_engine.families.control import NetBatch, OpenedRows, RowControl
 from maskserve_engine.families.unet.batch import Row, UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetInputs
 from maskserve_engine.families.unet.control import (
     ServedPass,
     UnetControlNet,
-    UnetNetInput,
     UnetNetRow,
     UnetNets,
     UnetServedControl,
-    others_of,
 )
 from maskserve_engine.families.unet.forward import added_embedding, micro_conditioning
 from maskserve_engine.families.unet.preparation import UnetPreparation
@@ -56,7 +54,7 @@ from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 
 
-class UnetAdapter(Stepping[Row, UnetWeights]):
+class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     """Rows of edits over one UNet2DConditionModel.
 
     Args:
@@ -280,26 +278,8 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         with torch.inference_mode():
             return UnetControlNet.of(model, self.model, self.facts.latent_channels)
 
-    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
-        acts = acting(job.controls, row.steps)
-        if not acts:
-            return
-        with torch.inference_mode():
-            others = []
-            if row.inactive is not None:
-                others = others_of(row.inactive.active, row.latents.shape[1:])
-            given = (*self._given(row, job, acts), others)
-            text, micro, pictures, others = moved(given, self.device)
-            made = (
-                UnetNetInput.made(control, nets[control.net], picture, text, micro)
-                for control, picture in zip(acts, pictures, strict=True)
-            )
-            row.control = RowControl(
-                tuple([each._replace(others=tuple(others)) for each in made]),
-                OwnPlan.of(self._own, row.steps),
-                job.request.settings.reproducible,
-                tuple([PassResiduals() for _ in text]),
-            )
+    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
+        row.control = control
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         acts = acting(job.controls, row.steps)

@@ -313,7 +313,7 @@ class UnetNetRow:
 
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, UnetControlNet]) -> UnetNetRow:
-        """From `UnetAdapter.opening`, its arrays on the nets' device."""
+        """From `UnetAdapter.opening`, as `Opening.on` the nets' device."""
         facts, arrays = opening.facts, opening.arrays
         texts = arrays["texts"]
         micro = [arrays[name] for name in ("micro.0", "micro.1") if name in arrays]
@@ -321,11 +321,11 @@ class UnetNetRow:
             UnetNetInput.made(each.input, nets[each.net], arrays[f"picture.{i}"], texts, micro)
             for i, each in enumerate(facts.controls)
         ]
-        ids = [arrays[name].cpu().numpy() for name in sorted(arrays) if name.startswith("active.")]
+        ids = [arrays[name].numpy() for name in sorted(arrays) if name.startswith("active.")]
         active = dict(enumerate(ids)) or None
         if active is not None:
             others = others_of(active, inputs[0].hint.shape[1:])
-            there = tuple([each.to(texts.device) for each in others])
+            there = tuple(to_device(others, texts.device))
             inputs = [each._replace(others=there) for each in inputs]
         passes = tuple([PassResiduals() for _ in texts])
         return cls(RowControl(tuple(inputs), facts.own, passes=passes), active, facts.timesteps)
