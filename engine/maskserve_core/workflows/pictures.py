@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,15 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import decode_image, decode_mask, encode_png
 from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.plan import MOST
 from maskserve_core.workflows.values import Areas, Judgement
 
 Pixels = npt.NDArray[np.uint8]
 Grey = npt.NDArray[np.bool_]
+Box = tuple[int, int, int, int]
+"""First and last + 1 row, first and last + 1 column."""
+_MOST_RUNS: Final = 2**17
+"""Of a mask, in all its rows: what is painted has some in each, noise has millions."""
 _RIM: Final = 40
 """Difference to a neighbour, of 255, from which on a pixel is a rim."""
 
@@ -56,14 +61,15 @@ class PictureNodes:
 
     def _split(self, mask: bytes, smallest: float, apart: int) -> Areas:
         white = self._mask(mask)
-        parts = [part for part in components(white) if part.mean() >= smallest]
-        parts.sort(key=lambda part: -int(part.sum()))
-        boxes = [_box(part) for part in parts]
+        parts = [part for part in components(white) if part.area >= smallest * white.size]
+        if len(parts) > MOST:
+            raise InvalidRequest("mask", f"has {len(parts)} parts", f"up to {MOST}")
+        parts.sort(key=lambda part: -part.area)
         waves: list[int] = []
-        for i, box in enumerate(boxes):
-            near = [waves[j] for j in range(i) if _near(boxes[j], box, apart)]
+        for i, part in enumerate(parts):
+            near = [waves[j] for j in range(i) if _near(parts[j].box, part.box, apart)]
             waves.append(max(near) + 1 if near else 0)
-        return Areas(tuple(encode_mask(part) for part in parts), tuple(waves))
+        return Areas(tuple(encode_mask(part.white(white.shape)) for part in parts), tuple(waves))
 
     def _outline(self, picture: bytes) -> bytes:
         grey = self._picture(picture).astype(np.int16).max(axis=2)
@@ -138,14 +144,43 @@ def encode_mask(white: Grey) -> bytes:
     return encode_png(np.where(white, np.uint8(255), np.uint8(0)))
 
 
-def components(white: Grey) -> list[Grey]:
-    """The parts of a mask [H, W] that hang together by their sides, by first row and column.
+class Part(NamedTuple):
+    """Pixels of a mask that hang together by their sides."""
+
+    runs: npt.NDArray[np.int64]
+    """[N, 3], by row and column: a row, the first column and one behind the last."""
+
+    @property
+    def area(self) -> int:
+        """Pixels."""
+        return int((self.runs[:, 2] - self.runs[:, 1]).sum())
+
+    @property
+    def box(self) -> Box:
+        rows, begins, ends = self.runs.T
+        return int(rows[0]), int(rows[-1]) + 1, int(begins.min()), int(ends.max())
+
+    def white(self, size: tuple[int, ...]) -> Grey:
+        """A mask of this size, [H, W], with this part alone."""
+        found = np.zeros(size, np.bool_)
+        for row, begin, end in self.runs.tolist():
+            found[row, begin:end] = True
+        return found
+
+
+def components(white: Grey) -> list[Part]:
+    """The parts of a mask [H, W], by first row and column.
 
     Runs of each row are joined with the runs of the row above that they touch.
+
+    Raises:
+        InvalidRequest: it is noise, which nobody painted.
     """
-    height, width = white.shape
     edges = np.diff(np.pad(white, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    runs = list(zip(*np.nonzero(edges == 1), np.nonzero(edges == -1)[1], strict=True))
+    if (count := int(np.count_nonzero(edges == 1))) > _MOST_RUNS:
+        raise InvalidRequest("mask", f"is cut {count} times along its rows", f"up to {_MOST_RUNS}")
+    table = np.column_stack((*np.nonzero(edges == 1), np.nonzero(edges == -1)[1]))
+    runs: list[list[int]] = table.tolist()
     parents = list(range(len(runs)))
 
     def root(i: int) -> int:
@@ -158,26 +193,25 @@ def components(white: Grey) -> list[Grey]:
     for i, (row, begin, end) in enumerate(runs):
         if i and runs[i - 1][0] != row:
             above, first = first, i
+        while above < first and (runs[above][0] < row - 1 or runs[above][2] <= begin):
+            above += 1  # it touches none of this row that comes behind, either
         j = above
-        while j < first and (runs[j][0] < row - 1 or runs[j][2] <= begin):
-            j += 1
         while j < first and runs[j][1] < end:
-            parents[root(i)] = root(j)
+            low, high = sorted((root(i), root(j)))
+            parents[high] = low  # a part's name is its first run
             j += 1
-    found: dict[int, Grey] = {}
-    for i, (row, begin, end) in enumerate(runs):
-        part = found.setdefault(root(i), np.zeros((height, width), np.bool_))
-        part[row, begin:end] = True
-    return list(found.values())
+    names = np.array([root(i) for i in range(len(runs))], np.int64)
+    order = np.argsort(names, kind="stable")
+    begins = np.flatnonzero(np.diff(names[order])) + 1
+    return [Part(each) for each in np.split(table[order], begins) if len(each)]
 
 
-def _box(white: Grey) -> tuple[int, int, int, int]:
-    """First and last + 1 row, first and last + 1 column."""
+def _box(white: Grey) -> Box:
     rows, columns = np.flatnonzero(white.any(axis=1)), np.flatnonzero(white.any(axis=0))
     return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
 
 
-def _near(a: tuple[int, int, int, int], b: tuple[int, int, int, int], apart: int) -> bool:
+def _near(a: Box, b: Box, apart: int) -> bool:
     rows = a[0] - apart < b[1] and b[0] - apart < a[1]
     return rows and a[2] - apart < b[3] and b[2] - apart < a[3]
 

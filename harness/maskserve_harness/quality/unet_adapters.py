@@ -2,8 +2,9 @@
 
 96 held-out edits by class (those classes that are cached by default, and edits with an outline of
 their own) are made dense and cached, with neither, with the LoRA `unet-ninth-colour`, with the net
-`unet-outline`, with both. Of every second edit that names a colour the colour is the one that the
-LoRA teaches. Control pictures are outlines inside the mask.
+`unet-outline`, with both; and with the LoRA and anchors of their own, as the first edit of a
+picture runs. Of every second edit that names a colour the colour is the one that the LoRA teaches.
+Control pictures are outlines inside the mask.
 
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --json unet_adapters.json
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --plain 12    # outlines alone, as asked
@@ -39,8 +40,14 @@ from maskserve_harness.reports import about, write_json
 
 DENSE: Final = ("strip", "most")
 """Classes that run dense by default."""
-WAYS: Final = {"neither": (False, False), "LoRA": (True, False), "control": (False, True),
-               "both": (True, True)}  # fmt: skip
+WAYS: Final = {
+    "neither": (False, False, "require"),
+    "LoRA": (True, False, "require"),
+    "LoRA, own anchors": (True, False, "own"),
+    "control": (False, True, "require"),
+    "both": (True, True, "require"),
+}
+"""Whether with LoRA, whether with net, and `cache`."""
 EACH: Final = 8
 
 Picture = NDArray[np.uint8]
@@ -165,12 +172,16 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
     single: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     for name, some in classes.items():
-        for way, (lora, control) in WAYS.items():
-            dense, cached = (
-                worker.pictures(some, lora=lora, control=control, cache=cache)
-                for cache in ("off", "require")
+        dense: dict[tuple[bool, bool], list[Picture]] = {}
+        for way, (lora, control, cache) in WAYS.items():
+            if (lora, control) not in dense:
+                dense[lora, control] = worker.pictures(
+                    some, lora=lora, control=control, cache="off"
+                )
+            cached = worker.pictures(some, lora=lora, control=control, cache=cache)
+            made = found[way][name] = compare(
+                [each.edit for each in some], cached, dense[lora, control]
             )
-            made = found[way][name] = compare([each.edit for each in some], cached, dense)
             single[way][name] = [round(each.psnr_in_mask, 1) for each in made]
             print(name, way, json.dumps(single[way][name]), flush=True)
     report = {

@@ -1,5 +1,8 @@
 """Nodes that compose pictures, beside brute force."""
 
+import sys
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -63,7 +66,59 @@ def picture(seed, side=32):
 @examples(200)
 def test_components_are_those_of_a_flood(white):
     ours, theirs = components(white), flooded(white)
-    assert sorted(each.tobytes() for each in ours) == sorted(each.tobytes() for each in theirs)
+    assert [each.white(white.shape).tobytes() for each in ours] == [x.tobytes() for x in theirs]
+    assert [each.area for each in ours] == [int(each.sum()) for each in theirs]
+    boxes = [(r.min(), r.max() + 1, c.min(), c.max() + 1) for r, c in map(np.nonzero, theirs)]
+    assert [each.box for each in ours] == boxes
+
+
+@pytest.mark.parametrize(
+    ("side", "every", "smallest", "told"),
+    [
+        (2048, 2, 0.0, "mask: is cut 2097152 times along its rows; accepted: up to 131072"),
+        (512, 4, 0.0, "mask: has 16384 parts; accepted: up to 16"),
+        (512, 4, 0.1, None),
+    ],
+)
+def test_a_mask_of_specks_costs_little(side, every, smallest, told):
+    """Each speck was a mask as large as the picture: 100 KB of them took 250 GB."""
+    white = np.zeros((side, side), np.bool_)
+    white[::every, ::every] = True
+    if every == 2:
+        white[1::2, 1::2] = True  # no two of them touch
+    mask = encode_mask(white)
+    tracemalloc.start()
+    try:
+        if told is None:
+            assert run("split", mask=mask, smallest=smallest)["regions"] == Areas((), ())
+        else:
+            with pytest.raises(InvalidRequest, match=told):
+                run("split", mask=mask, smallest=smallest)
+        assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_part_of_many_runs_is_joined_in_a_pass():
+    """Each run looked at all runs of the row above: with combs of 2,000 teeth 60 million looks."""
+    white = np.zeros((60, 4000), np.bool_)
+    white[:, ::2] = True
+    white[-1] = True
+    looks = 0
+
+    def count(frame, event, _):
+        nonlocal looks
+        looks += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        (part,) = components(white)
+    finally:
+        sys.settrace(before)
+    assert part.area == int(white.sum())
+    assert looks < 40 * 60 * 2000
 
 
 def test_regions_that_stay_apart_are_of_one_wave():
