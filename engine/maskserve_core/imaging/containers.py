@@ -145,7 +145,8 @@ def _read_png(data: bytes) -> Container:
     )
     if deflate or filtering or interlace > 1:
         raise BadContainer("is a damaged PNG")
-    kept, words, texts = [PNG_SIGNATURE], dict[bytes, bytes](), dict[bytes, bytes]()
+    # Of chunks that may be deflated one of each name is inflated, however many there are.
+    kept, said, texts = [PNG_SIGNATURE], dict[bytes, bytes](), dict[bytes, tuple[bytes, bytes]]()
     exif, transparency, pixels = b"", b"", False
     at = 8
     for number in range(_MAX_PARTS):
@@ -166,9 +167,11 @@ def _read_png(data: bytes) -> Container:
         elif name == b"eXIf":
             exif = data[at + 8 : end - 4]
         elif name in (b"tEXt", b"zTXt", b"iTXt"):
-            texts |= _text_chunk(name, data[at + 8 : end - 4])
-        elif name in CHUNKS and not pixels and name not in words:
-            words |= _colour_chunk(name, data[at + 8 : end - 4])
+            keyword, _, text = data[at + 8 : end - 4].partition(b"\0")
+            if keyword in (_PNG_XMP, _PNG_EXIF):
+                texts[keyword] = name, text[:_MOST_TEXT_BYTES]
+        elif name in CHUNKS and not pixels:
+            said.setdefault(name, data[at + 8 : end - 4])
         if name == b"IEND":
             break
         at = end
@@ -178,7 +181,11 @@ def _read_png(data: bytes) -> Container:
         kept.append(_IEND)  # the picture is whole: what follows is its animation
         end = len(data)
     found = b"".join(kept)
-    orientation = _orientation(exif or _from_hex(texts.get(_PNG_EXIF, b"")), texts.get(_PNG_XMP))
+    xmp, old = (_text(*texts[each]) if each in texts else b"" for each in (_PNG_XMP, _PNG_EXIF))
+    orientation = _orientation(exif or _from_hex(old), xmp)
+    words = dict[bytes, bytes]()
+    for name, body in said.items():
+        words |= _colour_chunk(name, body)
     return Container(
         "png", (height, width), orientation, found, depth, colour, transparency, words, end
     )
@@ -198,20 +205,18 @@ def _colour_chunk(name: bytes, body: bytes) -> Words:
     return {} if profile is None else {name: profile}
 
 
-def _text_chunk(name: bytes, body: bytes) -> Mapping[bytes, bytes]:
-    """The text of a chunk that may say how the picture is turned, by its keyword."""
-    keyword, _, text = body[: 80 + _MOST_TEXT_BYTES].partition(b"\0")
-    if keyword not in (_PNG_XMP, _PNG_EXIF):
-        return {}
+def _text(name: bytes, text: bytes) -> bytes:
+    """What a text chunk of this name says behind its keyword, inflated."""
     packed = name == b"zTXt"
+    method = b""
     if packed:
         method, text = text[:1], text[1:]
     elif name == b"iTXt":
         packed, method = text[:1] != b"\0", text[1:2]
         text = text[2:].split(b"\0", 2)[-1]  # behind a language and a translated keyword
-    if packed:
-        text = (_inflated(text, _MOST_TEXT_BYTES) if method == b"\0" else None) or b""
-    return {keyword: text}
+    if not packed:
+        return text
+    return (_inflated(text, _MOST_TEXT_BYTES) if method == b"\0" else None) or b""
 
 
 def _inflated(data: bytes, most: int) -> bytes | None:

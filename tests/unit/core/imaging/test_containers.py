@@ -156,3 +156,16 @@ def test_a_text_of_a_png_is_inflated_to_a_bound() -> None:
         text = (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + packed)
         found = decode_image(png_of(ihdr, text, *pixels, iend), "IMAGE", NO_LIMITS)
         assert (found.pixels.shape == SCENE.shape) is not turned
+
+
+@pytest.mark.parametrize("keyword", ["XML:com.adobe.xmp", "Raw profile type exif", "iCCP"])
+def test_of_many_chunks_that_are_deflated_one_is_inflated(keyword: str) -> None:
+    """Each of up to 65,536 was, to 1 MiB of a kilobyte: minutes for one picture."""
+    ihdr, *pixels, iend = chunks_of(png(SCENE, RGB))
+    bomb = zlib.compress(bytes(5 * 2**20), 9)
+    name = b"iCCP" if keyword == "iCCP" else b"zTXt"
+    each = (name, keyword.encode() + b"\0\0" + bomb)
+    with patch.object(containers, "_inflated", wraps=containers._inflated) as inflated:
+        found = containers.read_container(png_of(ihdr, *[each] * 500, *pixels, iend))
+    assert (found.orientation, found.words) == (1, {})
+    assert inflated.call_count == 1
