@@ -117,7 +117,7 @@ class Front:
             run = self._workflows.stream(message, headers, timeout, client, self.infer)
             async with aclosing(run) as events:
                 async for event in events:
-                    yield pb.ModelStreamInferResponse(infer_response=event).SerializeToString()
+                    yield await self._turns.run(client, event.ByteSize(), _in_stream, event)
             return
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
@@ -163,6 +163,12 @@ class Front:
             log.info(
                 "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
             )
+
+
+def _in_stream(event: pb.ModelInferResponse) -> bytes:
+    """A message of a stream."""
+    message: bytes = pb.ModelStreamInferResponse(infer_response=event).SerializeToString()
+    return message
 
 
 def _edit_call(

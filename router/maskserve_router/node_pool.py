@@ -22,9 +22,12 @@ from maskserve_core.workflows.wire import (
     NodeResult,
     NodeTask,
     laid_out,
+    nbytes,
     picked_up,
 )
 from maskserve_router.failures import Failure
+from maskserve_router.keys import KeyHolder
+from maskserve_router.turns import InTurn, Turns
 from maskserve_router.upstream import Upstream
 
 _TIMEOUT_S = 120.0
@@ -34,6 +37,8 @@ _PATIENCE_S = 120.0
 _LOOK_S = 0.2
 _UNKNOWN = "unknown model"
 """Triton's words of a model that it does not run."""
+_AT_A_SERVER = 2
+"""Calls of a model that are sent to each server at a time: one is run, the next is there."""
 _REMEMBERED = 0.2
 """Weight of the last call in what a node's calls take."""
 
@@ -50,13 +55,18 @@ class Made(NamedTuple):
 
 
 class NodePool:
-    """Calls nodes; used from the event loop only.
+    """Calls nodes; used from the event loop only. Keys have the servers in turn: a server answers
+    in the order in which it was asked, so no more calls wait there than keep it busy.
 
     Args:
         addresses: gRPC ports of the servers.
+        turns: makes messages of values, and values of messages.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], turns: Turns) -> None:
+        self._turns = turns
+        self._places: dict[str, InTurn] = {}
+        """By Triton model."""
         self._servers = {address: Upstream(address) for address in addresses}
         self._load = dict.fromkeys(addresses, 0.0)
         """Seconds of work that each has been sent and not answered."""
@@ -80,28 +90,29 @@ class NodePool:
                 found.append(address)
         return found
 
-    async def call(self, task: Task) -> Made:
-        """Run a node at the server that has least to do; at the next one where that is gone, or at
-        the first that is back.
+    async def call(self, task: Task, client: KeyHolder) -> Made:
+        """Run a node for a client at the server that has least to do; at the next one where that is
+        gone, or at the first that is back.
 
         Raises:
             Failure: the node's own error.
             EngineFailed: no server runs it; the same call may succeed again.
         """
         kind = NODE_TYPES[task.call.node]
-        layout, elements = laid_out(task.inputs, kind.inputs)
-        asked = msgspec.json.encode(NodeTask(kind.name, layout, task.call.settings))
-        request = pb.ModelInferRequest(model_name=kind.model)
-        bytes_tensor.add_input(request, "TASK", [asked])
-        bytes_tensor.add_input(request, "VALUES", elements)
-        raw = request.SerializeToString()
+        places = max(1, _AT_A_SERVER * len(self._servers))
+        async with self._places.setdefault(kind.model, InTurn(places)).place(client.scope):
+            raw = await self._turns.run(client, nbytes(task.inputs), _asked, task, kind)
+            answer, address, tries = await self._answer(raw, kind)
+            return await self._turns.run(client, len(answer), _made, answer, address, tries)
+
+    async def _answer(self, raw: bytes, kind: NodeType) -> tuple[bytes, str, int]:
+        """A server's answer, which one's it is, and the number of tries; raises as `call`."""
         end, tries = time.monotonic() + _PATIENCE_S, 1
         while True:
             gone = False
             for address in sorted(self._servers, key=lambda each: (self._load[each], each)):
                 try:
-                    answer = await self._sent(address, raw, kind)
-                    return _made(answer, address, tries)
+                    return await self._sent(address, raw, kind), address, tries
                 except grpc.aio.AioRpcError as error:
                     failure = Failure(error.code(), error.details() or "")
                 if failure.coded:
@@ -127,6 +138,17 @@ class NodePool:
         taken_s = time.monotonic() - begin
         self._seconds[kind.name] = price_s + _REMEMBERED * (taken_s - price_s)
         return answer
+
+
+def _asked(task: Task, kind: NodeType) -> bytes:
+    """The message that asks for a node."""
+    layout, elements = laid_out(task.inputs, kind.inputs)
+    asked = msgspec.json.encode(NodeTask(kind.name, layout, task.call.settings))
+    request = pb.ModelInferRequest(model_name=kind.model)
+    bytes_tensor.add_input(request, "TASK", [asked])
+    bytes_tensor.add_input(request, "VALUES", elements)
+    raw: bytes = request.SerializeToString()
+    return raw
 
 
 def _made(answer: bytes, address: str, tries: int) -> Made:

@@ -78,8 +78,10 @@ class Router:
             config, self.pool, self.pending, self.admission, turns, self.metrics
         )
         self._tracing = Tracing(config)
-        self._nodes = NodePool(config.workflows.nodes)
-        workflows = Workflows(_plans(config), self._nodes, self.pool.ready)
+        self._nodes = NodePool(config.workflows.nodes, turns)
+        workflows = Workflows(
+            _plans(config), self._nodes, self.pool.ready, self.admission, turns, config.limits
+        )
         self._control = control = ClusterControl(
             config.name,
             self.pool,

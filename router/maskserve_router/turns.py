@@ -1,4 +1,4 @@
-"""Threads for work that grows with what a client sends; keys have them in turn.
+"""What keys have in turn: places, and threads for work that grows with what a client sends.
 
 The event loop routes everybody's edits and has to answer within milliseconds. What takes longer
 the more a client sends (inflating, parsing, decoding a mask) is done here, and a client that sends
@@ -8,8 +8,9 @@ much waits behind itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from maskserve_core.shares import Shares
@@ -18,6 +19,54 @@ from maskserve_router.keys import KeyHolder
 _SMALL = 64 * 1024
 """Bytes that are worth no thread: to change to one and back takes as long."""
 T = TypeVar("T")
+
+
+class InTurn:
+    """Places that keys have in turn; used from the event loop only.
+
+    Args:
+        places: how many there are.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._held = Shares(places)
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+
+    async def enter(self, key: str) -> None:
+        """Wait for a place; it is the key's until it leaves."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((key, place))
+        self._hand_out()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # it was handed out just now
+                self._held.give_back(key)
+            self._hand_out()
+            raise
+
+    def leave(self, key: str) -> None:
+        """Give a place back."""
+        self._held.give_back(key)
+        self._hand_out()
+
+    @asynccontextmanager
+    async def place(self, key: str) -> AsyncIterator[None]:
+        """Have one for a time."""
+        await self.enter(key)
+        try:
+            yield
+        finally:
+            self.leave(key)
+
+    def _hand_out(self) -> None:
+        self._waiting = [each for each in self._waiting if not each[1].cancelled()]
+        while self._waiting and self._held.total < self._places:
+            key, place = chosen = self._held.in_turn(self._waiting, lambda each: each[0])[0]
+            self._waiting.remove(chosen)
+            self._held.book(key)
+            place.set_result(None)
 
 
 class Turns:
@@ -29,9 +78,7 @@ class Turns:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "turns")
-        self._threads = threads
-        self._busy = Shares(threads)
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        self._places = InTurn(threads)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -47,35 +94,13 @@ class Turns:
         """
         if size <= _SMALL:
             return work(*given)
-        await self._turn(client.scope)
+        await self._places.enter(client.scope)
         task = asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
         # A thread cannot be stopped: the place is free when it is done, not when the client leaves.
         task.add_done_callback(lambda done: self._over(client.scope, done))
         return await asyncio.shield(task)
 
-    async def _turn(self, key: str) -> None:
-        """Wait for a thread; it is booked for the key then."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((key, place))
-        self._hand_out()
-        try:
-            await place
-        except asyncio.CancelledError:
-            if not place.cancelled():  # it was handed out just now
-                self._busy.give_back(key)
-            self._hand_out()
-            raise
-
     def _over(self, key: str, done: asyncio.Future[Any]) -> None:
         if not done.cancelled():
             done.exception()  # where nobody waits for it any more, it is not complained of
-        self._busy.give_back(key)
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        self._waiting = [each for each in self._waiting if not each[1].cancelled()]
-        while self._waiting and self._busy.total < self._threads:
-            key, place = chosen = self._busy.in_turn(self._waiting, lambda each: each[0])[0]
-            self._waiting.remove(chosen)
-            self._busy.book(key)
-            place.set_result(None)
+        self._places.leave(key)

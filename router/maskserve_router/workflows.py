@@ -22,13 +22,15 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.keys import name_of
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
@@ -47,10 +49,13 @@ from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Judgement
+from maskserve_core.workflows.wire import nbytes
+from maskserve_router.admission import Admission
 from maskserve_router.edit_call import MODELS, read_input, request_id_of
 from maskserve_router.failures import Failure
 from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.node_pool import NodePool
+from maskserve_router.turns import Turns
 from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker
 
@@ -75,6 +80,9 @@ class Workflows:
         plans: that are served.
         nodes: the node servers.
         workers: those that take edits now.
+        admission: counts runs among a key's operations, and their values among its bytes.
+        turns: copies pictures, off the loop.
+        limits: of texts.
     """
 
     def __init__(
@@ -82,13 +90,19 @@ class Workflows:
         plans: Sequence[WorkflowPlan],
         nodes: NodePool,
         workers: Callable[[], list[Worker]],
+        admission: Admission,
+        turns: Turns,
+        limits: LimitsConfig,
     ) -> None:
+        self._admission, self._turns, self._limits = admission, turns, limits
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
         """All that clients may call: tensors by name."""
         self._nodes, self._workers = nodes, workers
         self._runs: dict[str, asyncio.Task[Any]] = {}
         """Under way, by request id."""
+        self._coming: set[str] = set()
+        """LoRAs that hosts are told to load."""
 
     def cancel(self, request_id: str) -> bool:
         """End a run and all its nodes; False if there is none of this id."""
@@ -126,62 +140,74 @@ class Workflows:
             MaskserveError: it cannot be run, a node failed, or it was cancelled or late.
             Failure: a worker's or node's.
         """
-        plan = self.plans[message.model_name]
-        begin = time.monotonic()
-        settings, inputs = _asked(message, plan, client)
-        client.check_adapters(plan.early, f"{plan.name}.loras")
-        assert settings.request_id is not None
-        if settings.request_id in self._runs:
-            raise InvalidRequest(
-                "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+        with ExitStack() as held:  # its request, and what is made of it
+            held.enter_context(self._admission.operation(client, message.ByteSize()))
+            plan = self.plans[message.model_name]
+            begin = time.monotonic()
+            turn = partial(self._turns.run, client)
+            settings, inputs = await turn(
+                message.ByteSize(), _asked, message, plan, client, self._limits.max_prompt_chars
             )
-        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        limit_s = min(
-            (x for x in (timeout, _seconds(settings.limit_ms)) if x is not None), default=None
-        )
+            client.check_adapters(plan.early, f"{plan.name}.loras")
+            assert settings.request_id is not None
+            if settings.request_id in self._runs:
+                raise InvalidRequest(
+                    "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+                )
+            events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+            limit_s = min(
+                (x for x in (timeout, _seconds(settings.limit_ms)) if x is not None), default=None
+            )
 
-        async def call(task: Task) -> _Called:
-            if task.call.node != EDIT:
-                made = await self._nodes.call(task)
-                said = {"server": made.server, "seconds": made.seconds, "tries": made.tries}
-                return made.outputs, said
-            return await _edited(_edit_request(task, settings), headers, limit_s, edit)
+            async def call(task: Task) -> _Called:
+                if task.call.node != EDIT:
+                    node = await self._nodes.call(task, client)
+                    said = {"server": node.server, "seconds": node.seconds, "tries": node.tries}
+                    made = node.outputs
+                else:
+                    started = time.monotonic()
+                    request = await turn(nbytes(task.inputs), _edit_request, task, settings)
+                    answer = await edit(request, request.ByteSize(), headers, limit_s, "workflow")
+                    made, said = await turn(len(answer), _edited, answer)
+                    said["seconds"] = round(time.monotonic() - started, 4)
+                held.enter_context(self._admission.hold(client, nbytes(made)))
+                return made, said
 
-        early = asyncio.create_task(self._bring(plan.early))
-        driven = _Driven(plan, inputs, call, events.put_nowait)
-        work = asyncio.create_task(driven.run(limit_s))
-        work.add_done_callback(lambda _: events.put_nowait(None))
-        self._runs[settings.request_id] = work
-        try:
-            with _logged(plan, settings, client, driven.told):
-                while (event := await events.get()) is not None:
-                    if settings.progress:
-                        yield _event(plan, {**event, "request_id": _own(settings)})
-                try:
-                    outputs = work.result()
-                except asyncio.CancelledError:
-                    raise Cancelled("the workflow was cancelled") from None
-                except WorkflowError as error:
-                    raise InvalidRequest(plan.name, str(error)) from None
-                except TimeoutError:
-                    raise DeadlineExceeded(
-                        f"{limit_s:.1f} s passed before {plan.name} ended"
-                    ) from None
-            meta = {
-                "event": "final",
-                "request_id": _own(settings),
-                "seed": settings.seed,
-                "workflow": plan.name,
-                "digest": plan.digest,
-                "seconds": round(time.monotonic() - begin, 4),
-                "nodes": driven.told,
-            }
-            yield _event(plan, meta, outputs)
-        finally:
-            del self._runs[settings.request_id]
-            for each in (work, early):
-                each.cancel()
-            await asyncio.gather(work, early, return_exceptions=True)
+            early = asyncio.create_task(self._bring(plan.early))
+            driven = _Driven(plan, inputs, call, events.put_nowait)
+            work = asyncio.create_task(driven.run(limit_s))
+            work.add_done_callback(lambda _: events.put_nowait(None))
+            self._runs[settings.request_id] = work
+            try:
+                with _logged(plan, settings, client, driven.told):
+                    while (event := await events.get()) is not None:
+                        if settings.progress:
+                            yield _event(plan, {**event, "request_id": _own(settings)})
+                    try:
+                        outputs = work.result()
+                    except asyncio.CancelledError:
+                        raise Cancelled("the workflow was cancelled") from None
+                    except WorkflowError as error:
+                        raise InvalidRequest(plan.name, str(error)) from None
+                    except TimeoutError:
+                        raise DeadlineExceeded(
+                            f"{limit_s:.1f} s passed before {plan.name} ended"
+                        ) from None
+                meta = {
+                    "event": "final",
+                    "request_id": _own(settings),
+                    "seed": settings.seed,
+                    "workflow": plan.name,
+                    "digest": plan.digest,
+                    "seconds": round(time.monotonic() - begin, 4),
+                    "nodes": driven.told,
+                }
+                yield await turn(nbytes(outputs), _event, plan, meta, outputs)
+            finally:
+                del self._runs[settings.request_id]
+                for each in (work, early):
+                    each.cancel()
+                await asyncio.gather(work, early, return_exceptions=True)
 
     async def infer(
         self,
@@ -195,17 +221,24 @@ class Workflows:
         last = b""
         async with aclosing(self.stream(message, headers, timeout, client, edit)) as events:
             async for event in events:
-                last = event.SerializeToString()
+                last = await self._turns.run(client, event.ByteSize(), event.SerializeToString)
         return last
 
     async def _bring(self, names: Sequence[str]) -> None:
-        """Have the workers' hosts load LoRAs; one that cannot is told by the edit that needs it."""
+        """Have the workers' hosts load LoRAs, each once at a time however many runs want it; one
+        that cannot is told by the edit that needs it.
+        """
+        new = set(names) - self._coming
+        self._coming |= new
         calls = [
             worker.upstream.control(control_request({"op": "adapter_load", "name": name}), _EARLY_S)
             for worker in self._workers()
-            for name in names
+            for name in sorted(new)
         ]
-        await asyncio.gather(*calls, return_exceptions=True)
+        try:
+            await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            self._coming -= new
 
 
 class _Driven:
@@ -269,19 +302,12 @@ class _Driven:
         self._machine.done(task.key, outputs)
 
 
-async def _edited(
-    request: pb.ModelInferRequest,
-    headers: Mapping[str, str],
-    limit_s: float | None,
-    edit: EditNode,
-) -> _Called:
-    begin = time.monotonic()
-    answer = await edit(request, request.ByteSize(), headers, limit_s, "workflow")
+def _edited(answer: bytes) -> _Called:
+    """What a worker answered."""
     response = bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))
     meta = msgspec.json.decode(response["META"])
     told = {name: meta[name] for name in ("worker", "seed", "cache") if name in meta}
-    seconds = round(time.monotonic() - begin, 4)
-    return {"picture": bytes(response["IMAGE"])}, {**told, "seconds": seconds}
+    return {"picture": bytes(response["IMAGE"])}, told
 
 
 @contextmanager
@@ -328,9 +354,15 @@ def contract_of(plan: WorkflowPlan) -> Contract:
 
 
 def _asked(
-    message: pb.ModelInferRequest, plan: WorkflowPlan, client: KeyHolder
+    message: pb.ModelInferRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
 ) -> tuple[EditSettings, dict[str, Any]]:
     """The settings of all edits of a run, with seed and request id, and its inputs.
+
+    Args:
+        message: the request.
+        plan: that it asks for.
+        client: who asks.
+        longest: characters that a text may have.
 
     Raises:
         InvalidRequest: naming what is wrong.
@@ -345,11 +377,15 @@ def _asked(
     inputs: dict[str, Any] = {}
     for each in plan.inputs:
         name = each.name.upper()
-        raw = read_input(message, name)
-        try:
-            inputs[each.name] = raw.decode() if each.kind == "text" else raw
-        except UnicodeDecodeError:
-            raise InvalidRequest(name, "is not UTF-8", "text") from None
+        made: bytes | str = read_input(message, name)
+        if isinstance(made, bytes) and each.kind == "text":
+            try:
+                made = made.decode()
+            except UnicodeDecodeError:
+                raise InvalidRequest(name, "is not UTF-8", "text") from None
+            if len(made) > longest:
+                raise InvalidRequest(name, f"is {len(made)} characters long", f"up to {longest}")
+        inputs[each.name] = made
     return settings, inputs
 
 

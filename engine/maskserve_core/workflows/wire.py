@@ -44,6 +44,20 @@ class NodeResult(msgspec.Struct, frozen=True):
     """That the node ran."""
 
 
+def nbytes(value: Any) -> int:
+    """Bytes that a value takes, or several by name: of its pictures, masks and texts."""
+    match value:
+        case bytes() | bytearray() | memoryview() | str():
+            return len(value)
+        case Areas():
+            return nbytes(value.masks)
+        case tuple() | list():
+            return sum(map(nbytes, value))
+        case Mapping():
+            return sum(map(nbytes, value.values()))
+    return 0
+
+
 def laid_out(
     values: Mapping[str, Any], kinds: Mapping[str, str]
 ) -> tuple[tuple[Laid, ...], list[bytes]]:

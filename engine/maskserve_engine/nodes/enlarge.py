@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+from msgspec import structs
 from transformers import Swin2SRForImageSuperResolution
 
 from maskserve_core.config import Config
@@ -14,6 +15,9 @@ from maskserve_core.imaging.images import encode_png
 from maskserve_core.workflows.pictures import read_picture
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import device_of
+
+MOST_PIXELS: Final = 2**21
+"""Of a picture: the model takes some gigabytes for it."""
 
 
 class EnlargeNodes:
@@ -25,7 +29,9 @@ class EnlargeNodes:
 
     def __init__(self, config: Config) -> None:
         limit_threads(config)
-        self._limits, self._device = config.limits, device_of(config)
+        most = min(config.limits.max_pixels, MOST_PIXELS)
+        self._limits = structs.replace(config.limits, max_pixels=most)
+        self._device = device_of(config)
         model: Any = Swin2SRForImageSuperResolution.from_pretrained(config.nodes.enlarge)
         self._model = model.to(self._device).eval()
 

@@ -25,6 +25,7 @@ from maskserve_router.failures import Failure, text_of
 from maskserve_router.front import Front
 from maskserve_router.http_body import Bodies
 from maskserve_router.http_inference import first_of, while_connected
+from maskserve_router.keys import KeyHolder
 from maskserve_router.openai.answers import (
     ModelNotFound,
     completed_event,
@@ -75,9 +76,9 @@ class ImageEdits:
             del body
             form = await parse(self._checked, form)
             if form.fields.stream:
-                return await self._stream(request, form, size, headers, request_id)
+                return await self._stream(request, client, form, size, headers, request_id)
             pictures = await while_connected(
-                request, self._pictures(form, size, headers, request_id)
+                request, self._pictures(client, form, size, headers, request_id)
             )
             made = sum(len(picture) for picture, _ in pictures)
             return await self._turns.run(client, made, _answer, form.fields, pictures, request_id)
@@ -116,7 +117,12 @@ class ImageEdits:
         return replace(form, settings={**form.settings, "expand": margins})
 
     async def _pictures(
-        self, form: EditForm, size: int, headers: dict[str, str], request_id: str
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        size: int,
+        headers: dict[str, str],
+        request_id: str,
     ) -> list[Picture]:
         """`n` edits, side by side, which differ in their seeds; none is left when one fails."""
         seed = form.settings.get("seed")
@@ -125,9 +131,10 @@ class ImageEdits:
         async def one(number: int) -> Picture:
             name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
             own = first + number if isinstance(first, int) else first
-            message = _message("edit", form, {"seed": own, "request_id": name})
+            asked = {"seed": own, "request_id": name}
+            message = await self._turns.run(client, size, _message, "edit", form, asked)
             raw = await self._front.infer(message, size, headers, None, "openai")
-            return _picture(pb.ModelInferResponse.FromString(raw))
+            return await self._turns.run(client, len(raw), _picture, raw)
 
         tasks = [asyncio.create_task(one(number)) for number in range(form.fields.n)]
         try:
@@ -140,12 +147,18 @@ class ImageEdits:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(
-        self, request: Request, form: EditForm, size: int, headers: dict[str, str], request_id: str
+        self,
+        request: Request,
+        client: KeyHolder,
+        form: EditForm,
+        size: int,
+        headers: dict[str, str],
+        request_id: str,
     ) -> Response:
         asked: dict[str, Any] = {"request_id": request_id}
         if form.fields.partial_images:
             asked["preview_every"] = self._preview_every(form)
-        message = _message("edit_stream", form, asked)
+        message = await self._turns.run(client, size, _message, "edit_stream", form, asked)
         events = self._events(form, message, size, headers)
         # An error that comes before all else is the status of the answer.
         first = await while_connected(request, first_of(events))
@@ -183,7 +196,7 @@ class ImageEdits:
                 async for raw in answers:
                     response = pb.ModelStreamInferResponse.FromString(raw).infer_response
                     if response.outputs:
-                        yield _picture(response)
+                        yield _picture_of(response)
         except (MaskserveError, Failure) as error:
             raise _told(form, error) from None
 
@@ -255,7 +268,11 @@ def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRe
     return message
 
 
-def _picture(response: pb.ModelInferResponse) -> Picture:
+def _picture(raw: bytes) -> Picture:
+    return _picture_of(pb.ModelInferResponse.FromString(raw))
+
+
+def _picture_of(response: pb.ModelInferResponse) -> Picture:
     found = bytes_tensor.outputs(response)
     meta = msgspec.json.decode(found["META"], type=dict[str, Any])
     if "warnings" in meta:

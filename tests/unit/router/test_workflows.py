@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
 from maskserve_core.workflows.definition import Workflow, each
 from maskserve_core.workflows.nodes import best, edit, enlarge, shows
 from maskserve_core.workflows.passes import compiled
-from maskserve_core.workflows.run import seed_of
+from maskserve_core.workflows.plan import NodeCall, WorkflowPlan
+from maskserve_core.workflows.run import Task, seed_of
 from maskserve_core.workflows.values import Judgement
+from maskserve_router import workflows as served_workflows
+from maskserve_router.admission import Admission
+from maskserve_router.config import AdmissionBounds
 from maskserve_router.edit_call import check_request
-from maskserve_router.failures import Failure
+from maskserve_router.failures import Failure, RetryLater
 from maskserve_router.keys import KeyHolder
-from maskserve_router.node_pool import Made
+from maskserve_router.metrics import Metrics
+from maskserve_router.node_pool import Made, NodePool
+from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows
+from tests.support.router import until
 
 CLIENT = KeyHolder("anybody", 64, admin=True)
 
@@ -41,7 +51,7 @@ class Nodes:
     def __init__(self, **fails: int) -> None:
         self.fails, self.keys = fails, []
 
-    async def call(self, task: Any) -> Made:
+    async def call(self, task: Any, client: KeyHolder) -> Made:
         self.keys.append(task.key)
         await asyncio.sleep(0)
         if self.fails.get(task.call.node, 0):
@@ -90,8 +100,16 @@ def request(prompt: bytes = b"a star", **settings: Any) -> Any:
     return message
 
 
+def workflows(
+    nodes: Any, plan: WorkflowPlan = PLAN, most_bytes: int = 2**20, workers: Any = list
+) -> Workflows:
+    bounds = AdmissionBounds(max_edits=4, max_bytes=most_bytes)
+    admission = Admission(bounds, Metrics())
+    return Workflows([plan], nodes, workers, admission, Turns(2), LimitsConfig())
+
+
 async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    served = Workflows([PLAN], nodes, list)
+    served = workflows(nodes)
     check_request(message, served.models)
     raw = await served.infer(message, {}, None, CLIENT, edits)
     found = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
@@ -130,7 +148,7 @@ async def test_a_node_that_was_lost_alone_runs_again() -> None:
 
 async def test_what_a_node_refuses_names_the_node() -> None:
     class Refusing(Nodes):
-        async def call(self, task: Any) -> Made:
+        async def call(self, task: Any, client: KeyHolder) -> Made:
             text = "[INVALID_REQUEST] name: 'a boat' is not found in the picture"
             raise Failure(grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -143,7 +161,7 @@ async def test_what_a_node_refuses_names_the_node() -> None:
 
 async def test_a_cancel_or_deadline_ends_every_node() -> None:
     edits = Edits(never=True)
-    served = Workflows([PLAN], Nodes(), list)
+    served = workflows(Nodes())
     work = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, CLIENT, edits))
     while len(edits.asked) < 2:
         await asyncio.sleep(0)
@@ -166,7 +184,7 @@ async def test_a_cancel_or_deadline_ends_every_node() -> None:
 
 
 async def test_a_stream_tells_of_each_node() -> None:
-    served = Workflows([PLAN], Nodes(), list)
+    served = workflows(Nodes())
     events = served.stream(request(progress=True), {}, None, CLIENT, Edits())
     told = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
     assert [each["event"] for each in told] == ["node"] * 6 + ["final"]
@@ -177,3 +195,134 @@ async def test_what_cannot_be_read_is_named() -> None:
         await run(Nodes(), Edits(), request(prompt=b"\xff"))
     with pytest.raises(InvalidRequest, match=r"SETTINGS\.steps"):
         await run(Nodes(), Edits(), request(steps=3))
+    with pytest.raises(InvalidRequest, match="PROMPT: is 32001 characters long"):
+        await run(Nodes(), Edits(), request(prompt=b"x" * 32_001))
+
+
+# What one key's runs cannot do to others.
+
+
+def holder(name: str) -> KeyHolder:
+    return KeyHolder(name, 64, admin=False, scope=name)
+
+
+async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
+    """A server answers in the order in which it was asked: one key's hundred stood before all."""
+    goes_on, sent = asyncio.Event(), []
+
+    class Slow(NodePool):
+        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+            asked = pb.ModelInferRequest.FromString(raw)
+            sent.append(bytes(asked.raw_input_contents[1][4:]))
+            await goes_on.wait()
+            answer = pb.ModelInferResponse()
+            result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
+            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+            bytes_tensor.add_output(answer, "MADE", [b"made"])
+            return answer.SerializeToString()
+
+    pool = Slow(["127.0.0.1:1"], Turns(1))
+
+    def call(key: str) -> asyncio.Task[Made]:
+        task = Task("invert-1", NodeCall("invert-1", "invert"), {"mask": key.encode()})
+        return asyncio.create_task(pool.call(task, holder(key)))
+
+    greedy = [call("greedy") for _ in range(100)]
+    await until("the server is busy", lambda: len(sent) == 2)
+    modest = call("modest")
+    goes_on.set()
+    assert (await modest).outputs == {"mask": b"made"}
+    assert sent.index(b"modest") == 2
+    await asyncio.gather(*greedy)
+    await pool.close()
+
+
+async def test_runs_and_what_they_make_count_with_their_key() -> None:
+    """Pictures between nodes were bytes that nobody counted, and runs had no bound."""
+    served = workflows(Nodes(), most_bytes=2**20)
+    edits = Edits(never=True)
+    runs = [
+        asyncio.create_task(served.infer(request(), {}, None, holder("greedy"), edits))
+        for _ in range(3)
+    ]
+    await until("they run or are refused", lambda: any(each.done() for each in runs))
+    refused = [each for each in runs if each.done()]
+    with pytest.raises(RetryLater, match="key greedy has its share: 2 operations are under way"):
+        await refused[0]
+    assert len(refused) == 1
+    assert await served.infer(request(), {}, None, holder("modest"), Edits())
+    for task in runs:
+        task.cancel()
+    await asyncio.gather(*runs, return_exceptions=True)
+
+    class Large(Nodes):
+        async def call(self, task: Any, client: KeyHolder) -> Made:
+            made = await super().call(task, client)
+            return made._replace(outputs={**made.outputs, "more": bytes(300_000)})
+
+    with pytest.raises(RetryLater, match="bytes of requests are under way"):
+        await workflows(Large()).infer(request(), {}, None, holder("greedy"), Edits())
+    assert served._admission.bytes == 0
+
+
+async def test_large_pictures_of_runs_are_copied_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(served_workflows, name)
+
+        def seen(*given: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return real(*given)
+
+        return seen
+
+    copying = ("_asked", "_edit_request", "_edited", "_event")
+    for name in copying:
+        monkeypatch.setattr(served_workflows, name, watched(name))
+    message = request()
+    message.raw_input_contents[0] = bytes_tensor.pack([bytes(2**17)])
+
+    class Same(Edits):
+        async def __call__(self, message: Any, size: int, *_: Any) -> bytes:
+            await super().__call__(message, size)
+            answer = pb.ModelInferResponse(model_name="edit")
+            bytes_tensor.add_output(answer, "IMAGE", [bytes(2**17)])
+            bytes_tensor.add_output(answer, "META", [b"{}"])
+            return answer.SerializeToString()
+
+    await workflows(Nodes(), most_bytes=2**23).infer(message, {}, None, CLIENT, Same())
+    assert sorted(threads) == sorted(copying)
+    assert threading.current_thread() not in threads.values()
+
+
+async def test_a_lora_of_later_nodes_is_loaded_once_at_a_time() -> None:
+    """Each run had all hosts load it: as many operations at workers as runs."""
+    asked, goes_on = [], asyncio.Event()
+
+    class Worker:
+        class upstream:  # noqa: N801
+            @staticmethod
+            async def control(raw: bytes, seconds: float) -> bytes:
+                asked.append(raw)
+                await goes_on.wait()
+                return b"{}"
+
+    with Workflow("twice") as later:
+        image, mask = later.picture("image"), later.mask("mask")
+        first = edit(image, mask, "a star")
+        later.gives(image=edit(first, mask, "a cat", loras=[{"name": "x"}]))
+    served = workflows(Nodes(), compiled(later.plan), workers=lambda: [Worker, Worker])
+    message = request()
+    message.model_name = "twice"
+    runs = [
+        asyncio.create_task(served.infer(message, {}, None, CLIENT, Edits(never=True)))
+        for _ in range(4)
+    ]
+    await until("hosts are asked", lambda: len(asked) >= 2)
+    assert len(asked) == 2
+    for task in runs:
+        task.cancel()
+    await asyncio.gather(*runs, return_exceptions=True)

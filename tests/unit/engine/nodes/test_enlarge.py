@@ -1,0 +1,34 @@
+"""What a node server's models are asked for is bounded before they are run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_core.config_file import config_of
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.pictures import read_picture
+from maskserve_engine.nodes.enlarge import EnlargeNodes
+from maskserve_harness.soaking.pictures import png_file
+from tests.fakes.tiny_nodes import build_enlarge
+
+
+def test_a_picture_is_enlarged_as_far_as_memory_bears(tmp_path: Path) -> None:
+    """One of 49 megapixels, 155 KiB, took a node server all the memory there was."""
+    build_enlarge(tmp_path)
+    config = config_of({"nodes": {"enlarge": str(tmp_path)}, "model": {"device": "cpu"}})
+    nodes = EnlargeNodes(config)
+
+    def enlarged(picture: bytes) -> Any:
+        return nodes.run("enlarge", {"picture": picture}, {})["picture"]
+
+    small = np.random.default_rng(1).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+    assert read_picture(enlarged(encode_png(small)), config.limits).shape == (24, 40, 3)
+    large = png_file(7000, 7000, 1, 0, (b"\0" + bytes(875)) * 7000)
+    assert read_picture(large, config.limits).shape == (7000, 7000, 3)
+    with pytest.raises(InvalidRequest, match=r"picture: .*2097152"):
+        enlarged(large)
