@@ -1,8 +1,8 @@
-"""Which rows of several keys take a step of one device."""
+"""What keys were given of a worker's time, and which rows of several keys take a step together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from maskserve_core.contracts.keys import scope_of
@@ -27,6 +27,33 @@ class KeyedRow(Protocol):
 T = TypeVar("T", bound=KeyedRow)
 
 
+class KeyWork:
+    """Work that each key was given, of those that have edits; whoever has least is behind."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, float] = {}
+
+    def present(self, keys: Iterable[str]) -> None:
+        """These keys have edits, and no others. Who comes is given no time for when it was not
+        there: it begins as the one that had least.
+        """
+        keys = tuple(keys)
+        least = min((self._given[key] for key in keys if key in self._given), default=0.0)
+        self._given = {key: self._given.get(key, least) for key in keys}
+
+    def add(self, key: str, work: float) -> None:
+        """A key was given so much more."""
+        self._given[key] = self._given.get(key, 0.0) + work
+
+    def behind(self, keys: Iterable[str]) -> str:
+        """Of these the one that had least."""
+        return min(keys, key=self._given.__getitem__)
+
+    def lag(self, key: str) -> float:
+        """How much more the key has had that had most."""
+        return max(self._given.values()) - self._given[key]
+
+
 class KeyTurns:
     """Each of n keys moves on at least an nth as fast as it would alone, however many rows the
     others have.
@@ -39,8 +66,7 @@ class KeyTurns:
     """
 
     def __init__(self) -> None:
-        self._given: dict[str, float] = {}
-        """Key -> work, of those that have rows."""
+        self._work = KeyWork()
         self._stepped: dict[str, int] = {}
         """Request id -> number of its last step."""
         self._step = 0
@@ -48,13 +74,11 @@ class KeyTurns:
     def next(self, live: Sequence[KeyedRow]) -> str | None:
         """The key whose turn it is; None: all rows are one key's."""
         keys = dict.fromkeys(map(_whose, live))
+        self._work.present(keys)
         if len(keys) < 2:
-            self._given, self._stepped = {}, {}
+            self._stepped = {}
             return None
-        # Who comes is given no time for when it was not there.
-        least = min((self._given[key] for key in keys if key in self._given), default=0.0)
-        self._given = {key: self._given.get(key, least) for key in keys}
-        return min(keys, key=self._given.__getitem__)
+        return self._work.behind(keys)
 
     def rows(self, batch: Sequence[T], live: Sequence[KeyedRow]) -> tuple[T, ...]:
         """Of a batch those that step now.
@@ -77,7 +101,7 @@ class KeyTurns:
                 given[key] = given.get(key, 0.0) + work
                 chosen.add(ticket.request_id)
         for key, work in given.items():
-            self._given[key] += work + shared / len(given)
+            self._work.add(key, work + shared / len(given))
         ids = {ticket.request_id for ticket in live}
         self._stepped = {name: at for name, at in self._stepped.items() if name in ids}
         self._stepped.update(dict.fromkeys(chosen, self._step))

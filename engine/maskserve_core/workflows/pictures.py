@@ -144,7 +144,7 @@ def encode_mask(white: Grey) -> bytes:
     return encode_png(np.where(white, np.uint8(255), np.uint8(0)))
 
 
-class Part(NamedTuple):
+class Component(NamedTuple):
     """Pixels of a mask that hang together by their sides."""
 
     runs: npt.NDArray[np.int64]
@@ -168,7 +168,7 @@ class Part(NamedTuple):
         return found
 
 
-def components(white: Grey) -> list[Part]:
+def components(white: Grey) -> list[Component]:
     """The parts of a mask [H, W], by first row and column.
 
     Runs of each row are joined with the runs of the row above that they touch.
@@ -203,7 +203,7 @@ def components(white: Grey) -> list[Part]:
     names = np.array([root(i) for i in range(len(runs))], np.int64)
     order = np.argsort(names, kind="stable")
     begins = np.flatnonzero(np.diff(names[order])) + 1
-    return [Part(each) for each in np.split(table[order], begins) if len(each)]
+    return [Component(each) for each in np.split(table[order], begins) if len(each)]
 
 
 def _box(white: Grey) -> Box:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from maskserve_core.contracts.keys import name_of, scope_of
 from maskserve_core.errors import InvalidRequest, Overloaded
 from maskserve_core.worker.gangs.work import GangPolicy, Work, age_order, seconds_together
+from maskserve_core.worker.key_turns import KeyWork
 from maskserve_core.worker.step_scheduler import (
     ALL_FREE,
     Decision,
@@ -54,9 +55,8 @@ class GangScheduler:
         self._waiting = TicketQueue(max_waiting)
         self._works: dict[str, Work] = {}
         self._under_way: list[_UnderWay] = []
-        self._had: dict[str, float] = {}
-        """Device-seconds by key, of those that have edits here; who comes begins as the one that
-        had least."""
+        self._had = KeyWork()
+        """Device-seconds."""
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -124,13 +124,12 @@ class GangScheduler:
             own = idle.setdefault(scope_of(work.ticket.request_id), [])
             if work.until is None:
                 own.append(work)
-        least = min((had for key, had in self._had.items() if key in idle), default=0.0)
-        self._had = {key: max(self._had.get(key, least), least) for key in idle}
+        self._had.present(idle)
         waiting = [key for key, own in idle.items() if own]
         if len(idle) < 2 or not waiting:
             return
-        behind = min(waiting, key=self._had.__getitem__)
-        if max(self._had.values()) - self._had[behind] > _BEHIND_S:
+        behind = self._had.behind(waiting)
+        if self._had.lag(behind) > _BEHIND_S:
             min(idle[behind], key=lambda work: age_order(work.ticket)).first = True
 
     def check_integrity(self) -> None:
@@ -184,9 +183,8 @@ class GangScheduler:
             work = self._works[ticket.request_id]
             work.gang, work.under_way = _mask(each.run.devices), each.left
             work.until = now + each.left * lasts
-            key = scope_of(ticket.request_id)
             took = len(each.run.devices) * lasts / len(rows)
-            self._had[key] = self._had.get(key, 0.0) + took
+            self._had.add(scope_of(ticket.request_id), took)
         each.left -= 1
         return Run(rows, each.run.devices)
 
