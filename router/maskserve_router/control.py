@@ -14,11 +14,12 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.imaging.images import check_beginning
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation
 from maskserve_router.admission import Admission
 from maskserve_router.dispatch import Dispatcher
-from maskserve_router.edit_call import read_input, request_id_of
+from maskserve_router.edit_call import read_input, request_id_of, view_input
 from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
 from maskserve_router.keys import KeyHolder
 from maskserve_router.missed_operations import MissedOperations, refused
@@ -61,11 +62,11 @@ class ClusterControl:
             Failure: as a worker said.
         """
         try:
-            raw = read_input(message, "OP")
+            size = len(view_input(message, "OP"))
         except LookupError:
             raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
-        with self._admission.hold(client, len(raw)):
-            operation = await self._turns.run(client, len(raw), parse_operation, raw)
+        with self._admission.hold(client, size):
+            operation = await self._turns.run(client, size, _operation_in, message)
         result = msgspec.json.encode(await self.do(operation, client))
         answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.id)
         bytes_tensor.add_output(answer, "RESULT", [result])
@@ -92,6 +93,7 @@ class ClusterControl:
         if name in SCOPED and not client.admin:
             operation = {**operation, "scope": client.scope}
         if name == "register":
+            check_beginning(operation["image"], "OP.image")
             # An admin's own registration is its own, too; it sees the others' all the same.
             operation["scope"] = client.scope
             operation["shared"] = operation.get("shared", False) or client.shares
@@ -186,6 +188,11 @@ class ClusterControl:
             unwell = (Blame.WORKER, Blame.UNKNOWN)
             raise min(failed.values(), key=lambda failure: failure.blame in unwell)
         return done, failed
+
+
+def _operation_in(message: pb.ModelInferRequest) -> dict[str, Any]:
+    """What a request asks for; raises as `parse_operation`."""
+    return parse_operation(read_input(message, "OP"))
 
 
 async def _ask(

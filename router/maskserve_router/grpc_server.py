@@ -213,10 +213,9 @@ class GrpcServer:
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         headers = _headers(context)
         with ExitStack() as held:
-            message = await self._front.parse(raw, headers, held)
-            return await self._front.infer(
-                message, len(raw), headers, context.time_remaining(), "grpc"
-            )
+            message, size = await self._front.parse(raw, headers, held), len(raw)
+            del raw  # the message has a copy of it
+            return await self._front.infer(message, size, headers, context.time_remaining(), "grpc")
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
         answers: _Answers = asyncio.Queue(maxsize=1)
@@ -311,9 +310,11 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                             async for answer in answers:
                                 await _write(context, answer)
                     elif handler.unary_unary is not None:
-                        request = await anext(call)
+                        first = [await anext(call)]
                         with call.working():
-                            await _write(context, await handler.unary_unary(request, context))
+                            # The handler alone has the message, and can let go of it.
+                            answer = await handler.unary_unary(first.pop(), context)
+                            await _write(context, answer)
                     else:
                         raise NotSupported("call", "is not served")
             except StopAsyncIteration:

@@ -20,6 +20,10 @@ from maskserve_router.turns import Turns
 _PATIENCE_S = 10.0
 _ACCEPTED_ENCODINGS = ("", "identity", "gzip", "deflate")
 _INFLATED_AT_A_TIME = 4 * 2**20
+_INFLATED_FREELY, _MOST_INFLATION = 16 * 2**20, 100
+"""Bytes that any body may become, and how many times its size a larger one may: pictures in JSON
+become 1.3 times as large, numbers as text some five times. What grows more is made to cost time.
+"""
 
 
 class Bodies:
@@ -91,7 +95,9 @@ class Bodies:
     ) -> AsyncGenerator[bytes, None]:
         """The same, inflated a little at a time: a kilobyte may hold a megabyte."""
         inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip and zlib, by their headers
+        came = became = 0
         async for part in coming:
+            came += len(part)
             while part and not inflater.eof:
                 try:
                     plain = await self._turns.run(
@@ -100,6 +106,12 @@ class Bodies:
                 except zlib.error:
                     told = "is not compressed as Content-Encoding says"
                     raise InvalidRequest("body", told) from None
+                became += len(plain)
+                if became > max(_INFLATED_FREELY, _MOST_INFLATION * came):
+                    told = f"becomes over {became - 1} bytes from {came} that came"
+                    raise InvalidRequest(
+                        "body", told, f"up to {_MOST_INFLATION} times what is sent"
+                    )
                 part = inflater.unconsumed_tail
                 yield plain
         if not inflater.eof:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.imaging.containers import PNG_SIGNATURE
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
@@ -201,6 +203,11 @@ async def until(what: str, holds: Any) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"never: {what}")
+
+
+def picture(content: str) -> str:
+    """Text that begins as a PNG does, which is all that a router looks at."""
+    return base64.b64encode(PNG_SIGNATURE + content.encode()).decode()
 
 
 def control_request(op: str, **fields: str) -> bytes:

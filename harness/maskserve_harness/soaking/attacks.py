@@ -225,7 +225,10 @@ async def registrations_beside_evictions(target: Target) -> Iterable[str]:
 
 @cache
 def _large_registration() -> bytes:
-    return operation("register", image="A" * 40 * _MIB)
+    """It begins as a picture does."""
+    return operation(
+        "register", image=base64.b64encode(picture()[0][:64] + bytes(30 * _MIB)).decode()
+    )
 
 
 async def large_registrations(target: Target) -> Iterable[str]:

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.control import merged_adapters
 from maskserve_router.keys import KeyHolder
-from tests.support.router import calling, cluster, control_request, edit
+from tests.support.router import calling, cluster, control_request, edit, picture
 
 
 def about(name: str, *tiers: str, pinned: bool = False) -> dict[str, object]:
@@ -94,7 +94,7 @@ async def test_a_plain_key_is_not_told_where_workers_are():
     keys = [{"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in ("a", "b")]
     keys[1]["admin"] = True  # type: ignore[assignment]
     async with cluster(keys=keys) as (router, workers), calling(router) as call:
-        image = control_request("register", image="x" * 40)
+        image = control_request("register", image=picture("x"))
         await call(image, metadata=(("x-api-key", "a"),))
         for request in (
             image,

@@ -42,7 +42,16 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.router import Router
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
-from tests.support.router import FAST, calling, cluster, control_request, edit, http_edit, until
+from tests.support.router import (
+    FAST,
+    calling,
+    cluster,
+    control_request,
+    edit,
+    http_edit,
+    picture,
+    until,
+)
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -238,6 +247,20 @@ async def test_inflated_bytes_are_counted_as_they_come():
     turns.close()
 
 
+async def test_what_inflates_a_hundredfold_is_refused_early():
+    """Each of such bodies cost as much as its share of bytes allowed, thirty of them five
+    seconds of a processor.
+    """
+    admission, turns = Admission(AdmissionBounds(), Metrics()), Turns(1)
+    request: Any = Zipped(150 * MIB)
+    tracemalloc.start()
+    with ExitStack() as held, pytest.raises(InvalidRequest, match="times what is sent"):
+        await Bodies(Http(), admission, turns).read(request, holder("greedy"), held)
+    assert tracemalloc.get_traced_memory()[1] < 60 * MIB
+    tracemalloc.stop()
+    turns.close()
+
+
 @pytest.mark.parametrize(
     "body", [b"no gzip", gzip.compress(b"{}" * 10**5)[:-9], zlib.compress(b"")]
 )
@@ -355,7 +378,7 @@ async def test_who_leaves_while_others_wait_for_a_thread_is_passed_over():
 
 async def test_registrations_are_admitted_by_what_they_take():
     """Twelve of them took a router to 8.2 GB."""
-    image = "A" * 2 * MIB
+    image = picture("A" * (3 * MIB // 2))
     async with cluster(admission={"max_bytes": 26 * MIB}) as (router, workers):
         for worker in workers:
             worker.holds_registrations.clear()

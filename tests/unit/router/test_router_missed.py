@@ -11,7 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_router.router import Router
-from tests.support.router import Faulty, calling, cluster, control_request, until
+from tests.support.router import Faulty, calling, cluster, control_request, picture, until
 
 
 async def told(router: Router, op: str, **fields: str) -> dict[str, Any]:
@@ -29,7 +29,7 @@ async def _goes_down(router: Router, worker: Faulty) -> None:
 async def test_a_template_registered_while_a_worker_is_down_reaches_it():
     async with cluster() as (router, (first, second)):
         await _goes_down(router, second)
-        answer = await told(router, "register", image="a picture")
+        answer = await told(router, "register", image=picture("a picture"))
         assert answer["workers"] == [first.address]
         assert answer["pending"] == [second.address]
         (listed,) = (await told(router, "templates"))["templates"]
@@ -45,12 +45,12 @@ async def test_a_template_registered_while_a_worker_is_down_reaches_it():
 
 async def test_what_was_evicted_meanwhile_is_gone_everywhere():
     async with cluster() as (router, (first, second)):
-        kept = (await told(router, "register", image="there before"))["template_id"]
+        kept = (await told(router, "register", image=picture("there before")))["template_id"]
         await _goes_down(router, second)
-        new = (await told(router, "register", image="evicted again"))["template_id"]
+        new = (await told(router, "register", image=picture("evicted again")))["template_id"]
         for name in (kept, new):
             assert (await told(router, "evict", template_id=name))["pending"] == [second.address]
-        await told(router, "register", image="another")
+        await told(router, "register", image=picture("another"))
         second.silent = False
         await until("it has the other alone", lambda: second.templates == first.templates)
         assert len(second.templates) == 1
@@ -59,7 +59,7 @@ async def test_what_was_evicted_meanwhile_is_gone_everywhere():
 async def test_an_eviction_that_meets_a_registration_on_its_way_wins():
     async with cluster() as (router, (_, second)):
         await _goes_down(router, second)
-        name = (await told(router, "register", image="a picture"))["template_id"]
+        name = (await told(router, "register", image=picture("a picture")))["template_id"]
         second.holds_registrations.clear()
         second.silent = False
         await until("it is on its way", lambda: second.registering == 1)
@@ -73,11 +73,13 @@ async def test_images_are_kept_within_a_bound_and_the_answer_says_which_are_not(
     async with cluster() as (router, (_, second)):
         router._control.missed._max_bytes = 25
         await _goes_down(router, second)
-        assert (await told(router, "register", image="a" * 20))["pending"] == [second.address]
-        assert (await told(router, "register", image="b" * 20))["pending"] == []
+        assert (await told(router, "register", image=picture("a" * 7)))["pending"] == [
+            second.address
+        ]
+        assert (await told(router, "register", image=picture("b" * 7)))["pending"] == []
         second.silent = False
         await until("it has what was kept", lambda: len(second.templates) == 1)
-        assert (await told(router, "register", image="b" * 20))["pending"] == []
+        assert (await told(router, "register", image=picture("b" * 7)))["pending"] == []
         assert len(second.templates) == 2
 
 
@@ -91,7 +93,7 @@ async def test_a_worker_that_fails_is_tried_again_and_one_that_refuses_is_not(
     monkeypatch.setattr("maskserve_router.missed_operations._AGAIN_S", 0.05)
     async with cluster() as (router, (first, second)):
         second.refuses = status
-        answer = await told(router, "register", image="a picture")
+        answer = await told(router, "register", image=picture("a picture"))
         assert answer["workers"] == [first.address]
         assert answer["pending"] == ([second.address] if again else [])
         second.refuses = None
@@ -108,7 +110,7 @@ async def test_images_that_wait_for_a_worker_leave_room_to_other_keys():
         pending = {}
         async with calling(router) as call:
             for key, letter in (("greedy", "a"), ("greedy", "b"), ("modest", "c")):
-                request = control_request("register", image=40 * letter)
+                request = control_request("register", image=picture(22 * letter))
                 answer = await call(request, metadata=(("x-api-key", key),))
                 (raw,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
                 pending[letter] = json.loads(raw[4:])["pending"]

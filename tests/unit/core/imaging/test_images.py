@@ -19,7 +19,13 @@ from PIL import Image, ImageFile
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import decode_image, decode_mask, encode_image, to_base64
+from maskserve_core.imaging.images import (
+    check_beginning,
+    decode_image,
+    decode_mask,
+    encode_image,
+    to_base64,
+)
 from maskserve_harness.soaking.pictures import png_file
 from tests.fakes.corpus.encoding import (
     GREY,
@@ -299,3 +305,25 @@ def test_damaged_files_are_refused_or_decoded_and_nothing_else(
         # Any other exception fails the test.
         assert decode_image(bytes(damaged), "IMAGE", LIMITS).pixels.shape[2] == 3
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    "text", ["A" * 5000, "x", "data:image/png;base64," + "A" * 5000, "\xe9" * 9]
+)
+def test_what_is_no_picture_is_refused_by_its_beginning(text: str):
+    with pytest.raises(InvalidRequest, match=r"OP\.image"):
+        check_beginning(text, "OP.image")
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize(
+    "start", ["", "data:image/any;base64,", "  \n", "data:image/any;a=b;base64,"]
+)
+@pytest.mark.parametrize("size", [1, 9, 400])
+def test_a_picture_as_text_passes_by_its_beginning(form: str, start: str, size: int):
+    file = io.BytesIO()
+    noise = np.random.default_rng(size).integers(0, 256, (size, size, 3), np.uint8)
+    Image.fromarray(noise).save(file, form)
+    text = base64.b64encode(file.getvalue()).decode()
+    for lines in (text, "\n".join(textwrap.wrap(text, 76)), text.replace("+", "-").rstrip("=")):
+        check_beginning(start + lines, "OP.image")
