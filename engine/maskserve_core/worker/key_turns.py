@@ -25,33 +25,44 @@ class KeyedRow(Protocol):
 
 
 T = TypeVar("T", bound=KeyedRow)
+_HEAVY = 1e30
+
+
+_MEMORY = 64
+"""Steps after which about a third of what a key was given still counts."""
+_FAR = 8
+"""Steps of its own by which a key may be behind before it steps alone."""
 
 
 class KeyWork:
-    """Work that each key was given, of those that have edits; whoever has least is behind."""
+    """Work that each key was given of late; whoever had least is behind.
+
+    A key that edits now and then so goes before one that always has something to do, and what that
+    waits is bounded by the memory: two that always have something get equal parts.
+    """
 
     def __init__(self) -> None:
         self._given: dict[str, float] = {}
-
-    def present(self, keys: Iterable[str]) -> None:
-        """These keys have edits, and no others. Who comes is given no time for when it was not
-        there: it begins as the one that had least.
-        """
-        keys = tuple(keys)
-        least = min((self._given[key] for key in keys if key in self._given), default=0.0)
-        self._given = {key: self._given.get(key, least) for key in keys}
+        self._weight = 1.0
+        """Of what is given now. It grows, which is that what was given before counts less."""
 
     def add(self, key: str, work: float) -> None:
         """A key was given so much more."""
-        self._given[key] = self._given.get(key, 0.0) + work
+        self._weight *= 1 + 1 / _MEMORY
+        self._given[key] = self._given.get(key, 0.0) + work * self._weight
+        if self._weight > _HEAVY:
+            scaled = ((key, given / self._weight) for key, given in self._given.items())
+            self._given = {key: given for key, given in scaled if given > 1 / _HEAVY}
+            self._weight = 1.0
 
     def behind(self, keys: Iterable[str]) -> str:
         """Of these the one that had least."""
-        return min(keys, key=self._given.__getitem__)
+        return min(keys, key=lambda key: self._given.get(key, 0.0))
 
-    def lag(self, key: str) -> float:
-        """How much more the key has had that had most."""
-        return max(self._given.values()) - self._given[key]
+    def lag(self, key: str, keys: Iterable[str]) -> float:
+        """How much more than this key that of these has had that had most."""
+        most = max(self._given.get(each, 0.0) for each in keys)
+        return (most - self._given.get(key, 0.0)) / self._weight
 
 
 class KeyTurns:
@@ -62,7 +73,8 @@ class KeyTurns:
     where keys meet, none gives more work to a step than the key that has least, and what a step
     costs whatever its rows is shared: on a device on which more rows cost little all of them fit.
     A key's rows that do not fit take turns. Where keys' rows cannot share a step, their batches
-    take turns by what each key was given.
+    take turns by what each key was given. A key that has been given little of late, as one that
+    edits now and then, has the step's time to itself: others join where that costs nothing.
     """
 
     def __init__(self) -> None:
@@ -74,30 +86,34 @@ class KeyTurns:
     def next(self, live: Sequence[KeyedRow]) -> str | None:
         """The key whose turn it is; None: all rows are one key's."""
         keys = dict.fromkeys(map(_whose, live))
-        self._work.present(keys)
-        if len(keys) < 2:
-            self._stepped = {}
-            return None
-        return self._work.behind(keys)
+        return self._work.behind(keys) if len(keys) > 1 else None
 
     def rows(self, batch: Sequence[T], live: Sequence[KeyedRow]) -> tuple[T, ...]:
         """Of a batch those that step now.
 
         Args:
-            batch: rows that may share a step.
-            live: all rows; they are of several keys, and `next` was asked about them.
+            batch: rows that may share a step; one at least is of the key whose turn it is.
+            live: all rows.
         """
         self._step += 1
         held: dict[str, float] = {}
         for ticket in live:
             held[_whose(ticket)] = held.get(_whose(ticket), 0.0) + _work(ticket)
         shared = max(ticket.shared for ticket in live)
-        bound = min(held.values()) + shared * (1 - 1 / len(held))
+        if len(held) == 1:
+            self._stepped = {}
+            self._work.add(_whose(batch[0]), sum(map(_work, batch)) + shared)
+            return tuple(batch)
+        first = self._work.behind(held)
+        alone = self._work.lag(first, held) > _FAR * (held[first] + shared)
+        free = shared * (1 - 1 / len(held))
+        bound = min(held.values()) + free
         given: dict[str, float] = {}
         chosen = set()
         for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
             key, work = _whose(ticket), _work(ticket)
-            if key not in given or given[key] + work <= bound:
+            joins = key not in given and (key == first or not alone)
+            if joins or given.get(key, 0.0) + work <= (free if alone and key != first else bound):
                 given[key] = given.get(key, 0.0) + work
                 chosen.add(ticket.request_id)
         for key, work in given.items():

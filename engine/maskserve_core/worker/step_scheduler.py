@@ -415,19 +415,18 @@ class StepScheduler:
         """
         whose = self._key_turns.next(live)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
-        if len(keys) < 2:
-            self._turns = dict.fromkeys(keys, self._step)
-            return live if whose is None else self._key_turns.rows(live, live), background
         self._step += 1
         self._turns = {key: self._turns.get(key, 0) for key in keys}
         if whose is not None:
             own = (t.batch_key for t in live if scope_of(t.request_id) == whose)
             keys = dict.fromkeys(own)
+        if not keys:
+            return (), ()
         chosen = min(keys, key=self._turns.__getitem__)
         self._turns[chosen] = self._step
         batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
         return (
-            batch if whose is None else self._key_turns.rows(batch, live),
+            self._key_turns.rows(batch, live) if batch else (),
             tuple(ticket for ticket in background if ticket.batch_key == chosen),
         )
 

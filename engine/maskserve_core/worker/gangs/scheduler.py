@@ -124,12 +124,11 @@ class GangScheduler:
             own = idle.setdefault(scope_of(work.ticket.request_id), [])
             if work.until is None:
                 own.append(work)
-        self._had.present(idle)
         waiting = [key for key, own in idle.items() if own]
         if len(idle) < 2 or not waiting:
             return
         behind = self._had.behind(waiting)
-        if self._had.lag(behind) > _BEHIND_S:
+        if self._had.lag(behind, idle) > _BEHIND_S:
             min(idle[behind], key=lambda work: age_order(work.ticket)).first = True
 
     def check_integrity(self) -> None:
