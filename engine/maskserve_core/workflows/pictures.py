@@ -12,6 +12,7 @@ from PIL import Image, ImageFilter
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import decode_image, decode_mask, encode_png
+from maskserve_core.imaging.masks import bounding_box
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import MOST
 from maskserve_core.workflows.values import Areas, Judgement
@@ -206,24 +207,16 @@ def components(white: Grey) -> list[Component]:
     return [Component(each) for each in np.split(table[order], begins) if len(each)]
 
 
-def _box(white: Grey) -> Box:
-    rows, columns = np.flatnonzero(white.any(axis=1)), np.flatnonzero(white.any(axis=0))
-    return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
-
-
 def _near(a: Box, b: Box, apart: int) -> bool:
     rows = a[0] - apart < b[1] and b[0] - apart < a[1]
     return rows and a[2] - apart < b[3] and b[2] - apart < a[3]
 
 
 def _window(white: Grey, around: int) -> tuple[slice, slice]:
-    if not white.any():
+    window = bounding_box(white, around)
+    if window is None:
         raise InvalidRequest("mask", "is empty", "a mask with some white")
-    top, bottom, left, right = _box(white)
-    return (
-        slice(max(top - around, 0), bottom + around),
-        slice(max(left - around, 0), right + around),
-    )
+    return window
 
 
 def _same_size(what: str, given: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> None:
