@@ -21,8 +21,10 @@ from maskserve_harness.recording.edits import TEMPLATES, Case
 Record: TypeAlias = dict[str, dict[str, Any]]
 """Name of an edit or operation → what was answered, as JSON values."""
 
-_VARIES = ("timings_ms", "worker")
-_STATUS_VARIES = ("worker", "sequence", "wall_ns", "monotonic_ns", "age_s", "costs")
+_STATUS_VARIES = frozenset(
+    ("worker", "sequence", "wall_ns", "monotonic_ns", "age_s", "costs", "pricing", "memory")
+)
+"""Of the status record: who and when, what steps took, and what else the machine holds."""
 _SETTLE_S = 0.3
 """A worker's status is rewritten at least every 250 ms."""
 _SETTLE_LIMIT_S = 120.0
@@ -125,7 +127,7 @@ def _refusable(call: Callable[[Any], dict[str, Any]], asked: Any) -> dict[str, A
 def answer_digest(answer: Answer) -> dict[str, Any]:
     """An answer as digests of its IMAGE and of the pixels in it, and META without what varies."""
     image, meta = answer
-    kept = {key: value for key, value in meta.items() if key not in _VARIES}
+    kept = {k: v for k, v in meta.items() if k != "worker" and not k.endswith("_ms")}
     digest: dict[str, Any] = {"image": _sha(image), "meta": kept}
     if image:
         raw = image if image[:1] in b"\x89\xffR" else base64.b64decode(image)
