@@ -3,16 +3,23 @@
 torchao and bitsandbytes compile and register what they have as they are imported, and print what
 they could not find; with peft they make a process start 1.3 s of CPU time later and take 70 MB
 more. scipy, which diffusers and transformers import for one function each, takes 0.6 s and 36 MB;
-transformers, where no prompts are encoded, 1.7 s and 29 MB.
+transformers, where no prompts are encoded, 1.7 s and 29 MB, and torch's compiler 1.6 s and 140 MB.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any, cast
+
+import torch
 
 from maskserve_core.config import Config
 from maskserve_core.models.facts import read_json
+
+_COMPILER = "torch._dynamo"
 
 
 def hide_unused_libraries(config: Config, *, text: bool = True) -> None:
@@ -26,9 +33,44 @@ def hide_unused_libraries(config: Config, *, text: bool = True) -> None:
     Raises:
         ConfigError: a config.json of the model's folder cannot be read.
     """
-    for library in unused_libraries(config, text=text):
-        # What Python documents for it: an import of a name that is None here fails.
-        sys.modules.setdefault(library, None)  # type: ignore[arg-type]
+    unused = unused_libraries(config, text=text)
+    for library in unused:
+        _hide(library)
+    if "transformers" in unused:  # which imports the compiler itself
+        _import_diffusers_without_compiler()
+
+
+def _hide(library: str) -> bool:
+    """Whether it was not imported yet. What Python documents for it: an import of a name that is
+    None here fails.
+    """
+    return sys.modules.setdefault(library, None) is None  # type: ignore[arg-type]
+
+
+def _import_diffusers_without_compiler() -> None:
+    """Whoever calls the compiler later, such as an operation of ours on a GPU, imports it then.
+
+    Two modules of diffusers import it to mark functions: one does without where it is not there,
+    the other calls `torch.compiler.disable`. A version that wants more of it than that imports it
+    when its modules are next imported.
+    """
+    disable = torch.compiler.disable
+
+    def disabled_later(function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Any:
+        if function is None:
+            return lambda given: disabled_later(given, *how, **more)
+        disabled = cache(lambda: disable(function, *how, **more))
+        return wraps(function)(lambda *args, **kwargs: disabled()(*args, **kwargs))
+
+    hidden, torch.compiler.disable = _hide(_COMPILER), cast(Any, disabled_later)
+    try:
+        import diffusers.hooks  # noqa: F401
+    except ImportError:
+        pass
+    finally:
+        torch.compiler.disable = disable
+        if hidden:
+            del sys.modules[_COMPILER]
 
 
 def unused_libraries(config: Config, *, text: bool = True) -> list[str]:

@@ -65,7 +65,9 @@ hide_unused_libraries(config, text=False)
 load_decoder(config)
 load_adapter(config)
 from diffusers import ControlNetModel, FluxControlNetModel
-print(sorted(name for name in {sorted({*ALL, "transformers"})} if sys.modules.get(name)))
+print(sorted(name for name in {sorted({*ALL, "transformers", "torch._dynamo"})}
+             if sys.modules.get(name)))
+import torch._dynamo  # whoever needs it has it
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
