@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,14 +46,58 @@ from maskserve_harness.benchmarks.kernel_counts import (
     unet_turn,
 )
 from maskserve_harness.benchmarks.replay import plan_of_kinds
-from maskserve_harness.benchmarks.unet_rig import UnetBench, build_unet
+from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench, build_unet
+from maskserve_harness.published_models import SD21
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import samplers
 
 COMMITTED = json.loads(TABLE.read_text(encoding="utf-8"))
+SMALL = {
+    **SD21,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "block_out_channels": (320, 640),
+    "attention_head_dim": (5, 10),
+    "layers_per_block": 1,
+}
+"""A UNet with two levels of SD 2.1, for what is the same in each of its layers."""
+ONE_OF_A_SORT = (
+    "dense, 4 rows",
+    "kv int8, 1 row",
+    "kv int8, 5 rows, mixed",
+    "kv int4, 4 rows, mixed",
+    "kv int8, 3 rows beside a dense one",
+    "project int8, 4 rows, mixed",
+    "mixed plan, int8, 4 rows, mixed",
+    "kv int8, 4 rows, mixed, fp8",
+    "kv int8, 1 guided row",
+    "kv int8, 2 rows beside a priming one",
+    "kv int8, 1 row, fp8, graphs",
+    "kv int8, 4 rows, mixed, graphs",
+    "SD 2.1, dense, 1 row",
+    "SD 2.1, kv int8, 4 rows, mixed",
+    "SD 2.1, kv int8, 1 row, halo 4",
+)
+"""Of the table's cases those that are counted in each run; the others where slow tests run."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def cases_of(table: Sequence[Any]) -> list[Any]:
+    return [
+        pytest.param(
+            each, id=each.name, marks=[pytest.mark.slow] * (each.name not in ONE_OF_A_SORT)
+        )
+        for each in table
+    ]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of SMALL among the models that steps are counted of."""
+    monkeypatch.setitem(UNETS, "small", SMALL)
+    return "small"
+
+
+@pytest.mark.parametrize("case", cases_of(CASES))
 def test_a_steady_step_copies_nothing_and_launches_no_more_than_the_table_says(case: Case) -> None:
     assert count(case).per_block <= COMMITTED[case.name]["per_block"] + 0.1
     if not case.primes:
@@ -127,11 +171,11 @@ def test_any_number_of_loras_adds_two_kernels_per_product(kind: str) -> None:
         assert first.copies + steady.copies == []
         return steady.launches
 
-    for loras in (1, 8):
-        ours = replace(plain, loras=loras)
-        added = [launches(ours, each) - launches(plain, each) for each in ((1, 1), (2, 1), (1, 2))]
-        assert (added[1] - added[0], added[2] - added[0]) == (16 + more, 4)
-        assert added[0] == 20 + more
+    one, eight = replace(plain, loras=1), replace(plain, loras=8)
+    added = [launches(one, each) - launches(plain, each) for each in ((1, 1), (2, 1), (1, 2))]
+    assert (added[1] - added[0], added[2] - added[0]) == (16 + more, 4)
+    assert added[0] == 20 + more
+    assert launches(eight, (1, 1)) == launches(one, (1, 1))
 
 
 def test_who_joins_with_a_lora_is_never_waited_for() -> None:
@@ -148,13 +192,7 @@ def test_who_joins_with_a_lora_is_never_waited_for() -> None:
     assert [copy for copy in log.copies if "waits" in copy] == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.preset == "sdxl-1024"))
-        for case in UNET_CASES
-    ],
-)
+@pytest.mark.parametrize("case", cases_of(UNET_CASES))
 def test_a_unet_step_copies_nothing_and_launches_no_more_than_the_table_says(
     case: UnetCase,
 ) -> None:
@@ -180,14 +218,14 @@ def test_tiles_cost_the_host_no_more_than_rows_without_them_but_a_few_launches()
     ("name", "launches"), [("ddim", 13), ("euler", 13), ("dpm2m", 14), ("pndm", 18)]
 )
 def test_a_sampler_launches_as_much_for_any_number_of_guided_cached_rows(
-    name: str, launches: int, blends: bool
+    name: str, launches: int, blends: bool, small: str
 ) -> None:
     """Base models, which blend, take no condition and launch three more."""
     sampler = samplers()[name]
     with FakeCuda() as cuda, torch.inference_mode():
-        model = fake_weights(build_unet("sd21-768", torch.bfloat16, torch.device("meta")))
+        model = fake_weights(build_unet(small, torch.bfloat16, torch.device("meta")))
         bench = UnetBench(
-            "sd21-768", torch.bfloat16, DEVICE, "int8", model=model, steps=9, sampler=sampler
+            small, torch.bfloat16, DEVICE, "int8", model=model, steps=9, sampler=sampler
         )
         bench.fill_entry("kv")
         rows = [bench.row(0.11, seed) for seed in range(4)]
@@ -211,10 +249,10 @@ def test_a_sampler_launches_as_much_for_any_number_of_guided_cached_rows(
 
 @pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
-    recorded: bool,
+    recorded: bool, small: str
 ) -> None:
     """And its table of addresses goes in a transfer that nobody waits for."""
-    case = UnetCase("tiles", "sd21-768", MIXED[:2], halo=4, recorded=recorded)
+    case = UnetCase("tiles", small, MIXED[:2], halo=4, recorded=recorded)
     steady, turned = unet_turn(case)
     assert steady.copies == []
     assert turned.launches == steady.launches + 2
@@ -224,20 +262,19 @@ def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
 
 
 @pytest.mark.parametrize("halo", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int) -> None:
+def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int, small: str) -> None:
     """Convolutions too, of which the library would launch three for each pass with a LoRA."""
     ratios = MIXED[:1] if halo else MIXED[:2]
-    log, _ = unet_step(
-        UnetCase("LoRAs", "sd21-768", ratios, halo=halo, guided=True, loras=len(ratios))
-    )
+    log, _ = unet_step(UnetCase("LoRAs", small, ratios, halo=halo, guided=True, loras=len(ratios)))
     assert log.copies == []
     convolved, multiplied, expanded = (
         log.kernels[f"maskserve.{name}.default"] for name in ("shrink_map", "shrink", "expand")
     )
-    # 16 blocks with queries, keys and values as one product and 5 others, two ends of each stack,
-    # and what 22 ResNets read of the time, which two layers embed; the prompts' keys and values are
-    # kept.
-    assert (convolved, multiplied) == (66, 16 * 6 + 16 * 2 + 22 + 2)
+    # 4 blocks with queries, keys and values as one product and 5 others, two ends of each stack,
+    # and what 8 ResNets read of the time, which two layers embed; the prompts' keys and values are
+    # kept. Of ResNets two convolutions, and another where the width changes; two that scale, and
+    # the first and the last.
+    assert (convolved, multiplied) == (8 * 2 + 5 + 2 + 2, 4 * 6 + 4 * 2 + 8 + 2)
     assert expanded == convolved + multiplied
     assert log.kernels["convolution.default"] == convolved
 
