@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
 import sys
+import traceback
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+
+import pytest
+
+_TIMEOUT_S = 240
+_PRELOADED = ["torch._dynamo", "triton", "maskserve_engine.families.unet.surroundings"]
+"""What programs import, which would take each some seconds. Operations of ours ask for torch's
+compiler when they are called.
+"""
 
 
 def run_interpreted(program: str, *args: str) -> None:
@@ -13,13 +26,38 @@ def run_interpreted(program: str, *args: str) -> None:
     In a process apart: the interpreter is chosen when a kernel is defined, and inductor must not
     see it.
     """
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = _server().Process(target=_run, args=(theirs, program, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(_TIMEOUT_S), f"it runs for more than {_TIMEOUT_S} s"
+        failure = ours.recv()
+    except EOFError:
+        process.join()
+        failure = f"it ended with {process.exitcode}"
+    finally:
+        process.kill()
+    assert not failure, failure
+
+
+@cache
+def _server() -> ForkServerContext:
+    """Of processes that have the interpreter, forked from one that has imported what takes long."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
+def _run(answer: Connection, program: str, args: tuple[str, ...]) -> None:
+    sys.argv = ["-c", *args]
+    try:
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+    except BaseException:
+        answer.send(traceback.format_exc()[-3000:])
+    else:
+        answer.send("")
