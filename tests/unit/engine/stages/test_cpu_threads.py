@@ -13,6 +13,7 @@ _COUNT = """
 import os, threading
 import torch
 from maskserve_core.config_file import config_of
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.start.assembly import load_engine
 from maskserve_engine.loop.engine import Engine
 from maskserve_harness.checkout import DEMO_MODEL
@@ -22,6 +23,7 @@ def native():
 
 torch.set_num_threads({threads})
 config = config_of({{"model": {{"path": str(DEMO_MODEL), "torch_threads": {configured}}}}})
+hide_unused_libraries(config, text=False)
 before = native()
 engine = load_engine(config)
 engine.start()

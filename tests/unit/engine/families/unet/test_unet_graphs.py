@@ -66,16 +66,25 @@ def job_of(encoder: Encoder, seed: int, at: int = 0, **asked: Any) -> EditJob:
     return encode_case(encoder, replace(case, pixels=pixels, mask=mask), f"edit-{seed}-{at}")
 
 
+def primed(adapter: UnetAdapter, encoder: Encoder, jobs: Sequence[EditJob]) -> list[Primed | None]:
+    """Of each job its template; every third one is dense."""
+    return [
+        None if number % 3 == 2 else Primed(adapter, encoder, job)
+        for number, job in enumerate(jobs)
+    ]
+
+
 def results(
-    adapter: UnetAdapter, encoder: Encoder, jobs: Sequence[EditJob], plans: Sequence[Any]
+    adapter: UnetAdapter,
+    jobs: Sequence[EditJob],
+    templates: Sequence[Primed | None],
+    plans: Sequence[Any],
 ) -> list[Any]:
-    """Latents of edits that join one after another, two steps apart; every third one is dense."""
+    """Latents of edits that join one after another, two steps apart."""
     replay = Replay(adapter)
     rows = [
-        adapter.dense_row(job)
-        if number % 3 == 2
-        else cached(replay, job, Primed(adapter, encoder, job))
-        for number, job in enumerate(jobs)
+        adapter.dense_row(job) if template is None else cached(replay, job, template)
+        for job, template in zip(jobs, templates, strict=True)
     ]
     for at in range(2 * len(rows) + 6):
         live = [row for row in rows[: 1 + at // 2] if row.step < row.steps]
@@ -107,10 +116,11 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
     plain = adapter_of(folder, None, halo, buckets=buckets)
     own = adapter_of(folder, capture, halo, buckets=buckets)
     plans = [("kv",) * plain.blocks]
-    expected = results(plain, encoder, jobs, plans)
+    templates = primed(plain, encoder, jobs)
+    expected = results(plain, jobs, templates, plans)
     recorded = []
     for _ in range(2):
-        for found, latents in zip(results(own, encoder, jobs, plans), expected, strict=True):
+        for found, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
             assert_equal(found, latents)
         recorded.append(capture.recorded)
     assert recorded[0] > 0, seed
@@ -157,8 +167,8 @@ def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
     monkeypatch.setattr(graphs, "forward", watched)
     tiles = []
     for number, job in enumerate(jobs):
-        primed = Primed(plain, encoder, job)
-        row, other = cached(replay, job, primed), cached(expected, job, primed)
+        template = Primed(plain, encoder, job)
+        row, other = cached(replay, job, template), cached(expected, job, template)
         assert row.inactive is not None
         assert row.inactive.tile is not None
         tiles.append(row.inactive.tile[0].box)
@@ -194,9 +204,10 @@ def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     if mixed:  # of dense blocks and others; projected ones are not recorded
         drawn = [rng.choice(["dense", "kv", kind], plain.blocks) for kind in ("kv", "project")]
         plans = [tuple(each) for each in drawn] + plans
-    expected = results(plain, encoder, jobs, plans)
+    templates = primed(plain, encoder, jobs)
+    expected = results(plain, jobs, templates, plans)
     for _ in range(2):  # in the second round nearly all steps were recorded in the first
-        for found, latents in zip(results(own, encoder, jobs, plans), expected, strict=True):
+        for found, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
             assert_equal(found, latents)
     assert capture.recorded > 0, seed
     recorder = own._stepped.graphs
@@ -230,12 +241,12 @@ def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
 ) -> None:
     adapter, plain = adapter_of(folder, Replayed()), adapter_of(folder, None)
     job, kinds = job_of(encoder, 9), ("kv",) * plain.blocks
-    primed = Primed(plain, encoder, job)
+    template = Primed(plain, encoder, job)
     expected = Replay(plain)
-    row = cached(expected, job, primed)
+    row = cached(expected, job, template)
     while row.step < row.steps:
         expected.step([row], kinds)
-    own = finish_behind_a_lost_entry(adapter, job, primed, CachedRest, monkeypatch)
+    own = finish_behind_a_lost_entry(adapter, job, template, CachedRest, monkeypatch)
     assert_equal(own.result().array(), row.result().array())
 
 
@@ -244,15 +255,15 @@ def test_one_that_answers_otherwise_turns_them_off(
 ) -> None:
     capture = HalfReplayed()
     jobs = [job_of(encoder, 3)]
-    plans = [("kv",) * adapter_of(folder, None).blocks]
-    expected = results(adapter_of(folder, None), encoder, jobs, plans)
-    adapter = adapter_of(folder, capture)
+    plain, adapter = adapter_of(folder, None), adapter_of(folder, capture)
+    plans, templates = [("kv",) * plain.blocks], primed(plain, encoder, jobs)
+    expected = results(plain, jobs, templates, plans)
     with caplog.at_level(logging.ERROR):
-        found = results(adapter, encoder, jobs, plans)
+        found = results(adapter, jobs, templates, plans)
     assert_equal(found[0], expected[0])
     assert "not recorded as CUDA graphs" in caplog.text
     before = capture.recorded
-    assert_equal(results(adapter, encoder, jobs, plans)[0], expected[0])
+    assert_equal(results(adapter, jobs, templates, plans)[0], expected[0])
     assert capture.recorded == before
 
 
