@@ -29,7 +29,8 @@ def test_names_differ() -> None:
 
 
 @pytest.fixture
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
     folder = tmp_path_factory.mktemp("checkout")
     for name in mutants._COPIED:
         (folder / name).mkdir()
