@@ -61,7 +61,7 @@ class Ways:
         - cached, with anchors of its own;
         - dense.
 
-        With `cache: own` the last two are all there are.
+        With `cache: own` the last two are all there are, and for edits of UNets with LoRAs.
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -75,7 +75,7 @@ class Ways:
         if dense_for and settings.cache != "require":
             dense = replace(DENSE, dense_for=dense_for)
             return dense if dense_for == "mask_ratio" else self.without_template(job, dense)
-        if settings.cache == "own":
+        if settings.cache == "own" or self._own_is_nearer(job):
             return self.without_template(job, replace(DENSE, outcome="miss"))
         sight = self._cache.sight(job, key, again=edit.starts > 0)
         return (
@@ -85,6 +85,16 @@ class Ways:
                 job, Route("dense", "miss", sight.key, prime=sight.worth_priming)
             )
         )
+
+    def _own_is_nearer(self, job: EditJob) -> bool:
+        """Whether anchors of its own keep so much more of an edit that it reads no template's: of a
+        UNet with LoRAs, whose entries would be primed for these LoRAs alone, too
+        (docs/decisions/masks.md).
+        """
+        if not job.request.used_loras or job.request.settings.insists or not self._cache.keeps_kv:
+            return False
+        joint = self._adapter.work(*job.moments.shape[1:]).joint
+        return not joint and own_plan(self._config, self._adapter, job) is not None
 
     def without_template(self, job: EditJob, dense: Route) -> Route:
         """With anchors of its own, or dense.

@@ -7,7 +7,7 @@ picture runs. Of every second edit that names a colour the colour is the one tha
 Control pictures are outlines inside the mask.
 
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --json unet_adapters.json
-    OMP_NUM_THREADS=1 python scripts/bench unet_adapters --plain 12    # outlines alone, as asked
+    OMP_NUM_THREADS=1 python scripts/bench unet_adapters --only stripes bar    # these classes
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from maskserve_harness.quality.metrics import by_class, compare
 from maskserve_harness.recording.edits import encoded
 from maskserve_harness.reports import about, write_json
 
-DENSE: Final = ("strip", "most")
-"""Classes that run dense by default."""
+OUTLINED: Final = "outlined"
+ASKED: Final = (OUTLINED, *(name for name in CLASSES if name not in ("strip", "most")))
+"""Classes; those that run dense by default are left out."""
 WAYS: Final = {
     "neither": (False, False, "require"),
     "LoRA": (True, False, "require"),
@@ -61,16 +62,13 @@ class Asked:
     control: Picture
 
 
-def asked_by_class(each: int, outlined: int) -> dict[str, list[Asked]]:
-    """The edits, by class."""
-    classes = {"outlined": [Asked(d.edit, d.control) for d in outlines.outlined_edits(outlined)]}
-    for name in CLASSES:
-        if name not in DENSE:
-            classes[name] = [Asked(edit, _outline(edit)) for edit in edits_of(name, each)]
-    return {
-        name: [_taught(asked) if i % 2 else asked for i, asked in enumerate(some)]
-        for name, some in classes.items()
-    }
+def asked_of(name: str, each: int) -> list[Asked]:
+    """The first edits of a class; of those with outlines of their own twice as many."""
+    if name == OUTLINED:
+        some = [Asked(d.edit, d.control) for d in outlines.outlined_edits(2 * each)]
+    else:
+        some = [Asked(edit, _outline(edit)) for edit in edits_of(name, each)]
+    return [_taught(asked) if i % 2 else asked for i, asked in enumerate(some)]
 
 
 def _outline(edit: Edit) -> Picture:
@@ -160,14 +158,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--each", type=int, default=EACH, help="edits of a class")
-    parser.add_argument("--plain", type=int, help="so many edits with outlines, in their colours")
+    parser.add_argument("--only", nargs="+", choices=ASKED, default=ASKED, help="classes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.plain:
-        drawn = outlines.outlined_edits(args.plain)
-        classes = {"outlined": [Asked(each.edit, each.control) for each in drawn]}
-    else:
-        classes = asked_by_class(args.each, 2 * args.each)
+    classes = {name: asked_of(name, args.each) for name in args.only}
     worker = Worker(args.steps)
     found: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
     single: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_core.contracts.request import Lora
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
 from tests.support.eventually import eventually
@@ -62,6 +64,21 @@ def test_first_edits_and_strips_have_anchors_of_their_own(engine: Engine, encode
         own = len(anchors)
         assert meta["computed_tokens"] == own * total + (steps - own) * active
         assert meta["own_bytes"] > 0
+    idle(engine)
+
+
+def test_edits_with_loras_read_no_template(engine: Engine, encoder: Encoder) -> None:
+    """Entries keep 28 dB of some, of which their own anchors keep 41."""
+    edit(engine, job(encoder, 3, "first", num_inference_steps=12, cache="require"))
+
+    def way(cache: str, *loras: Lora) -> str:
+        each = job(encoder, 3, "next", num_inference_steps=12, cache=cache)
+        each = replace(each, request=replace(each.request, loras=loras))
+        state = RequestState.of(each, Sink(), engine.adapter)
+        return engine.manager.late._ways.choose(state).outcome
+
+    lora = Lora(name="a", version="1")
+    assert [way("auto"), way("auto", lora), way("require", lora)] == ["hit", "own", "hit"]
     idle(engine)
 
 
