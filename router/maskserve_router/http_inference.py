@@ -108,7 +108,7 @@ class HttpInference:
             InvalidRequest: there are several, as with progress.
         """
         async with aclosing(self._answers(message, size, headers)) as answers:
-            found = [generate_response(answer) async for answer in answers]
+            found = [answer async for answer in answers]
         if len(found) != 1:
             raise InvalidRequest(
                 "generate", f"has {len(found)} responses", "generate_stream, or no progress"
@@ -117,31 +117,42 @@ class HttpInference:
 
     async def _server_sent(
         self,
-        first: pb.ModelInferResponse,
-        rest: AsyncGenerator[pb.ModelInferResponse, None],
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
     ) -> AsyncGenerator[bytes, None]:
         """The answers as server-sent events; an error behind the first one is one of them."""
         try:
             async with aclosing(rest) as answers:
-                yield b"data: %b\n\n" % generate_response(first)
+                yield b"data: %b\n\n" % first
                 async for answer in answers:
-                    yield b"data: %b\n\n" % generate_response(answer)
+                    yield b"data: %b\n\n" % answer
         except (MaskserveError, Failure) as error:
             yield b"data: %b\n\n" % error_json(error)
 
     async def _answers(
         self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    ) -> AsyncGenerator[bytes, None]:
+        """Each answer as JSON."""
+        client = self._front.client(headers)
         if not self._front.models[message.model_name].decoupled:
             answer = await self._front.infer(message, size, headers, None, "generate")
-            yield pb.ModelInferResponse.FromString(answer)
+            yield await self._turns.run(client, len(answer), _as_json, answer)
             return
         stream = self._front.stream(message, size, headers, None, "generate")
         async with aclosing(stream) as answers:
             async for raw in answers:
-                response = pb.ModelStreamInferResponse.FromString(raw).infer_response
-                if response.outputs:
-                    yield response
+                if told := await self._turns.run(client, len(raw), _event_as_json, raw):
+                    yield told
+
+
+def _as_json(answer: bytes) -> bytes:
+    return generate_response(pb.ModelInferResponse.FromString(answer))
+
+
+def _event_as_json(raw: bytes) -> bytes:
+    """A message of a stream; empty where it has no outputs."""
+    response = pb.ModelStreamInferResponse.FromString(raw).infer_response
+    return generate_response(response) if response.outputs else b""
 
 
 def _checked_infer(

@@ -159,44 +159,52 @@ class ImageEdits:
         if form.fields.partial_images:
             asked["preview_every"] = self._preview_every(form)
         message = await self._turns.run(client, size, _message, "edit_stream", form, asked)
-        events = self._events(form, message, size, headers)
+        events = self._events(client, form, message, size, headers)
         # An error that comes before all else is the status of the answer.
         first = await while_connected(request, first_of(events))
         return StreamingResponse(
-            self._sent(form, first, events),
+            self._sent(client, form, first, events),
             media_type="text/event-stream; charset=utf-8",
             headers={"x-request-id": request_id},
         )
 
     async def _sent(
-        self, form: EditForm, first: Picture, rest: AsyncGenerator[Picture, None]
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        first: Picture,
+        rest: AsyncGenerator[Picture, None],
     ) -> AsyncGenerator[bytes, None]:
-        sent = 0
+        sent, turn = 0, partial(self._turns.run, client)
         try:
             async with aclosing(rest) as events:
                 picture, meta = first
                 while meta.get("event") == "preview":
                     if sent < form.fields.partial_images:
-                        yield partial_event(form.fields, picture, sent)
+                        yield await turn(len(picture), partial_event, form.fields, picture, sent)
                         sent += 1
                     picture, meta = await anext(events)
-                yield completed_event(form.fields, picture, meta)
+                yield await turn(len(picture), completed_event, form.fields, picture, meta)
         except StopAsyncIteration:
             yield error_event(EngineFailed("the stream ended before the answer"))
         except (MaskserveError, Failure) as error:
             yield error_event(_told(form, error))
 
     async def _events(
-        self, form: EditForm, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        message: pb.ModelInferRequest,
+        size: int,
+        headers: dict[str, str],
     ) -> AsyncGenerator[Picture, None]:
         """Previews and the final picture, each with its META."""
         try:
             stream = self._front.stream(message, size, headers, None, "openai")
             async with aclosing(stream) as answers:
                 async for raw in answers:
-                    response = pb.ModelStreamInferResponse.FromString(raw).infer_response
-                    if response.outputs:
-                        yield _picture_of(response)
+                    if found := await self._turns.run(client, len(raw), _picture_of_event, raw):
+                        yield found
         except (MaskserveError, Failure) as error:
             raise _told(form, error) from None
 
@@ -270,6 +278,12 @@ def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRe
 
 def _picture(raw: bytes) -> Picture:
     return _picture_of(pb.ModelInferResponse.FromString(raw))
+
+
+def _picture_of_event(raw: bytes) -> Picture | None:
+    """None: it has no picture."""
+    response = pb.ModelStreamInferResponse.FromString(raw).infer_response
+    return _picture_of(response) if response.outputs else None
 
 
 def _picture_of(response: pb.ModelInferResponse) -> Picture:

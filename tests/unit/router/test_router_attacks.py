@@ -22,6 +22,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import InvalidRequest
@@ -31,7 +32,7 @@ from maskserve_router import front, grpc_server, http_inference, http_server
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, Http
 from maskserve_router.descriptors import connections, raise_limit
-from maskserve_router.edit_call import parse_request
+from maskserve_router.edit_call import MODELS, parse_request
 from maskserve_router.failures import RetryLater
 from maskserve_router.forwarded import known_headers
 from maskserve_router.http_body import Bodies
@@ -39,6 +40,8 @@ from maskserve_router.keys import KeyHolder
 from maskserve_router.kserve_http import generate_request, infer_request
 from maskserve_router.measure import MaskTokens, count_tokens
 from maskserve_router.metrics import Metrics
+from maskserve_router.openai import edits
+from maskserve_router.openai.form import EditForm, Fields
 from maskserve_router.router import Router
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
@@ -605,3 +608,51 @@ async def test_a_client_that_reads_gets_every_event():
             await call.done_writing()
             events = [pb.ModelStreamInferResponse.FromString(raw) async for raw in call]
         assert len(events) == 51
+
+
+async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.MonkeyPatch):
+    """Base64 and JSON of a picture of 50 megapixels held the loop for half a second."""
+    threads: dict[str, threading.Thread] = {}
+
+    def watch(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def seen(*given: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return real(*given)
+
+        monkeypatch.setattr(module, name, seen)
+
+    answer = pb.ModelInferResponse(model_name="edit")
+    bytes_tensor.add_output(answer, "IMAGE", [b"x" * MIB])
+    bytes_tensor.add_output(answer, "META", [b"{}"])
+
+    class Front:
+        models = MODELS
+
+        def client(self, headers: object) -> KeyHolder:
+            return holder("a")
+
+        async def infer(self, *_: Any) -> bytes:
+            return answer.SerializeToString()
+
+        async def stream(self, *_: Any) -> AsyncIterator[bytes]:
+            yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+
+    watch(http_inference, "generate_response")
+    any_front: Any = Front()
+    none: Any = None
+    generated = http_inference.HttpInference(none, any_front, Turns(1))
+    for model in ("edit", "edit_stream"):
+        message = pb.ModelInferRequest(model_name=model)
+        assert len([each async for each in generated._answers(message, 0, {})]) == 1
+        assert threads.pop("generate_response") is not threading.current_thread()
+    for name in ("_message", "_picture", "_picture_of_event"):
+        watch(edits, name)
+    form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
+    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, Turns(1), none, none)
+    await handlers._pictures(holder("a"), form, 2 * MIB, {}, "r")
+    events = handlers._events(holder("a"), form, pb.ModelInferRequest(), MIB, {})
+    assert [len(picture) async for picture, _ in events] == [MIB]
+    assert sorted(threads) == ["_message", "_picture", "_picture_of_event"]
+    assert threading.current_thread() not in threads.values()
