@@ -60,7 +60,7 @@ def measure_path(
         rounds.append(Round(through, straight, stages, 1e3 * (stolen_s() - stolen)))
     del rounds[:2]  # warm-up
     took = sum(each.through + each.straight for each in rounds)
-    calm = sorted(rounds, key=lambda each: each.stolen)[: count // 4]
+    calm = sorted(rounds, key=lambda each: each.stolen)[: max(1, count // 4)]
     return {
         "rounds": count,
         "stolen_share": round(sum(each.stolen for each in rounds) / took / cores(), 4),
