@@ -64,11 +64,15 @@ from maskserve_harness.rivals.server import Rival, rival_server
 BARS = {
     "throughput_vs_diffusers": 3.0,
     "mean_latency_vs_diffusers_at_saturation": 14.7,
+    "unseen_vs_diffusers": 2.8,
+    "primed_vs_diffusers": 5.0,
+    "primed_vs_diffusers_demo": 2.5,
     "p95_vs_static": 0.35,
     "p95_vs_strawman": 0.40,
     "p95_vs_least_requests": 0.26,
 }
-"""The first two of the larger model; the others simulated."""
+"""The first five of the larger model and the demo model, those of `unseen` and `primed` at as many
+steps; the others simulated."""
 
 
 _BOTH = ("production", "public")
@@ -81,20 +85,21 @@ QUICK = {
     "demo": Plan(
         128, 24, 4, 2, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)), everywhere=False,
         batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, loras=True, study_rounds=1,
+        unseen=24,
     ),
     "bench": Plan(
         256, 12, 2, 1, (1.0,), 30, 300.0, TUNINGS[4:], judged=2, everywhere=False,
-        ratios=(0.1, 0.35), study_rounds=1,
+        ratios=(0.1, 0.35), study_rounds=1, unseen=8,
     ),
 }  # fmt: skip
 FULL = {
     "demo": Plan(
         128, 48, 8, 3, (0.5, 0.8, 1.0, 1.5), 48, 240.0, TUNINGS, _BOTH, rings=(0, 2), routed=True,
-        loras=True, **_CURVES,
+        loras=True, unseen=48, **_CURVES,
     ),
     "bench": Plan(
         256, 16, 3, 2, (0.5, 1.0), 30, 600.0, TUNINGS, _BOTH, judged=4, everywhere=False,
-        rings=(0, 2), **_CURVES,
+        rings=(0, 2), unseen=16, **_CURVES,
     ),
 }  # fmt: skip
 
@@ -186,6 +191,9 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         dense = next(each for each in measured if each.key == "dense")
         looked: Figures = {}
         say(f"{name}: studies")
+        if plan.unseen:
+            say("  pictures never seen")
+            looked["unseen"] = studies.of_unseen_pictures(bench, [whole, dense, own])
         if plan.batches:
             say("  batch sizes")
             looked["batch_size"] = studies.by_batch_size(bench, [whole, dense, own])
@@ -298,6 +306,8 @@ def summary_of(report: Mapping[str, Any]) -> Figures:
         "throughput_vs_diffusers_demo": times(demo, saturated, "edits_per_s"),
         "throughput_vs_dense": times(bench, saturated, "edits_per_s", "dense"),
         "throughput_vs_crop": times(bench, saturated, "edits_per_s", "crop"),
+        **_of_unseen(report["bench"], ""),
+        **_of_unseen(report["demo"], "_demo"),
         "mean_latency_vs_diffusers_at_saturation": times(bench, "rate 1", "mean_ms"),
         "saturated_for_s": bench["diffusers"]["rate 1"]["seconds"],
         "ssim_in_mask": demo["maskserve"]["likeness"]["ssim_in_mask"],
@@ -305,6 +315,18 @@ def summary_of(report: Mapping[str, Any]) -> Figures:
             times(bench, saturated, "edits_per_s", "dense") / report["bench"]["flop_limit"], 2
         ),
         **report["simulated"],
+    }
+
+
+def _of_unseen(model: Figures, name: str) -> dict[str, float]:
+    """Of the study of pictures that nobody has sent before, if there was one."""
+    rates = model["studies"].get("unseen")
+    if rates is None:
+        return {}
+    times = {key: round(rate / rates["diffusers"], 2) for key, rate in rates.items()}
+    return {
+        f"unseen_vs_diffusers{name}": times["maskserve"],
+        f"primed_vs_diffusers{name}": times["primed"],
     }
 
 

@@ -32,6 +32,8 @@ Figures = dict[str, Any]
 IN_FLIGHT = 8
 SLO = 2.0
 """Of the rival's latency alone: an answer within it is good."""
+UNSEEN_STEPS = 20
+"""Of edits of pictures that nobody has sent before: of fewer, more would be dense."""
 WARM = 8
 """Edits that have each picture twice: a template's second sight primes it."""
 THRESHOLD = 0.2
@@ -130,6 +132,8 @@ class Plan:
     """Whether policies of routing are compared."""
     loras: bool = False
     """Whether edits with LoRAs are measured; the demo model has some."""
+    unseen: int = 0
+    """Edits of a run of the study of pictures that nobody has sent before; 0: there is none."""
     study_rounds: int = 3
     """Of the studies that take turns."""
 
@@ -178,6 +182,12 @@ class Bench:
     def edits(self, mix: str) -> list[Edit]:
         """As many as a run has, of four pictures."""
         options = InputOptions(self.plan.size, self.plan.edits, 4, mix)
+        return make_edits(options, find_photos(CHECKOUT / "assets"))
+
+    def unseen(self, run: int) -> list[Edit]:
+        """Edits of the production mix, each of a picture that no other has, in no run."""
+        count, settings = self.plan.unseen, {"num_inference_steps": UNSEEN_STEPS}
+        options = InputOptions(self.plan.size, count, count, seed=1 + run, settings=settings)
         return make_edits(options, find_photos(CHECKOUT / "assets"))
 
     def run(

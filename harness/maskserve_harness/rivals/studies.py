@@ -1,4 +1,5 @@
-"""One model looked at more closely: batch sizes, mask ratios, parts left out, LoRAs.
+"""One model looked at more closely: pictures never seen, batch sizes, mask ratios, parts left out,
+LoRAs.
 
 FlashPS Figs. 14 and 15 and its ablation, with real workers; Katz's adapters beside. What systems
 are compared takes turns inside each round, as everywhere.
@@ -21,7 +22,14 @@ from maskserve_harness.benchmarks.adapter_misses import SERVICES, drawn
 from maskserve_harness.perf.inputs import Edit, draw_mask
 from maskserve_harness.perf.load import Load
 from maskserve_harness.perf.server import Server, own_server, own_workers
-from maskserve_harness.rivals.measuring import IN_FLIGHT, WARM, Bench, Figures, System
+from maskserve_harness.rivals.measuring import (
+    IN_FLIGHT,
+    UNSEEN_STEPS,
+    WARM,
+    Bench,
+    Figures,
+    System,
+)
 from maskserve_harness.router_site import RouterSite
 from maskserve_harness.simulator.bars import FEW_TOKENS_IDLE, batching, routing, routing_cases
 
@@ -65,6 +73,24 @@ def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
                 stamps = bench.run(system, Load("concurrency", 1), bench.plan.alone, edits)
                 found[system.key][f"{ratio:g}"] = round(stamps.latencies().p50, 1)
     return found
+
+
+def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
+    """Edits per second at saturation, medians over rounds: by system, where each edit has a picture
+    that nobody has sent before; and of maskserve where templates are primed, at as many steps.
+    """
+    rates: dict[str, list[float]] = {key: [] for key in (*[s.key for s in systems], "primed")}
+    asked = {"num_inference_steps": UNSEEN_STEPS}
+    known = [replace(each, settings=each.settings | asked) for each in bench.edits("production")]
+    for number in range(bench.plan.study_rounds):
+        for turn, system in enumerate(systems):
+            edits = bench.unseen(number * len(systems) + turn)
+            with bench.serving(system):
+                rates[system.key].append(bench.saturated(system, IN_FLIGHT, len(edits), edits))
+                if system.key == "maskserve":
+                    primed = bench.saturated(system, IN_FLIGHT, len(edits), known)
+                    rates["primed"].append(primed)
+    return {key: round(statistics.median(each), 3) for key, each in rates.items()}
 
 
 def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
             "studies": {
                 study: {key: {"1": 2.0, "4": 3.0} for key in ("diffusers", "dense", "maskserve")}
                 for study in ("batch_size", "mask_ratio")
-            },
+            }
+            | {"unseen": {"diffusers": 1.0, "dense": 1.25, "maskserve": 3.0, "primed": 5.5}},
         }
     report["demo"]["studies"] |= {  # type: ignore[index]
         "ablation": {
@@ -111,6 +113,10 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     text = page(report)
     assert "| diffusers' pipeline | **1.4" in text
     assert "mean latency is" in text
+    assert "pictures never seen, 20 steps" in text
+    assert re.search(r"maskserve, all tokens \|[^|]*\| 1.25 \|", text)
+    assert "5.50 times as many" in text
+    assert report["summary"]["unseen_vs_diffusers"] == 3.0  # type: ignore[index]
     assert "| 1210 |" in text  # waits: 1250 ms on average without the 40 of the call
     assert "- a process per core: 5.00" in text
     write_page(report, tmp_path)
