@@ -198,7 +198,7 @@ def residency() -> list[Report]:
                     "p95": _mean(r.p95 for r in runs),
                     "mean": _mean(r.mean for r in runs),
                     "fetches": _mean(r.fetches for r in runs),
-                    "dense_misses": _mean(r.dense_misses for r in runs),
+                    "misses": _mean(r.misses for r in runs),
                     "primed": _mean(r.primed for r in runs),
                     "utilisation": _mean(r.utilisation for r in runs),
                 }
@@ -278,7 +278,7 @@ def run_bars(say: Say) -> Report:
     for report in resident:
         say(
             f"  {report['case']:17} {report['policy']:18} P95 {report['p95']:6.2f}  "
-            f"fetches {report['fetches']:6.0f}  dense misses {report['dense_misses']:6.0f}"
+            f"fetches {report['fetches']:6.0f}  misses {report['misses']:6.0f}"
         )
     say("\nHalf of the edits with a ControlNet")
     controlled = controls()

@@ -73,12 +73,14 @@ class Cluster:
 
     def _arrive(self, now: float, request: object) -> None:
         assert isinstance(request, Request)
+        cacheable = self.hardware.cacheable(request.active)
         edit = Edit(
             request.steps,
             request.active,
             self.hardware.tokens,
             request.template,
-            cache=self.hardware.cacheable(request.active),
+            cache=cacheable,
+            own_steps=len(self.hardware.own_steps(request.steps)) if cacheable else 0,
             adapters=request.loras,
             controls=CONTROL if request.controlled and self.scenario.controls_priced else (),
         )

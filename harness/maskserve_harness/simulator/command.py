@@ -113,7 +113,7 @@ def show(result: Result) -> None:
         f"{result.policy:15} mean {result.mean:6.2f}  P50 {result.p50:6.2f}  "
         f"P95 {result.p95:6.2f}  P99 {result.p99:6.2f} s  goodput {result.goodput:5.2f}/s "
         f"({result.good_share:4.0%})  utilisation {result.utilisation:4.0%}  "
-        f"rows {result.batch:4.2f}  fetches {result.fetches}  dense misses {result.dense_misses}",
+        f"rows {result.batch:4.2f}  fetches {result.fetches}  misses {result.misses}",
         flush=True,
     )
 

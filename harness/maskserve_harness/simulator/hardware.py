@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from maskserve_core.config import CacheConfig, Config, ModelConfig
 from maskserve_core.contracts.keys import anchor_steps
-from maskserve_core.models.facts import ModelFacts, anchor_stride, own_rule
+from maskserve_core.models.facts import ModelFacts, anchor_stride, own_rule, own_stride
 from maskserve_core.models.registry import control_work, counted_work, typical_lora
 from maskserve_core.planning.cost_model import (
     H100,
@@ -25,7 +25,7 @@ from maskserve_core.planning.entry_bytes import (
     entry_bytes,
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
-from maskserve_core.planning.own_anchors import clock_steps
+from maskserve_core.planning.own_anchors import clock_steps, own_steps
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing
@@ -79,7 +79,7 @@ class Hardware:
     work: ModelWork = field(init=False, repr=False, compare=False)
     costs: CostModel = field(init=False, repr=False, compare=False)
     pricing: Pricing = field(init=False, repr=False, compare=False)
-    _seconds: dict[tuple[int, int, int], float] = field(
+    _seconds: dict[tuple[int, int, int, int], float] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
     _loads: dict[float, float] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -156,10 +156,21 @@ class Hardware:
     def cacheable(self, active: int) -> bool:
         return active < self.dense_above_ratio * self.tokens
 
-    def step_seconds(self, cached: int, active: int, dense: int) -> float:
-        """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows."""
+    def own_steps(self, steps: int) -> frozenset[int]:
+        """Anchors of an edit of so many steps whose template is not at hand."""
+        return own_steps(steps, own_stride(Config(), self.facts))
+
+    def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
+        """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows.
+
+        Args:
+            cached: rows; `own` of them load nothing, as what they read is their own.
+            active: tokens that these compute.
+            dense: rows.
+            own: as above.
+        """
         active = min(-(-active // QUANTUM) * QUANTUM, cached * self.tokens)
-        key = (cached, active, dense)
+        key = (cached, active, dense, own)
         if key not in self._seconds:
             self._seconds[key] = self._planned(*key)
         return self._seconds[key]
@@ -172,7 +183,7 @@ class Hardware:
         """What LoRAs of so many bytes add to a row's step."""
         return self.pricing.lora_seconds(nbytes, active, self.tokens, cached=cached)
 
-    def _planned(self, cached: int, active: int, dense: int) -> float:
+    def _planned(self, cached: int, active: int, dense: int, own: int) -> float:
         full = self.work.row_at(1.0, self.text)
         if not cached:
             return self.costs.step_seconds(self.work.step_flops([full] * dense, "dense"))
@@ -181,10 +192,10 @@ class Hardware:
             self.work,
             self.work.totals([self._row(active / cached)] * cached),
             self.costs,
-            {"host": self._moved(active / cached) * cached},
+            {"host": self._moved(active / cached) * (cached - own)},
             dense=self.work.totals([full] * dense) if dense else None,
         )
-        if self.halo:  # every block takes its entry
+        if self.halo or own:  # every block takes its entry
             return evaluate(costs, ("kv",) * len(self.work.blocks)).latency
         return plan(costs, tolerance=0.001).latency
 

@@ -26,6 +26,13 @@ class Job:
     ended: float = math.nan
     outcome: str = ""
     """`done`, `expired`; empty on the way."""
+    own: frozenset[int] = frozenset()
+    """Steps at which it computes all tokens, of one that has anchors of its own."""
     predicted: float = math.nan
     """Seconds from `sent` until the denoising ends, as predicted when the worker was chosen."""
     tokens_done: int = 0
+
+    @property
+    def at_anchor(self) -> bool:
+        """Whether its next step is an anchor of its own."""
+        return self.request.steps - self.left in self.own

@@ -41,7 +41,7 @@ class Result:
     """From hosts' memories to devices."""
     fetches: int
     """Templates brought from disks."""
-    dense_misses: int
+    misses: int
     """Edits that could have run cached had their worker had their template."""
     primed: int
     prediction_error: float
@@ -141,7 +141,7 @@ def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
         batch=sum(w.row_steps + w.prime_steps for w in workers) / steps if steps else 0.0,
         loaded_gib=sum(w.loaded_bytes for w in workers) / 2**30,
         fetches=sum(host.fetches for host in cluster.hosts),
-        dense_misses=sum(w.dense_misses for w in workers),
+        misses=sum(w.misses for w in workers),
         primed=sum(w.primed for w in workers),
         prediction_error=float(np.median(errors)) if errors else math.nan,
         lora_loads=sum(sum(w.loras.loads.values()) for w in workers if w.loras),

@@ -53,7 +53,7 @@ class Worker:
         self.row_steps = 0
         self.prime_steps = 0
         self.loaded_bytes = 0.0
-        self.dense_misses = 0
+        self.misses = 0
         self.primed = 0
         self.intervals: list[tuple[float, float]] = []
         """(start, end) of every busy time between idle ones."""
@@ -107,15 +107,18 @@ class Worker:
         """
         number = str(request.number)
         arrived = self.loras.hold(number, edit.adapters, now) if self.loras else now
-        row, fetch = self._admission(edit)
+        row, fetch, hit = self._admission(edit)
         cached = row.tokens < edit.total_tokens
-        job = Job(request, edit, self.name, cached, row, now, edit.steps, predicted=predicted)
+        own = self.hardware.own_steps(edit.steps) if cached and not hit else frozenset[int]()
+        job = Job(
+            request, edit, self.name, cached, row, now, edit.steps, own=own, predicted=predicted
+        )
         self._assigned[number] = job
         self._view = None
         inline = self.scenario.batching == "strawman"
         prepared = max(arrived, now + (0.0 if inline else self.scenario.pre_seconds))
         if self.host is not None and edit.cache:
-            if not cached:
+            if not cached or own:
                 self._missed(edit.template_id, now)
             elif fetch:
                 arrives = self.host.fetch(edit.template_id, now)
@@ -126,19 +129,22 @@ class Worker:
         self._at(prepared, self._ready, job)
         return job
 
-    def _admission(self, edit: Edit) -> tuple[RowLoad, float]:
-        """How the worker runs the edit, by what it really has, and the seconds of a fetch."""
+    def _admission(self, edit: Edit) -> tuple[RowLoad, float, bool]:
+        """How the worker runs the edit, by what it really has, the seconds of a fetch, and whether
+        its template is there.
+        """
         tiers = self.host.tiers() if self.host is not None else None
         loras = self.loras.view() if self.loras else None
         bare = WorkerView(self.name, self.hardware.pricing, 1, 1, templates=tiers, adapters=loras)
-        return bare.row(edit), bare.price(edit)[2]
+        hit = edit.cache and bare.tier_of(edit.template_id) is not None
+        return bare.row(edit), bare.price(edit)[2], hit
 
     def _fetched(self, now: float, template: object) -> None:
         assert self.host is not None
         self.host.fetched(str(template))
 
     def _missed(self, template: str, now: float) -> None:
-        self.dense_misses += 1
+        self.misses += 1
         assert self.host is not None
         if self.host.wants_priming(template):
             name, tokens = f"prime:{template}", self.hardware.tokens
@@ -231,15 +237,19 @@ class Worker:
         return tuple(ticket for ticket, each in held if each is not None and each.left > steps)
 
     def _step_seconds(self, running: tuple[Ticket, ...]) -> float:
-        cached = active = dense = 0
+        cached = active = dense = own = 0
         for ticket in running:
-            if ticket.active_tokens < ticket.total_tokens:
-                cached += 1
-                active += ticket.active_tokens
-                self.loaded_bytes += self.hardware.load_bytes(ticket.active_tokens)
-            else:
+            job = self._assigned.get(ticket.request_id)
+            if ticket.active_tokens == ticket.total_tokens or (job is not None and job.at_anchor):
                 dense += 1
-        seconds = self.hardware.step_seconds(cached, active, dense)
+                continue
+            cached += 1
+            active += ticket.active_tokens
+            if job is not None and job.own:
+                own += 1
+            else:
+                self.loaded_bytes += self.hardware.load_bytes(ticket.active_tokens)
+        seconds = self.hardware.step_seconds(cached, active, dense, own)
         seconds += sum(map(self._added_seconds, running))
         if self.scenario.noise:
             seconds *= math.exp(self._random.gauss(0.0, self.scenario.noise))

@@ -136,17 +136,31 @@ def test_deadlines_and_full_queues_end_edits_once_too():
     assert result.p99 <= 8.0 + 8 * HARDWARE.step_seconds(0, 0, 2)
 
 
+def test_an_edit_that_misses_its_template_is_dense_at_its_own_anchors_alone() -> None:
+    workload = Workload(1, 1.0, "production", templates=40)
+    cold = Tiers(1, 10, 0, warm=False)
+    result, cluster = run(Scenario(workload, workers=1, tiers=cold, warmup=0.0), HARDWARE, 1)
+    [job] = cluster.jobs
+    anchors, steps, active = job.own, job.request.steps, job.request.active
+    assert 2 < len(anchors) == job.edit.own_steps < steps
+    between = HARDWARE.step_seconds(1, active, 0, 1)
+    expected = len(anchors) * HARDWARE.step_seconds(0, 0, 1) + (steps - len(anchors)) * between
+    assert job.denoised - job.started == pytest.approx(expected)
+    assert between < HARDWARE.step_seconds(1, active, 0)  # which loads
+    assert (result.misses, cluster.workers["w000"].loaded_bytes) == (1, 0.0)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_tiers_fetch_prime_and_evict(known: bool):
     workload = Workload(400, 4.0, "production", templates=40, zipf=0.5)
     disk = Tiers(1, 10, 40, known)
     fetching = simulate(Scenario(workload, workers=2, tiers=disk), HARDWARE, 1)
     assert fetching.fetches > 0
-    assert fetching.dense_misses == fetching.primed == 0
+    assert fetching.misses == fetching.primed == 0
     cold = Tiers(2, 5, 10, known, warm=False)
     scenario = Scenario(replace(workload, rate=1.0), workers=2, tiers=cold)
     result, cluster = run(scenario, HARDWARE, 1)
-    assert result.dense_misses > result.primed > 0
+    assert result.misses > result.primed > 0
     assert result.fetches > 0
     (host,) = cluster.hosts
     tiers = host.tiers()
