@@ -193,9 +193,9 @@ class CacheConfig(Table, frozen=True):
     """So many steps of the priming schedule share an anchor. 0: what the model needs: all steps for
     FLUX Fill, 7 for others."""
     dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
-    """First steps of a cached edit that compute all tokens. -1: what the model needs: one for FLUX
-    base models where the edit has ten steps or more and a prompt, or covers a whole side of the
-    picture, else none."""
+    """First steps of a cached edit that compute all tokens; of FLUX Fill the last of them lifts the
+    entries that the others read. -1: what the model needs: one for FLUX base models where the edit
+    has ten steps or more and a prompt, or covers a whole side of the picture, else none."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
     """The share of an edit's steps from one of its own anchors to the next. If its template is not
     at hand it computes all tokens there, and the steps between read what those have left; its
@@ -204,8 +204,9 @@ class CacheConfig(Table, frozen=True):
     own_format: EntryFormat = "int8"
     """Storage of what an edit's own anchors leave."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Of the text in the steps between anchors, also beside a template whose blocks all read keys
-    and values: `frozen`: it goes on from what the anchors had; `computed`."""
+    """Of the text in the steps between anchors, also beside a template that has keys and values of
+    all blocks: `frozen`: it goes on from what the anchors had, and `plan` is `fixed`; `computed`.
+    """
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25

@@ -116,6 +116,11 @@ class ModelFacts:
     own_stride: float | None = None
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
+    own_power: float = 1.0
+    """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`)."""
+    lifts_entries: bool = False
+    """Whether what a cached edit's dense first step finds lifts the entries that the others
+    read."""
     negative_prompts: bool = True
     """Whether an edit may name what classifier-free guidance leads away from; else it is the empty
     prompt."""
@@ -213,10 +218,10 @@ def one_scale(folder: Path) -> LatentSpace:
 def own_stride(config: Config, facts: ModelFacts) -> float:
     """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
 
-    Ranks of a worker of several devices do not keep any.
+    Devices that deal the passes of a step keep none: which has which may change at any step.
     """
     asked = config.cache.own_anchors
-    if facts.own_stride is None or config.engine.devices > 1:
+    if facts.own_stride is None or config.engine.policy == "cfg":
         return 0.0
     return asked if asked >= 0 else facts.own_stride
 
@@ -227,7 +232,8 @@ def own_rule(config: Config, facts: ModelFacts) -> OwnRule:
     """
     cache = config.cache
     stride = cache.own_anchors if cache.own_anchors > 0 else facts.own_stride
-    return OwnRule(stride or OWN_RULE.stride, cache.own_format, cache.own_text == "frozen")
+    text = cache.own_text == "frozen"
+    return OwnRule(stride or OWN_RULE.stride, cache.own_format, text, facts.own_power)
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

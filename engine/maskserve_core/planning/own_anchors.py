@@ -22,6 +22,8 @@ class OwnRule(NamedTuple):
     """Storage format."""
     text: bool
     """Whether steps between anchors leave the text out, too."""
+    power: float = 1.0
+    """Of sigma: what anchors leave goes on along a line over that."""
 
 
 OWN_RULE = OwnRule(0.35, "int8", text=True)

@@ -23,7 +23,9 @@ from maskserve_core.planning.flops import Floats
 from maskserve_core.planning.own_anchors import OwnRule, clock_steps
 from maskserve_engine.batch.packing import InactiveTokens, RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
+from maskserve_engine.cache.reader import Heads
 from maskserve_engine.cache.store import Handle
+from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import KvSource
 
 _HIDDEN = PARTS.index("h")
@@ -39,13 +41,16 @@ class OwnPlan:
     """Storage format of what they leave."""
     text: bool
     """Whether the other steps leave the text out, too."""
-    extrapolates: bool = True
-    """Whether keys and values follow the line; else the last anchor's hold."""
+    power: float = 1.0
+    """Of sigma: keys and values follow a line over that; 0: the last anchor's hold."""
+    lifts: bool = False
+    """Of a row that reads a template: whether its dense first steps lift the entries that the
+    others read."""
 
     @classmethod
     def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
         """Of a row of so many steps that reads a template."""
-        return cls(clock_steps(steps, rule.stride), rule.format, rule.text)
+        return cls(clock_steps(steps, rule.stride), rule.format, rule.text, rule.power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +81,28 @@ class OwnAnchors:
         """By block and part."""
         self._sigmas: tuple[float, ...] = ()
         """Of the last two anchors, the later one last."""
+        self._first: tuple[int, float] = (0, 0.0)
+        """Of a row that reads a template, in the step that it is about to see: inactive tokens,
+        the last ones, and sigma; of steps that compute all tokens."""
+        self._found: dict[int, tuple[Coded, ...]] = {}
+        """[m, width] each, by block: keys and values of these tokens."""
+        self._lacked: dict[int, tuple[Coded, ...]] = {}
+        """The same, less what the template's entry had of them."""
+        self._dtype = torch.float32
+        self._heads: Span | None = None
+        """Whose keys and values it has, where ranks have shared an anchor; None: those of all."""
+        self._seen: Span | None = None
+        """The same of what it sees now."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether every block has something to go on with."""
-        return bool(self._sigmas)
+    def whole(self, heads: Span | None = None) -> bool:
+        """Whether every block has something to go on with, for a rank of these heads or all."""
+        return bool(self._sigmas) and self._heads in (None, heads)
 
     @property
     def nbytes(self) -> int:
-        kept = self._kept.values()
-        return sum(coded.nbytes for each in kept for coded in (*each.parts, *each.slopes))
+        kept = [(*each.parts, *each.slopes) for each in self._kept.values()]
+        kept += [*self._found.values(), *self._lacked.values()]
+        return sum(coded.nbytes for each in kept for coded in each)
 
     def anchor(self, step: int, computed: int, total: int) -> OwnAnchors:
         """Itself, about to see an anchor.
@@ -96,7 +113,51 @@ class OwnAnchors:
             total: image tokens.
         """
         self._step, self._computed, self._total = step, computed, total
+        self._seen = None
         return self
+
+    def beside(self, step: int, total: int, others: int, sigma: float) -> OwnAnchors:
+        """Itself, about to see a step of a row that reads a template.
+
+        Args:
+            step: of the row.
+            total: image tokens of the step.
+            others: of these the ones that other steps do not compute, the last ones; 0: this one
+                does not, either.
+            sigma: of the step.
+        """
+        if self.plan.lifts:
+            self._first = (others, sigma) if others else (0, self._first[1])
+        return self.anchor(step, total, total)
+
+    def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
+        """A template's entry of a block, with what the row's own first step found there that the
+        entry lacked. The noisier a step, the more of it: template(s) + s / s0 (own(s0) - template).
+
+        Args:
+            block: its number.
+            entry: as the step reads it.
+            sigma: of the step.
+        """
+        found = self._found.pop(block, None)
+        if found is not None:
+            self._lacked[block] = tuple(map(self._less, found, entry.taken()))
+        if block not in self._lacked:
+            return entry
+        return replace(entry, slopes=self._lacked[block], weight=sigma / self._first[1])
+
+    def _less(self, found: Coded, entry: Coded) -> Coded:
+        """The first less the second."""
+        both = torch.empty(
+            2, len(found.data), found.channels, dtype=self._dtype, device=found.data.device
+        )
+        found.into(both[0])
+        entry.into(both[1])
+        return encode(both[0] - both[1], self.plan.format)
+
+    def sees(self, heads: Span) -> None:
+        """Of the next anchor, which ranks share, it sees keys and values of these heads alone."""
+        self._seen = heads
 
     def hidden(self, block: int, hidden: Tensor) -> None:
         """Nobody reads it."""
@@ -109,7 +170,14 @@ class OwnAnchors:
             keys: [T + N, heads, head_dim], or of the image tokens alone where the text is computed.
             values: likewise.
         """
-        self._keep(block, "kv", (keys.flatten(1), values.flatten(1)))
+        both = keys.flatten(1), values.flatten(1)
+        others = self._first[0]
+        if others:
+            self._dtype = keys.dtype
+            found = [encode(each[-others:], self.plan.format) for each in both]
+            self._found[block] = tuple(found)
+        if not self.plan.lifts or self.text:
+            self._keep(block, "kv", both)
 
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
         """Keep [tokens, width] each of a part of a block.
@@ -117,12 +185,15 @@ class OwnAnchors:
         A step that is tried again, as one of a batch that failed is, finds what it has found: what
         it has left stays.
         """
+        if self._seen != self._heads:  # there is no line through what is of others
+            self._kept.clear()
+            self._heads, self._sigmas = self._seen, ()
         kept = self._kept.get((block, part))
         if kept is not None and kept.step == self._step:
             return
         new = [self._others(block, each) for each in tensors]
         slopes = []
-        if kept is not None and self.plan.extrapolates:
+        if kept is not None and self.plan.power:
             for coded, now in zip(kept.parts, new, strict=True):
                 before = torch.empty_like(now)
                 coded.into(before)
@@ -142,14 +213,19 @@ class OwnAnchors:
 
     def weight(self, sigma: float) -> float:
         """How many times the change between the last two anchors has come since, at `sigma`."""
-        if len(self._sigmas) < 2 or not self.plan.extrapolates:
+        if len(self._sigmas) < 2 or not self.plan.power:
             return 0.0
-        before, last = self._sigmas
-        return (last - sigma) / (before - last) if before != last else 0.0
+        before, last, now = (each**self.plan.power for each in (*self._sigmas, sigma))
+        return (last - now) / (before - last) if before != last else 0.0
 
     def standing(self, sigma: float) -> object:
         """Stands for what `source` says at `sigma`; the same object where that is the same."""
         return sigma if self.weight(sigma) else self._sigmas
+
+    @property
+    def lifts(self) -> bool:
+        """Whether `lifted` changes anything."""
+        return bool(self._found or self._lacked)
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """A part of a block, of the tokens that a step at `sigma` does not compute."""
@@ -282,10 +358,15 @@ class OwnReader:
         self._entry = OwnEntry(OwnLoad(sizes, sizes))
         self.now: OwnEntry | None = None
 
-    def turn_to(self, step: int, *, whole: bool = False, heads: Any = None) -> OwnEntry | None:
-        """What `step` reads, which was not to be an anchor; None: it has to be one."""
+    def turn_to(
+        self, step: int, *, whole: bool = False, heads: Heads | None = None
+    ) -> OwnEntry | None:
+        """What `step` reads, which was not to be an anchor; None: it has to be one, as where a rank
+        was lost with what it kept, or others share the row.
+        """
         assert self._row.own is not None
-        self.now = self._entry if self._row.own.whole else None
+        own = None if heads is None else heads[:2]
+        self.now = self._entry if self._row.own.whole(own) else None
         return self.now
 
     def look_ahead(self, step: int) -> None:

@@ -187,15 +187,19 @@ class _RestShare:
         """`kv` is of all tokens and the rank's heads, `h` of the rank's tokens."""
         found = self.whole.source(block, part)
         if part == "kv":
-            heads = [self._own_heads(coded) for coded in found.parts]
-            if self.whole.cis.is_cuda:  # where a kernel reads them, each token's side by side
-                heads = [coded.map(Tensor.contiguous) for coded in heads]
-            return replace(found, parts=tuple(heads))
+            parts, slopes = map(self._own_heads, (found.parts, found.slopes))
+            return replace(found, parts=parts, slopes=slopes)
         if found.ids is not None:
             return replace(found, ids=found.ids[self.own])
         return KvSource(tuple([coded.map(lambda t: t[self.own]) for coded in found.parts]))
 
-    def _own_heads(self, coded: Coded) -> Coded:
+    def _own_heads(self, parts: Sequence[Coded]) -> tuple[Coded, ...]:
+        heads = [self._cut(coded) for coded in parts]
+        if self.whole.cis.is_cuda:  # where a kernel reads them, each token's side by side
+            heads = [coded.map(Tensor.contiguous) for coded in heads]
+        return tuple(heads)
+
+    def _cut(self, coded: Coded) -> Coded:
         head_dim = 2 * self.whole.cis.shape[1]
         if coded.channels < head_dim * self.all_heads:
             return coded  # it came without the others (`Selection.of_heads`)

@@ -136,14 +136,14 @@ class Adapter(Protocol):
         """A row that computes all tokens, exactly as the diffusers pipeline does."""
         ...
 
-    def cached_row(self, job: EditJob, noise_seed: int, text: OwnPlan | None = None) -> EditRow:
+    def cached_row(self, job: EditJob, noise_seed: int, own: OwnPlan | None = None) -> EditRow:
         """A row that computes the active tokens and reads entries for the rest.
 
         Args:
             job: best prepared, its template with the same `noise_seed`.
             noise_seed: of the template's noise.
-            text: the steps that compute the text, which the others may leave out; None: all do
-                (and so do families without `ModelFacts.own_stride`).
+            own: what it keeps of its own beside the entries; None: nothing (as families without
+                `ModelFacts.own_stride` do).
         """
         ...
 

@@ -34,6 +34,7 @@ from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, S
 from maskserve_engine.gangs.processes import RankProcess, RankProcesses
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.requests.executor import (
+    AnchoredRowSpec,
     CachedRowSpec,
     LoadState,
     PrimingRowSpec,
@@ -294,6 +295,8 @@ class GangExecutor:
             return True
         if isinstance(row.spec, PrimingRowSpec) or settings.reproducible:
             return False
+        if isinstance(row.spec, AnchoredRowSpec) and row.spec.job.negative is not None:
+            return False  # who has dealt its passes would have to have the same ones at each step
         if self._deals:
             return not settings.first_block_threshold
         return self._adapter.most_ranks(row.spec.job) >= count

@@ -30,9 +30,15 @@ class KvSource:
     ids: Tensor | None = None
     """[m] tokens of them that the row reads; None: they are just these."""
     slopes: tuple[Coded, ...] = ()
-    """How each part changes; none: they hold. Of the same tokens as `parts`."""
+    """How each part changes; none: they hold."""
     weight: float = 0.0
     """How many times the slopes are added."""
+    slope_ids: Tensor | None = None
+    """As `ids`, of the slopes."""
+
+    def taken(self) -> tuple[Coded, ...]:
+        """The parts, of just the tokens that the row reads."""
+        return self.parts if self.ids is None else tuple([c.take(self.ids) for c in self.parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ def _decode(coded: Coded, slope: Coded | None, source: KvSource, out: Tensor) ->
     if slope is None:
         own.into(out)
         return
-    slope = slope if source.ids is None else slope.take(source.ids)
+    slope = slope if source.slope_ids is None else slope.take(source.slope_ids)
     if coded.format == slope.format == "model":
         torch.add(own.data, slope.data, alpha=source.weight, out=out)
         return
@@ -151,6 +157,7 @@ def _launch(
         adds: each row's are added, times the source's weight.
     """
     nothing = slots.to[:0]
+    ids = [source and (source.slope_ids if adds else source.ids) for source in sources]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
         """Of every row's first part, then of every row's second."""
@@ -166,7 +173,7 @@ def _launch(
         slots.row_of,
         slots.local,
         slots.to,
-        [slots.numbers if s is None or s.ids is None else s.ids for s in sources],
+        [slots.numbers if each is None else each for each in ids],
         each(lambda coded: coded.data),
         each(lambda coded: coded.scale),
         each(lambda coded: coded.groups),

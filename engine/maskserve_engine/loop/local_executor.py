@@ -128,14 +128,14 @@ class LocalExecutor:
             self._rows[row] = dense
             return RowMade()
         assert self._store is not None, _NO_STORE
-        text = spec.text if self._booked(row, spec.nbytes, spare=True) else None
-        made = self._with_room(row, lambda: adapter.cached_row(spec.job, spec.noise_seed, text))
+        own = spec.own if self._booked(row, spec.nbytes, spare=True) else None
+        made = self._with_room(row, lambda: adapter.cached_row(spec.job, spec.noise_seed, own))
         self._control(row, made, spec.job)
         selection = made.selection
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = made, reader
-        return RowMade(reader.complete, selection.digest, text)
+        return RowMade(reader.complete, selection.digest, own)
 
     def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
         """Whether there is room for what a row keeps of its own; as of `MemoryTier.book`."""
@@ -190,8 +190,10 @@ class LocalExecutor:
         """
         loads: dict[str, LoadState] = {}
         for read in reads:
-            step = self._rows[read.row].step
-            handle = self._readers[read.row].turn_to(step, whole=read.whole, heads=heads)
+            step, reader = self._rows[read.row].step, self._readers.get(read.row)
+            if reader is None:
+                continue  # for want of room it is a dense row
+            handle = reader.turn_to(step, whole=read.whole, heads=heads)
             if handle is not None:
                 loads[read.row] = handle.load
         return loads
@@ -213,7 +215,8 @@ class LocalExecutor:
             handle = self._readers[read.row].now
             assert handle is not None, "what a step reads was found by `load`"
             entries[read.row] = handle
-            self._rows[read.row].frozen = not read.text
+            row = self._rows[read.row]
+            row.frozen = not read.text and row.keeps_text
         self._ask(step, entries)
         handles = list(entries.values())
         earlier = [len(handle.stalls) for handle in handles]

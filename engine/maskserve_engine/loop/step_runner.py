@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
@@ -89,6 +88,7 @@ class StepRunner:
         Raises:
             RuntimeError: nothing but failures for several steps.
         """
+        running = _anchors_in_turn(running)
         reads, loads = self._load(running, devices)
         work = self._work(running[0])
         planned = self._plan(running, len(devices), work, loads)
@@ -111,7 +111,6 @@ class StepRunner:
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
         if not readers:
             return [], {}
-        _spread_anchors([(reads, edit) for edit, reads in readers if reads.own])
         readers = [(e, reads) for e, reads in readers if not reads.anchor_due(e.tally.done)]
         shared = _shared([(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers])
         asked = [
@@ -119,6 +118,7 @@ class StepRunner:
                 edit.request_id,
                 (reads.key, reads.anchors[edit.tally.done]) in shared,
                 edit.job.request.settings.reproducible,
+                text=not reads.without_text(edit.tally.done),
             )
             for edit, reads in readers
         ]
@@ -131,7 +131,7 @@ class StepRunner:
         """Decide how the rows that read entries run on so many devices."""
         if not loads:
             return None
-        reading, fixed, own = [], self._fixed, False
+        reading, fixed = [], self._fixed
         ranks = devices if devices > 1 and self._share_tokens(running) else 1
         for edit in running:
             load = loads.get(edit.request_id)
@@ -139,12 +139,13 @@ class StepRunner:
                 stays = edit.reads.stays(edit.tally.done)
                 reading.append(Reading(edit.reads_counted(edit.tally.done), load, stays))
                 fixed = fixed or edit.job.request.settings.reproducible
-                own = own or edit.route.own is not None
+                # There are keys and values alone of the text, and of what own anchors leave. That
+                # follows from the row's own step, so that its picture does not depend on its batch.
+                without = edit.reads.without_text(edit.tally.done)
+                fixed = fixed or edit.reads.own or without
         others = [edit.counted for edit in running if edit.request_id not in loads]
         dense = Totals.sum_of(others) if others else None
         planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
-        if own and set(planned.plan.kinds) != {"kv"}:  # anchors leave keys and values alone
-            planned = self.planner.plan(work, reading, dense, fixed=True, ranks=ranks)
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
 
@@ -161,9 +162,6 @@ class StepRunner:
         number = next(self._numbers)
         if planned is None:
             return StepInput(number, rows, devices)
-        if set(planned.plan.kinds) == {"kv"}:  # other kinds need the text's hidden states
-            left_out = {edit.request_id for edit in running if _leaves_text_out(edit)}
-            reads = [read._replace(text=read.row not in left_out) for read in reads]
         return StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
 
     def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
@@ -330,40 +328,25 @@ def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
     return edit.counted
 
 
-def _leaves_text_out(edit: RequestState | PrimingState) -> bool:
-    """Whether a row that reads something does, in its next step."""
-    if isinstance(edit, PrimingState) or edit.reads is None:
-        return False
-    return edit.reads.without_text(edit.tally.done)
-
-
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:
     """Whether the step just taken left blocks of this row out."""
     return isinstance(edit, RequestState) and step.skipped > edit.tally.skipped
 
 
-_LATEST = 3
-"""Steps by which an anchor of a row's own may be late."""
-
-
-def _spread_anchors(rows: list[tuple[EntryReads, RequestState]]) -> None:
-    """Have some of the anchors that are due now computed later, so that no step has all of them: as
-    many stay as the rows have per step on average, those first that are late already.
-
-    Args:
-        rows: that have anchors of their own.
+def _anchors_in_turn(running: Running) -> Running:
+    """The rows that take this step: some whose own anchor is due wait for a later one, so that no
+    step has all of them. About as many have theirs as there are per step on average, those first
+    that have waited longest. A row that waits stays as it is: no picture depends on its batch.
     """
-    share = sum(edit.route.dense_steps / edit.work.steps for _, edit in rows)
-    room = max(1, math.ceil(share))
-    due = [(reads, edit) for reads, edit in rows if reads.anchor_due(edit.tally.done)]
-    room -= sum(edit.tally.done == 0 for _, edit in due)
-    due = [each for each in due if each[1].tally.done]
-    due.sort(key=lambda each: -each[0].postponed)
-    for number, (reads, edit) in enumerate(due):
-        if number < room or reads.postponed >= _LATEST:
-            reads.postponed = 0
-        else:
-            reads.postpone(edit.tally.done)
+    edits = [edit for edit in running if isinstance(edit, RequestState)]
+    own = [(edit, edit.reads) for edit in edits if edit.reads is not None and edit.reads.own]
+    room = max(1, round(sum(edit.route.dense_steps / edit.work.steps for edit, _ in own)))
+    due = [(edit, reads) for edit, reads in own if reads.anchor_due(edit.tally.done)]
+    due.sort(key=lambda each: -each[1].held)
+    for number, (_, reads) in enumerate(due):
+        reads.held = 0 if number < room else reads.held + 1
+    late = [edit for edit, reads in due if reads.held]
+    return [edit for edit in running if edit not in late] if late else running
 
 
 def _shared(rows: list[tuple[EntryReads, int, float]]) -> set[tuple[str, Anchor | None]]:

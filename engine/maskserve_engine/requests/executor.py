@@ -44,10 +44,10 @@ class CachedRowSpec:
     """Per step what it reads; None: it computes all tokens."""
     sure: bool
     """Whether a step may not go without its entry for want of room."""
-    text: OwnPlan | None = None
-    """The steps that compute its text, which the others may leave out; None: all do."""
+    own: OwnPlan | None = None
+    """What it keeps of its own beside them, where there is room; None: nothing."""
     nbytes: int = 0
-    """That its text takes, kept from these."""
+    """That this takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class RowMade(NamedTuple):
     what its own anchors leave, and it is a dense row."""
     selection: bytes = b""
     """Of a cached row: equal for rows that read the same tokens."""
-    text: OwnPlan | None = None
-    """Of a cached row: the steps that compute its text, if there was room to leave it out."""
+    own: OwnPlan | None = None
+    """Of a cached row: what it keeps of its own, if there was room for that."""
 
 
 class Read(NamedTuple):

@@ -48,7 +48,7 @@ from maskserve_engine.requests.gates import (
     WayChosen,
 )
 from maskserve_engine.requests.late_rows import LateRows
-from maskserve_engine.requests.own_anchors import own_bytes, text_bytes
+from maskserve_engine.requests.own_anchors import bytes_beside, own_bytes
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
@@ -284,8 +284,8 @@ class RequestManager:
             if lacking:
                 self._books.wait(edit, lacking)
                 return
-        plan, template = edit.route.own or edit.route.text, edit.route.text is not None
-        if plan is not None:
+        plan, template = edit.route.own or edit.route.beside, edit.route.beside is not None
+        if plan is not None and plan.anchors:
             between = self.adapter.counted(edit.job, plan)
             work = self.adapter.work(*edit.job.moments.shape[1:])
             edit.work = edit.work.with_own(plan, between, work, reads_template=template)
@@ -394,13 +394,14 @@ class RequestManager:
             return self._make_anchored_row(edit, route.own)
         seed, sure = job.request.template_noise_seed, job.request.settings.insists
         nbytes = 0
-        if route.text is not None:
-            nbytes = text_bytes(route.text, self.adapter, job, self._dtype)
-        spec = CachedRowSpec(job, seed, route.key, route.anchors, sure, route.text, nbytes)
+        if route.beside is not None:
+            nbytes = bytes_beside(route.beside, self.adapter, job, self._dtype)
+        spec = CachedRowSpec(job, seed, route.key, route.anchors, sure, route.beside, nbytes)
         made = self.executor.make(edit.request_id, spec)
         edit.reads = EntryReads(route.key, route.anchors, made.selection)
-        if made.text is not None:
-            edit.reads.text, edit.own_bytes = made.text.anchors, nbytes
+        if made.own is not None:
+            edit.own_bytes = nbytes
+            edit.reads.text = made.own.anchors if made.own.text else None
         return made
 
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:

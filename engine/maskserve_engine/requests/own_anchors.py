@@ -8,12 +8,13 @@ Such an edit makes what it needs in a few dense steps of its own (`batch.own_anc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.settings import acting
 from maskserve_core.models.facts import own_rule, own_stride
 from maskserve_core.planning import own_anchors as planning
 from maskserve_core.planning.entry_bytes import FORMATS
+from maskserve_core.worker.policies import policy_of
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
@@ -30,25 +31,38 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     steps, joint = adapter.steps(job), adapter.work(*job.moments.shape[1:]).joint
     if not job.request.settings.may_anchor:
         return None
-    if not joint and acting(job.controls, steps):
-        return None  # nets of a UNet keep nothing at a step of which the base computes all tokens
     return _plan(config, adapter, steps, text=joint)
 
 
-def text_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
-    """At which steps an edit computes its text beside a template's entries; None: at all."""
+def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:
+    """What an edit keeps of its own beside a template's entries: its text, which steps between
+    anchors then leave out, and what its dense first steps find of the inactive tokens, which lifts
+    the entries. None: nothing.
+
+    Args:
+        config: of the worker.
+        adapter: the model.
+        job: the edit.
+        dense_steps: its first steps that compute all tokens.
+    """
     joint, settings = adapter.work(*job.moments.shape[1:]).joint, job.request.settings
-    # Whether there is room for the text depends on the load, so a reproducible edit computes it.
+    # Whether there is room for it depends on the load, so a reproducible edit does without.
     if not joint or settings.first_block_threshold or settings.reproducible:
         return None
+    if policy_of(config.engine).shares_steps:
+        return None  # ranks that share a step would have to agree on who has what
     plan = _plan(config, adapter, adapter.steps(job), text=True)
-    return plan if plan is not None and plan.text else None
+    lifts = dense_steps > 0 and adapter.facts.lifts_entries
+    if plan is not None and plan.text:
+        return replace(plan, lifts=lifts)
+    rule = own_rule(config, adapter.facts)
+    return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
 
 
 def _plan(config: Config, adapter: Adapter, steps: int, *, text: bool) -> OwnPlan | None:
     rule = own_rule(config, adapter.facts)
     anchors = planning.own_steps(steps, own_stride(config, adapter.facts))
-    return OwnPlan(anchors, rule.format, rule.text and text) if anchors else None
+    return OwnPlan(anchors, rule.format, rule.text and text, rule.power) if anchors else None
 
 
 def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
@@ -72,15 +86,21 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
     return _bytes(plan, adapter, job, each, dtype) + adapter.anchored_bytes(job)
 
 
-def text_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
-    """The same of an edit that reads a template and keeps its text alone."""
+def bytes_beside(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
+    """The same of an edit that reads a template."""
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
-    return _bytes(plan, adapter, job, [(float(len(e["prompt_embeds"])),) for e in texts], dtype)
+    words = [(float(len(each["prompt_embeds"])),) for each in texts]
+    nbytes = _bytes(plan, adapter, job, words, dtype) if plan.text else 0
+    if plan.lifts:
+        tokens, (all_tokens, *_) = adapter.tokens(job), adapter.work(*job.moments.shape[1:]).tokens
+        others = [(float(all_tokens - tokens.active),)] * len(texts)
+        nbytes += _bytes(replace(plan, power=0.0), adapter, job, others, dtype)
+    return nbytes
 
 
 def _bytes(
     plan: OwnPlan, adapter: Adapter, job: EditJob, kept: Sequence[tuple[float, ...]], dtype: str
 ) -> int:
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
-    slopes = plan.extrapolates and len(plan.anchors) > 1
+    slopes = plan.power > 0 and len(plan.anchors) > 1
     return planning.own_bytes(adapter.work(*job.moments.shape[1:]), kept, fmt, slopes=slopes)

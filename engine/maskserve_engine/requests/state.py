@@ -185,8 +185,8 @@ class EntryReads:
         """Whether these are anchors of the row's own: it leaves them at its dense steps."""
         self.text: frozenset[int] | None = None
         """Steps that compute the text; None: all."""
-        self.postponed = 0
-        """Steps by which its next anchor of its own is late."""
+        self.held = 0
+        """Steps of its batch for which its next anchor of its own has waited."""
 
     @classmethod
     def of_own(
@@ -206,14 +206,6 @@ class EntryReads:
     def anchor_due(self, step: int) -> bool:
         """Whether an anchor of the row's own is to be computed now."""
         return self.own and self.anchors[step] is None
-
-    def postpone(self, step: int) -> None:
-        """Compute the anchor of this step, which is not the row's first one, a step later."""
-        anchors = list(self.anchors)
-        anchors[step] = anchors[step - 1]
-        if step + 1 < len(anchors):  # there is nothing to be gained by one behind the last step
-            anchors[step + 1] = None
-        self.anchors, self.postponed = tuple(anchors), self.postponed + 1
 
     def stays(self, step: int) -> int:
         """Steps of the row that read the same entry."""
@@ -525,12 +517,12 @@ class RequestState:
 
     def _dense_steps(self) -> dict[str, Any]:
         """What META says of a cached edit's steps that computed all tokens."""
-        own, text = self.route.own, self.route.text
+        own, beside = self.route.own, self.route.beside
         of_text = {"text_steps": self.tally.text, "own_bytes": self.own_bytes}
         if own is not None:
             return {"dense_steps": len(self.tally.dense), "anchors": self.tally.dense, **of_text}
         first = {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
-        return first if text is None else {**first, **of_text}
+        return first if beside is None else {**first, **of_text}
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Leave out what the level says; before its row is made, which its tokens depend on."""

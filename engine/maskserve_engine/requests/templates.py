@@ -55,9 +55,8 @@ class Route:
     """Steps that compute all tokens, when cached: the first ones, or its own anchors."""
     own: OwnPlan | None = None
     """Its own anchors; None: it has none."""
-    text: OwnPlan | None = None
-    """Beside a template's entries: the steps that compute the text, which the others leave out;
-    None: all compute it."""
+    beside: OwnPlan | None = None
+    """What it keeps of its own beside a template's entries; None: nothing."""
 
 
 DENSE = Route("dense", "off")

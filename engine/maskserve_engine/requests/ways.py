@@ -15,7 +15,7 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.own_anchors import own_plan, text_plan
+from maskserve_engine.requests.own_anchors import own_plan, plan_beside
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
@@ -121,11 +121,11 @@ class Ways:
             self._primings.begin(job, urgent=False)
         return route
 
-    def _text(self, job: EditJob) -> OwnPlan | None:
-        """See `Route.text`."""
+    def _beside(self, job: EditJob, dense_steps: int) -> OwnPlan | None:
+        """See `Route.beside`."""
         if not self._cache.keeps_kv:
             return None
-        return text_plan(self._config, self._adapter, job)
+        return plan_beside(self._config, self._adapter, job, dense_steps)
 
     def _of_template(self, job: EditJob, sight: Sight, *, insists: bool) -> Route | None:
         """By the template's entries; None: they are not here, and the edit does without."""
@@ -142,7 +142,7 @@ class Ways:
                 sight.tier,
                 coming=not ready,
                 dense_steps=sight.dense_steps,
-                text=self._text(job),
+                beside=self._beside(job, sight.dense_steps),
             )
         if insists:
             return Route("wait", "hit", sight.key, prime=sight.may_prime, coming=sight.coming)

@@ -36,10 +36,14 @@ class Replay:
         self._reads: dict[int, _Reads] = {}
 
     def cached_row(
-        self, job: EditJob, entries: Sequence[AnchorEntry | None], noise_seed: int
+        self,
+        job: EditJob,
+        entries: Sequence[AnchorEntry | None],
+        noise_seed: int,
+        own: OwnPlan | None = None,
     ) -> EditRow:
         """A cached row that reads `entries`, per step."""
-        row = self.adapter.cached_row(job, noise_seed)
+        row = self.adapter.cached_row(job, noise_seed, own)
         self.reads(row, entries)
         return row
 

@@ -108,9 +108,9 @@ def of_schedule(stride: int, steps: int) -> int:
 
 def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[CacheChoice]:
     """The default, and the few others that are compared on all classes."""
-    if facts.semantics.masked_picture:
-        return [chosen, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
     denser = replace(chosen, dense_steps=1)
+    if facts.semantics.masked_picture:
+        return [chosen, denser, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
     found = [
         chosen,
         replace(chosen, ring=2),

@@ -34,6 +34,8 @@ class OwnChoice:
     """How far along the line: 0 holds the last anchor, 2 goes twice as far."""
     halo: int = 0
     """`[cache] conv_halo`, of UNets; 0: the default."""
+    power: float | None = None
+    """Of sigma, over which lines lie; None: the family's."""
 
     @property
     def name(self) -> str:
@@ -42,6 +44,7 @@ class OwnChoice:
         words += [] if self.ring == 1 else [f"ring {self.ring}"]
         words += [f"halo {self.halo}"] if self.halo else []
         words += [] if self.reach == 1.0 else [f"{self.reach:g} times as far"]
+        words += [] if self.power is None else [f"over sigma to the power of {self.power:g}"]
         return ", ".join(words)
 
 
@@ -71,6 +74,7 @@ def choices(steps: int, *, joint: bool) -> list[OwnChoice]:
         *[OwnChoice(each) for each in reversed(sets) if each != middle],
         *[OwnChoice(middle, ring=ring) for ring in (2, 0)],
         *others,
+        *[OwnChoice(middle, power=power) for power in (1.0, 2.0, 3.0)],
         *[OwnChoice(middle, format=format) for format in ("model", "int4")],
     ]
 
@@ -79,7 +83,8 @@ def edited(
     rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
 ) -> list[Picture]:
     """Edits by rows with anchors of their own."""
-    plan = OwnPlan(frozenset(choice.dense), choice.format, choice.text, choice.reach > 0)
+    power = rig.adapter.facts.own_power if choice.power is None else choice.power
+    plan = OwnPlan(frozenset(choice.dense), choice.format, choice.text, power)
     rows: list[Any] = []
     for job in jobs:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
@@ -104,18 +109,20 @@ def beside_template(
     jobs: Sequence[EditJob],
     entries: Sequence[tuple[AnchorEntry, ...]],
     choice: CacheChoice,
-    text: OwnPlan | None,
+    own: OwnPlan | None,
 ) -> list[Picture]:
-    """Edits that read a template, and leave their text out between the anchors of `text`."""
+    """Edits that read a template, and what they keep of their own beside it: they leave their text
+    out between its anchors, or their first step, where `choice` has a dense one, lifts the entries.
+    """
     rows = rig.cached_rows(jobs, entries, choice)
-    if text is not None:
+    if own is not None:
         for row in rows:
-            rig.adapter.keep_own(row, text)
+            rig.adapter.keep_own(row, own)
     for first in range(0, len(rows), BATCH):
         some = rows[first : first + BATCH]
         while some[0].step < some[0].steps:
             for row in some:
-                row.frozen = text is not None and row.step not in text.anchors
+                row.frozen = own is not None and own.text and row.step not in own.anchors
             rig.replay.step(some, ("kv",) * rig.adapter.blocks)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 

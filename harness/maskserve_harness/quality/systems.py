@@ -19,6 +19,7 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.masks import active_tokens, cover_a_side
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
@@ -175,7 +176,11 @@ class Rig:
             None if step < choice.dense_steps else _nearest(coded, sigma)
             for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
         ]
-        row = cast(FlowRow, self.replay.cached_row(job, per_step, job.request.template_noise_seed))
+        own = None
+        if choice.dense_steps and self.adapter.facts.lifts_entries:
+            own = OwnPlan(frozenset(), self.config.cache.own_format, text=False, lifts=True)
+        seed = job.request.template_noise_seed
+        row = cast(FlowRow, self.replay.cached_row(job, per_step, seed, own))
         self.attach(row, job)
         return row
 

@@ -234,14 +234,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         with torch.inference_mode():
             return self._row(job, moved(self._preparation.prepared(job).inputs, self.device))
 
-    def cached_row(self, job: EditJob, noise_seed: int, text: OwnPlan | None = None) -> FlowRow:
+    def cached_row(self, job: EditJob, noise_seed: int, own: OwnPlan | None = None) -> FlowRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
-            own = self._preparation.template(job, noise_seed)
+            whole = self._preparation.template(job, noise_seed)
             active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
-            outside = index[: len(own.clean) - len(active)]
+            outside = index[: len(whole.clean) - len(active)]
             with one_cpu_thread():
-                start, rest = ready.inputs.start.take(active), own.take(outside)
+                start, rest = ready.inputs.start.take(active), whole.take(outside)
             there = (replace(ready.inputs, start=start), rest, active, index)
             inputs, template, active, index = moved(there, self.device)
             ready.selection.sent([index])
@@ -250,7 +250,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             template = self._filled(template)
             row.inactive = FlowInactive(active, index, template, image[index], ready.selection)
             row.cis = torch.cat((text_cis, image[active]))
-            self.keep_own(row, text)
+            self.keep_own(row, own)
             return row
 
     @staticmethod
@@ -324,14 +324,25 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return self.weights.width // self.weights.head_dim
 
     def carried(self, row: Row) -> tuple[Any, ...] | None:
-        """[n, 4C] the latents of its computed tokens; nothing of a priming row."""
-        return (row.latents,) if isinstance(row, FlowRow) else ()
+        """[n, 4C] the latents of its computed tokens, and of one with anchors of its own those of
+        the others, [m, 4C]; nothing of a priming row.
+        """
+        if not isinstance(row, FlowRow):
+            return ()
+        outside = None if row.inactive is None else row.inactive.outside
+        others = (outside.now,) if isinstance(outside, OwnOutside) else ()
+        return (row.latents, *others)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
         row.step = steps
         if isinstance(row, FlowRow):
-            (row.latents,), row.moved = carried, None
+            (row.latents, *others), row.moved = carried, None
+            outside = None if row.inactive is None else row.inactive.outside
+            if row.inactive is not None and isinstance(outside, OwnOutside):
+                row.inactive.outside = outside.begun(*others)
+            if row.own is not None:
+                self.keep_own(row, row.own.plan)  # what it has kept is of other steps
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():

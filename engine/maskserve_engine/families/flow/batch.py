@@ -203,6 +203,10 @@ class FlowBatch(KeptBatch[Row, W]):
                 self._share = _Passes(self.packed, self.rows, self._guided, exchange)
             else:
                 self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
+                heads = self._share.heads[exchange.rank]
+                for row in self.rows:
+                    if isinstance(row, FlowRow) and row.own is not None:
+                        row.own.sees(heads)
         return self._share
 
     def _lay_out(self) -> None:

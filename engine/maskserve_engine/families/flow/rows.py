@@ -66,6 +66,8 @@ class CachedTokens:
 
     row: FlowRow
     inactive: FlowInactive
+    own: OwnAnchors | None = None
+    """Of the pass, where its own first step lifts the entries."""
 
     @property
     def cis(self) -> Tensor:
@@ -79,10 +81,19 @@ class CachedTokens:
         return self.inactive.outside.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> KvSource:
-        return KvSource(*self.entry.wait_whole(block, part))
+        found = KvSource(*self._handle.wait_whole(block, part))
+        if self.own is None or part != "kv":
+            return found
+        return self.own.lifted(block, found, self.row.walk_sigma())
 
     @property
-    def entry(self) -> Handle:
+    def entry(self) -> object:
+        """Another one at each step, where it is lifted."""
+        lifted = self.own is not None and self.own.lifts
+        return self.row.walk_sigma() if lifted else self._handle
+
+    @property
+    def _handle(self) -> Handle:
         assert isinstance(self.row.entry, Handle), "packed for a step that reads no entry"
         return self.row.entry
 
@@ -109,13 +120,20 @@ class OwnOutside:
 
     def at(self, sigma: Tensor) -> Tensor:
         """[m + R, in_channels] model inputs."""
-        if self.blend is not None:
-            latents = self.blend.source(sigma)
-        else:
-            latents = self.latents
-            for velocity, times in zip(self.velocity, self.times, strict=False):
-                latents = latents + times * velocity
+        latents = self.now if self.blend is None else self.blend.source(sigma)
         return model_inputs(latents, self.condition, self.context)
+
+    @property
+    def now(self) -> Tensor:
+        """[m, 4C] latents as the anchors foretell them, where the pipeline does not blend."""
+        latents = self.latents
+        for velocity, times in zip(self.velocity, self.times, strict=False):
+            latents = latents + times * velocity
+        return latents
+
+    def begun(self, latents: Tensor) -> OwnOutside:
+        """The same with these latents, [m, 4C], and no anchor behind it."""
+        return replace(self, latents=latents, velocity=(), times=(0.0, 0.0))
 
     def anchored(self, move: Tensor, change: float) -> None:
         """An anchor has moved the latents where they lay."""
@@ -202,7 +220,7 @@ class FlowRow:
         """For how many steps from the next one on the same inputs are packed, but for latents."""
         if self.inactive is not None and self.entry is None:
             return 1  # the tokens pinned to that step are packed, too
-        if self._sees_text:
+        if self._sees:
             return 1  # what sees it is told of that step
         anchors = frozenset[int]() if self.own is None else self.own.plan.anchors
         return min((a for a in anchors if a > self.step), default=self.steps) - self.step
@@ -213,10 +231,23 @@ class FlowRow:
         return self.inactive is not None and isinstance(self.inactive.outside, OwnOutside)
 
     @property
+    def keeps_text(self) -> bool:
+        """Whether it has what a step reads that leaves the text out."""
+        return self.anchored or (self.own is not None and self.own.whole())
+
+    @property
     def _sees_text(self) -> bool:
         """Whether the next step keeps its text, of a row that reads a template."""
         own = self.own
-        return own is not None and not self.anchored and self.step in own.plan.anchors
+        if own is None or self.anchored or not own.text:
+            return False
+        return self.step in own.plan.anchors or not own.whole()
+
+    @property
+    def _sees(self) -> bool:
+        """Whether the next step of a row that reads a template keeps something."""
+        lifts = self.own is not None and self.own.plan.lifts and self.entry is None
+        return lifts or self._sees_text
 
     def model_input(self) -> RowInput:
         return self._input(self.text, self.pooled, self.own, self.cis)
@@ -238,16 +269,23 @@ class FlowRow:
         if self.entry is None:
             made = self._whole(made, inactive)
         elif own is not None and self.anchored:
-            return foretold(made, inactive.cis, own, lambda: self.schedule.walk[self.step].sigma)
+            return foretold(made, inactive.cis, own, self.walk_sigma)
         else:
-            made = replace(made, rest=CachedTokens(self, inactive))
+            lifts = own if own is not None and own.plan.lifts else None
+            made = replace(made, rest=CachedTokens(self, inactive, lifts))
             if own is not None and self.frozen:
-                return without_text(made, own, lambda: self.schedule.walk[self.step].sigma)
-        if own is None or not (self.anchored or self._sees_text):
+                return without_text(made, own, self.walk_sigma)
+        if own is None or not (self.anchored or self._sees):
             return made
         total = len(made.tokens)
-        computed = self.active if self.anchored else total
-        return replace(made, capture=own.anchor(self.step, computed, total))
+        if self.anchored:
+            return replace(made, capture=own.anchor(self.step, self.active, total))
+        others = total - self.active if self.entry is None else 0
+        return replace(made, capture=own.beside(self.step, total, others, self.walk_sigma()))
+
+    def walk_sigma(self) -> float:
+        """Of the step that is taken now."""
+        return self.schedule.walk[self.step].sigma
 
     def _active_tokens(self, text: Tensor, pooled: Tensor | None, cis: Tensor) -> RowInput:
         tokens = model_inputs(self.latents, self.condition, self.context)
@@ -321,7 +359,7 @@ class FlowRow:
         """Book what a step means for what other steps do not compute."""
         walk = self.schedule.walk[self.step]
         of_own = isinstance(outside, OwnOutside)
-        if self._sees_text or (of_own and self.entry is None):
+        if (self._sees and own.text) or (of_own and self.entry is None):
             own.passed(walk.sigma)
             if self.negative is not None and self.negative.own is not None:
                 self.negative.own.passed(walk.sigma)

@@ -112,7 +112,8 @@ class AnchoredRest:
     own: UnetAnchors
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
-        return replace(self.own.source(block, self.row.sigma, part), ids=wanted)
+        source = self.own.source(block, self.row.sigma, part)
+        return replace(source, ids=wanted, slope_ids=wanted)
 
 
 @dataclass(slots=True)
@@ -164,6 +165,11 @@ class UnetRow:
                 self.inactive.template.clean.dtype,
                 lambda: self.entry,
             )
+
+    def begin_anew(self) -> None:
+        """Forget what its own anchors have left: it is of another way."""
+        if self.plan is not None and self.inactive is not None:
+            self._anchor(self.plan, self.inactive)
 
     def _anchor(self, plan: OwnPlan, inactive: UnetInactive) -> None:
         """Have anchors of its own."""

@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 from maskserve_core.planning.degree_costs import sent_bytes
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
@@ -30,6 +31,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 from tests.fakes.tiny_model import with_heads
@@ -232,6 +234,67 @@ def test_a_random_degree_at_each_step_changes_nothing(model: Model, seed: int) -
     for found in by_ranks(model.adapter, 4, run):
         for one, other in zip(found, expected, strict=True):
             assert_equal(one, other)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(model: Model, seed: int) -> None:
+    """Ranks keep their heads of what an anchor leaves. Where others take the next step it is an
+    anchor, as on a rank that has lost what it kept.
+    """
+    job = model.job(50 + 2 * seed, num_inference_steps=14, strength=1.0)
+    plan = OwnPlan(frozenset({0, 3, 6, 11}), "model", text=bool(seed % 2))
+    dice, gangs = random.Random(seed), list[range]()
+    while len(gangs) < 14:
+        ways = [range(1), range(3, 4), range(2), range(2, 4), range(4)]
+        gang = dice.choice([way for way in ways if way not in gangs[-1:]])
+        gangs += [gang] * (dice.choice([2, 4, 5]) if gangs else 2)
+    kinds = plan_of_kinds(("kv",) * model.adapter.blocks)
+    anchors: list[bool] = []
+
+    def alone(rank: Rank) -> Any:
+        row = rank.adapter.anchored_row(job, plan)
+        reader = OwnReader(row, model.adapter.blocks)
+        for step in range(14):
+            if step and gangs[step] != gangs[step - 1]:
+                there = mapped(rank.adapter.carried(row), torch.Tensor.clone)
+                rank.adapter.follow(row, there, step)
+            entry = None if step in plan.anchors else reader.turn_to(step)
+            anchors.append(entry is None)
+            rank.adapter.step([row], entry and kinds, [entry])
+        return row.result().array()
+
+    [expected] = by_ranks(model.adapter, 1, alone)
+    assert sum(anchors) > 4
+    barrier, travelling = threading.Barrier(4), list[Any]()
+    has: dict[int, bool] = {}
+
+    def run(rank: Rank) -> Any:
+        row = rank.adapter.anchored_row(job, plan)
+        reader = OwnReader(row, model.adapter.blocks)
+        for step, gang in enumerate(gangs[:14]):
+            entry = None
+            if rank.rank in gang and step not in plan.anchors:
+                share = share_of(HEADS, rank.rank - gang.start, len(gang))
+                entry = reader.turn_to(step, heads=(*share, HEADS) if len(gang) > 1 else None)
+            has[rank.rank] = entry is not None
+            barrier.wait(20.0)
+            reads = all(has[each] for each in gang)  # what one has to do without, all do
+            barrier.wait(20.0)
+            if rank.rank in gang:
+                assert reads != anchors[step]
+                given = entry if reads else None
+                rank.adapter.step([row], given and kinds, [given], rank.gang(gang))
+            if rank.rank == gang.start:
+                travelling[:] = rank.adapter.carried(row)
+            barrier.wait(20.0)
+            if rank.rank not in gang:
+                there = mapped(tuple(travelling), torch.Tensor.clone)
+                rank.adapter.follow(row, there, step + 1)
+            barrier.wait(20.0)
+        return row.result().array()
+
+    for found in by_ranks(model.adapter, 4, run):
+        assert_equal(found, expected)
 
 
 def test_fewer_tokens_than_ranks(model: Model) -> None:

@@ -68,7 +68,7 @@ def config_for(folder: Path, devices: int, nets: Path | None = None) -> Config:
             "dense_above_ratio": 1.0,
             "plan": "fixed",
             "budget_bytes": 2**28,
-            "own_text": "computed",  # as several devices have it in any case
+            "own_text": "computed",  # as where devices share steps
         },
         controls={"folder": str(nets or "")},
     )
@@ -301,6 +301,36 @@ def test_edits_go_on_where_a_rank_is_lost(
         policy.draws.drawn.clear()
     assert_same(run(two, jobs), expected)
     assert_both_alone_and_together(two)  # the gang has met again
+
+
+def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(
+    two: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = two.manager.scheduler
+    if not isinstance(policy, AnyDegreeScheduler):
+        return  # which device has the edit is not drawn
+    both_back(two)
+    decide = policy.draws.decide
+
+    def on_one_device(now: float, works: Any) -> Any:
+        if 1 in ranks(two).devices.lost:
+            policy.draws.always = (0,)
+        return decide(now, works)
+
+    monkeypatch.setattr(policy.draws, "decide", on_one_device)
+    asked: dict[str, Any] = {"num_inference_steps": 60, "strength": 1.0, "cache": "own"}
+    policy.draws.always = (1,)
+    [kept] = edited(two, [job(encoder, 4, "kept", **asked)])
+    assert kept.meta["anchors"] == [0, 21, 42]
+    sink = Sink()
+    two.submit(job(encoder, 4, "lost", progress=True, **asked), sink)
+    eventually("it is between anchors", lambda: len(sink.events) > 3)
+    ranks(two)._ranks.processes[1].kill()
+    final = sink.final()
+    policy.draws.always = ()
+    [_] = set(final.meta["anchors"]) - {0, 21, 42}  # where it went on
+    assert final.meta["dense_steps"] == 4
+    both_back(two)
 
 
 def test_ranks_that_are_out_of_step_say_so_and_none_waits(two: Engine, encoder: Encoder) -> None:

@@ -13,6 +13,7 @@ import pytest
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually
@@ -111,9 +112,7 @@ def test_a_cancelled_one_leaves_nothing(engine: Engine, encoder: Encoder) -> Non
 def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
     engine: Engine, encoder: Encoder
 ) -> None:
-    """They come at once, and no two anchors meet in a step: one of them would be put off, which is
-    another picture (below).
-    """
+    """They come at once; where two anchors meet one of the rows waits."""
     jobs = [
         job(encoder, 7, "own", num_inference_steps=12, cache="own"),
         job(encoder, 8, "hit", num_inference_steps=11, cache="require"),
@@ -142,15 +141,19 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
 def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     engine: Engine, encoder: Encoder
 ) -> None:
-    """Eight that come at once would all compute all tokens at steps 0, 7 and 14."""
-    jobs = [job(encoder, 20 + n, f"row-{n}", num_inference_steps=20) for n in range(8)]
-    steps: list[int] = []
+    """Eight that come at once would all compute all tokens at steps 0, 7 and 14. Some wait; the
+    pictures are as if they had not.
+    """
+    alone = [edit(engine, job(encoder, 20 + n, f"alone-{n}", num_inference_steps=20)).latents
+             for n in range(8)]  # fmt: skip
+    jobs = [job(encoder, 20 + n, f"row-{n}", num_inference_steps=20, cache="own") for n in range(8)]
+    steps: list[dict[str, bool]] = []
     executor: Any = engine.executor
     run = executor.run
 
     def watched(step: Any, *rest: Any) -> Any:
         taken = run(step, *rest)
-        steps.append(sum(not row.read for row in taken.rows if row.done > 1))
+        steps.append({row.row: row.read for row in taken.rows})
         return taken
 
     executor.run = watched
@@ -158,9 +161,16 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     asked = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
     asked.result(30)
     finals = [sink.final() for sink in sinks]
-    assert max(steps) <= 2
-    assert all(len(final.meta["anchors"]) == 3 for final in finals)
-    assert {tuple(final.meta["anchors"]) for final in finals} != {(0, 7, 14)}
+    metas = {final.meta["request_id"]: final.meta for final in finals}
+    tokens = [
+        sum(metas[row]["active_tokens" if read else "total_tokens"] for row, read in step.items())
+        for step in steps
+    ]
+    assert [sum(not read for read in step.values()) for step in steps].count(1) == 8 * 3
+    assert max(tokens) <= 1.5 * np.mean(tokens[:20])  # until then all eight are there
+    for final, expected in zip(finals, alone, strict=True):
+        assert final.meta["anchors"] == [0, 7, 14]
+        assert np.abs(final.latents - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
 
 
 def test_edits_of_a_template_leave_their_text_out_between_anchors(
@@ -173,6 +183,41 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     engine.cache.store.memory.budget_bytes = engine.cache.store.memory.nbytes
     meta = edit(engine, job(encoder, 40, "full", num_inference_steps=20, cache="require")).meta
     assert (meta["cache"], meta.get("text_steps")) == ("hit", 20)
+    idle(engine)
+
+
+def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner that would have blocks compute, which needs the text, is asked where the row's own
+    step is to compute it, alone: by itself and beside others the edit is the same.
+    """
+    asked: dict[str, Any] = {"num_inference_steps": 20, "cache": "require"}
+    planner = engine._step_runner.planner
+    plan, blocks = planner.plan, engine.adapter.blocks
+    beside: list[int] = []
+
+    def computing(work: Any, rows: Any, dense: Any, *, fixed: bool, ranks: int) -> Any:
+        beside.append(len(rows))
+        made = plan(work, rows, dense, fixed=fixed, ranks=ranks)
+        return made if fixed else replace(made, plan=plan_of_kinds(("dense",) * blocks))
+
+    jobs = [job(encoder, 42 + n, f"text-{n}", **asked) for n in range(3)]
+    for each in jobs:
+        edit(engine, replace(each, request=replace(each.request, request_id="primes")))
+    monkeypatch.setattr(planner, "plan", computing)
+    alone = edit(engine, replace(jobs[0], request=replace(jobs[0].request, request_id="alone")))
+    sinks = [Sink() for _ in jobs]
+    accepted = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
+    accepted.result(30)
+    together, *_ = [sink.final() for sink in sinks]
+    assert max(beside) == 3
+    for final in (alone, together):
+        assert final.meta["text_steps"] == 3
+        assert final.meta["kinds"]["kv"] == 17 * blocks
+    assert np.abs(together.latents - alone.latents).max() <= 1e-4 * max(
+        1.0, np.abs(alone.latents).max()
+    )
     idle(engine)
 
 

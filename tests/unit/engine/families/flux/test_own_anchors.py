@@ -126,10 +126,8 @@ class Foretold:
         if self.state.anchor:
             self.seen.append((sigma, k, v))
         else:
-            times = 0.0
-            if len(self.seen) > 1:
-                times = (self.seen[-1][0] - sigma) / (self.seen[-2][0] - self.seen[-1][0])
             before, last = self.seen[-2:] if len(self.seen) > 1 else self.seen * 2
+            times = self.state.times(before[0], last[0])
             k, v = k.clone(), v.clone()
             for own, at in ((k, 1), (v, 2)):
                 line = last[at] + times * (last[at] - before[at])
@@ -151,6 +149,14 @@ class State:
     anchor = True
     others: Tensor
 
+    def __init__(self, power: float) -> None:
+        self.power = power
+
+    def times(self, before: float, last: float) -> float:
+        """How many times the change between two anchors has come since."""
+        a, b, now = (sigma**self.power for sigma in (before, last, self.sigma))
+        return 0.0 if a == b else (b - now) / (a - b)
+
 
 @pytest.mark.parametrize("text", [True, False])
 @pytest.mark.parametrize("seed", range(3))
@@ -168,7 +174,7 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
                        mask_ring=1)  # fmt: skip
     job = encode_case(encoder, case, "oracle")
     dense = {0, 3, 6} if seed else {0, 2}
-    state, net = State(), pipeline.transformer
+    state, net = State((1.0, 3.0, 2.0)[seed]), pipeline.transformer
     net.set_attn_processor({name: Foretold(state) for name in net.attn_processors})
     whole, steps = net.forward, iter(range(8))
     velocities: list[tuple[float, Tensor]] = []
@@ -185,13 +191,13 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
             velocities.append((state.sigma, velocity.clone()))
         else:
             (s1, before), (s0, last) = (velocities * 2)[-2:]
-            times = 0.0 if s1 == s0 else (s0 - state.sigma) / (s1 - s0)
+            times = state.times(s1, s0)
             velocity[:, idle] = (last + times * (last - before))[:, idle]
         return (velocity,)
 
     net.forward = forward
     expected = diffusers_latents(pipeline, case)
-    found = result(adapter, job, plan(*dense, text=text))
+    found = result(adapter, job, replace(plan(*dense, text=text), power=state.power))
     assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
 
 
@@ -217,8 +223,98 @@ def run_hits(replay: Replay, rows: Sequence[FlowRow]) -> None:
     """All steps of rows of as many steps; each leaves its text out where it may."""
     while rows[0].step < rows[0].steps:
         for row in rows:
-            row.frozen = row.own is not None and row.step not in row.own.plan.anchors
+            row.frozen = row.keeps_text and row.step not in row.own.plan.anchors
         replay.step(rows, ("kv",) * replay.adapter.blocks)
+
+
+def begun(replay: Replay, job: EditJob, primed: Primed, own: OwnPlan | None) -> FlowRow:
+    """As `hit`, with a dense first step."""
+    made = hit(replay, job, primed, own)
+    entries = replay._reads[id(made)].entries
+    replay.reads(made, (None, *entries[1:]))
+    return made
+
+
+class Seen:
+    """A `packing.Capture` of the image tokens' keys and values."""
+
+    text = False
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def hidden(self, block: int, hidden: Tensor) -> None:
+        """Nobody reads it."""
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        self.blocks[block] = keys.flatten(1).clone(), values.flatten(1).clone()
+
+
+@pytest.mark.parametrize(("text", "stride"), [(True, 3), (False, 1)])
+def test_a_dense_first_step_lifts_what_a_template_has(
+    adapter: FluxAdapter, encoder: Encoder, text: bool, stride: int
+) -> None:
+    """Where its first step has found more than the entry of the next one has, later steps read
+    theirs with as much more, fading with the noise.
+    """
+    job, replay = make_job(encoder, 10 + stride), Replay(adapter)
+    primed = Primed(adapter, encoder, job, stride=stride)
+    own = OwnPlan(frozenset({0, 3} if text else ()), "model", text, lifts=True)
+    row, plain, seen = begun(replay, job, primed, own), begun(replay, job, primed, own), Seen()
+
+    class Watched(FlowRow):
+        __slots__ = ()
+
+        def model_input(self) -> Any:
+            return replace(FlowRow.model_input(self), capture=seen)
+
+    plain.__class__ = Watched
+    kinds = ("kv",) * adapter.blocks
+    replay.step([plain], kinds)
+    assert row.inactive is not None
+    others = len(row.inactive.index)
+    entries = replay._reads[id(row)].entries
+    sigmas = [step.sigma for step in row.schedule.walk]
+    while row.step < 6:
+        row.frozen = row.keeps_text and row.step not in own.anchors
+        replay.step([row], kinds)
+        row.entry = replay.next_read(row)
+        rest = row.model_input().rest
+        assert rest is not None
+        for block in (0, adapter.blocks - 1):
+            now, first = entries[row.step], entries[1]
+            source = rest.parts[-1].source(block, "kv")
+            assert now is not None
+            assert first is not None
+            of_template = now.blocks[block].part("kv"), first.blocks[block].part("kv")
+            read_now = source.taken(), source.slopes
+            parts = zip(*read_now, seen.blocks[block], *of_template, strict=True)
+            for part, slope, found, of_now, of_first in parts:
+                read = part.data + source.weight * slope.data
+                lacked = found[-others:] - of_first.data[row.inactive.index]
+                expected = of_now.data[row.inactive.index] + sigmas[row.step] / sigmas[0] * lacked
+                assert_equal(read.numpy(), expected.numpy())
+
+
+def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(
+    adapter: FluxAdapter, encoder: Encoder
+) -> None:
+    jobs, replay = [make_job(encoder, seed) for seed in range(20, 24)], Replay(adapter)
+    lifts = OwnPlan(frozenset(), "int8", text=False, lifts=True)
+    plans = [replace(plan(0, 3, format="int8"), lifts=True), None, lifts, plan(0, 4)]
+    primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
+
+    def rows() -> list[FlowRow]:
+        return [begun(replay, *each) for each in zip(jobs, primed, plans, strict=True)]
+
+    together, alone = rows(), rows()
+    run_hits(replay, together)
+    for row, beside in zip(alone, together, strict=True):
+        run_hits(replay, [row])
+        assert_equal(beside.result().array(), row.result().array())
+    plain = begun(replay, jobs[2], primed[2], None)
+    run_hits(replay, [plain])
+    assert np.abs(plain.result().array() - alone[2].result().array()).max() > 1e-3
 
 
 @pytest.mark.parametrize("seed", range(2))

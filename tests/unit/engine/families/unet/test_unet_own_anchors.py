@@ -124,7 +124,7 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
                               case.seed, output_type="latent")[0].numpy()  # fmt: skip
     found = result(adapter, job, plan(*dense))
     assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
-    holds = result(adapter, job, replace(plan(*dense), extrapolates=False))
+    holds = result(adapter, job, replace(plan(*dense), power=0.0))
     assert np.abs(computed(adapter, job, holds) - computed(adapter, job, expected)).max() > 1e-3
 
 
