@@ -198,7 +198,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         with torch.inference_mode():
             return self._row(job, self._preparation.prepared(job).inputs)
 
-    def cached_row(self, job: EditJob, noise_seed: int, text: OwnPlan | None = None) -> UnetRow:
+    def cached_row(self, job: EditJob, noise_seed: int, own: OwnPlan | None = None) -> UnetRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             return self._row(job, ready.inputs, self._inactive(job, noise_seed))
@@ -264,6 +264,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         row.step = steps
         if isinstance(row, UnetRow):
             (row.state,) = carried
+            row.begin_anew()
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
@@ -295,8 +296,16 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
                 arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
             controls = tuple([OpenedControl.of(each) for each in acts])
             timesteps = tuple(row.timesteps_ahead)
-            facts = OpeningFacts(controls, timesteps, OwnPlan.of(self._own, row.steps))
+            facts = OpeningFacts(controls, timesteps, self._of_nets(row))
             return Opening(facts, arrays)
+
+    def _of_nets(self, row: UnetRow) -> OwnPlan:
+        """As of `RowControl`: where a row has anchors of its own, the base computes all tokens at
+        them, and so do its nets.
+        """
+        if row.plan is not None:
+            return replace(row.plan, anchors=frozenset())
+        return OwnPlan.of(self._own, row.steps)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
         count = 1 if row.guidance is None else 2

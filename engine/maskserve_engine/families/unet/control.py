@@ -236,8 +236,8 @@ def controlled(
     steps: int,
 ) -> Controlled[UnetNetInput]:
     """A row that is about to take a step."""
-    sparse = given.active is not None
-    return Controlled(control, given, sparse, sparse, (timestep,), step, steps)
+    others = bool(control.inputs[0].others)
+    return Controlled(control, given, given.active is not None, others, (timestep,), step, steps)
 
 
 class _Run(NamedTuple):

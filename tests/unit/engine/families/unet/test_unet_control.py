@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_engine.base.job import ControlInput, EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.families.control import Controlled
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -27,11 +28,12 @@ from maskserve_engine.families.unet.control import UnetNetInput, UnetNets, UnetS
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import UnetRow
-from maskserve_harness.benchmarks.replay import Replay, refreshed_every
+from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
+from tests.support import own_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
 
 
@@ -352,6 +354,46 @@ def test_cached_rows_with_and_without_control_do_not_change_one_another(
     for row, expected in zip(together, alone, strict=True):
         found = row.result().array()
         assert np.abs(found - expected).max() <= tolerance(expected), row.request_id
+
+
+def anchored(model: Model, job: EditJob, own: OwnPlan) -> Any:
+    row = model.adapter.anchored_row(job, own)
+    model.adapter.control(row, job, model.nets)
+    return row
+
+
+@pytest.mark.parametrize("guidance", [1.0, 5.0])
+def test_with_own_anchors_at_each_step_it_is_dense(served: Model, guidance: float) -> None:
+    asked = {"guidance_scale": guidance, "num_inference_steps": 5}
+    [job] = controlled_jobs(served, np.random.default_rng(), [("one", "two")], **asked)
+    own = own_rows.plan(*range(served.adapter.steps(job)))
+    row = anchored(served, job, own)
+    own_rows.run(served.adapter, [row], [own])
+    active = row.inactive.mask.numpy()[0]
+    expected = served.alone(job)[:, active]
+    assert np.abs(row.result().array()[:, active] - expected).max() <= tolerance(expected)
+
+
+def test_between_own_anchors_nets_compute_the_active_tokens_alone(served: Model) -> None:
+    """Whatever runs beside the row."""
+    rng = np.random.default_rng()
+    jobs = controlled_jobs(served, rng, (("one",), (), ("two", "one")), num_inference_steps=6)
+    plans = [own_rows.plan(0, 3), own_rows.plan(0, 2), own_rows.plan(0, 2, 4, format="int8")]
+    together = [anchored(served, *each) for each in zip(jobs, plans, strict=True)]
+    own_rows.run(served.adapter, together, plans)
+    for row, job, own in zip(together, jobs, plans, strict=True):
+        alone, kept = anchored(served, job, own), []
+        reader = OwnReader(alone, served.adapter.entry_blocks)
+        while alone.step < alone.steps:
+            entry: Any = None if alone.step in own.anchors else reader.turn_to(alone.step)
+            kinds = plan_of_kinds(("kv",) * served.adapter.blocks) if entry else None
+            served.adapter.step([alone], kinds, [entry])
+            kept.append(alone.control.kept[0].step if alone.control else 0)
+        if alone.control:
+            last = [max(a for a in own.anchors if a <= step) for step in range(alone.steps)]
+            assert kept == last
+        found, expected = row.result().array(), alone.result().array()
+        assert np.abs(found - expected).max() <= tolerance(expected)
 
 
 def test_a_step_that_failed_and_is_tried_again_does_the_same(
