@@ -9,6 +9,9 @@ blocks: loading and decoding entries, packing, filling keys, embedders, final la
     python scripts/bench step --preset flux-1024 --blocks 1+1 --json step.json
 
 Steps are those of rows that go on: packed before they are timed, as a worker packs an edit's once.
+`--kind no-text`: rows with anchors of their own, between these: they compute no text, and what they
+read goes on from step to step.
+
 Every eighth step of a FLUX row computes the vectors of eight steps: `--steps 8` times eight in a
 row, as an edit's come, and tells their mean. (On a CPU run it with the settings of the allocator
 that `maskserve serve` gives its workers: `maskserve_serving/command.py`, TUNING.)
@@ -29,6 +32,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,7 @@ from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
+from maskserve_harness.benchmarks.step_rig import NO_TEXT, PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 from maskserve_harness.reports import about, write_json
@@ -85,7 +89,7 @@ def measure(bench: Bench | UnetBench, args: argparse.Namespace) -> list[dict[str
     """Every kind and batch in turn."""
     results = []
     for kind in args.kind:
-        bench.fill_entry(kind)
+        bench.fill_entry("kv" if kind == NO_TEXT else kind)
         for batch in args.batch:
             mixes = [[m] * batch for m in args.mask_ratios]
             if batch > 1 and not args.alike:
@@ -107,9 +111,10 @@ def measure_mixes(
     steps each.
     """
     dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
-    cached: list[Any] = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
-    batches = (dense, *cached)
-    steps = [kept(bench, count, partial(bench.step, rows, kind)) for rows in batches]
+    make: Any = bench.anchored_row if kind == NO_TEXT else bench.row  # type: ignore[union-attr]
+    cached: list[Any] = [[make(m, i) for i, m in enumerate(mix)] for mix in mixes]
+    steps = [kept(bench, count, partial(bench.step, dense, "kv"))]
+    steps += [kept(bench, count, stepping(bench, rows, kind)) for rows in cached]
     for step in steps if repeat > 1 else steps[1:2]:
         step()
     rounds = [[timer.ms(step) / count for step in steps] for _ in range(repeat)]
@@ -117,7 +122,9 @@ def measure_mixes(
     results = []
     for mix, rows, taken in zip(mixes, cached, times, strict=True):
         results.append(_result(bench, kind, mix, dense_times, taken))
-        if isinstance(bench, Bench):
+        if kind == NO_TEXT:
+            pass
+        elif isinstance(bench, Bench):
             rest = [rest_time(bench, timer, rows, kind) for _ in range(3)]
             results[-1]["rest_ms"] = round(statistics.median(rest), 3)
         else:
@@ -125,6 +132,15 @@ def measure_mixes(
             results[-1]["convolutions_ms"] = round(spent, 3)
         print(_line(results[-1]), flush=True)
     return results
+
+
+def stepping(bench: Bench | UnetBench, rows: Sequence[Any], kind: str) -> Callable[[], None]:
+    """A step of these cached rows; of such as have anchors of their own each stands for another."""
+    if kind != NO_TEXT:
+        return partial(bench.step, rows, kind)
+    assert isinstance(bench, Bench), "the text of a UNet is in attention of its own"
+    turns = cycle((3, 4))
+    return lambda: bench.between(rows, next(turns))
 
 
 def kept(bench: Bench | UnetBench, count: int, step: Callable[[], None]) -> Callable[..., None]:
@@ -196,7 +212,8 @@ def main() -> int:
     parser.add_argument(
         "--alike", action="store_true", help="a batch per mask ratio, not one of all in turn"
     )
-    parser.add_argument("--kind", nargs="+", choices=("kv", "project"), default=["kv", "project"])
+    kinds = ("kv", "project", NO_TEXT)
+    parser.add_argument("--kind", nargs="+", choices=kinds, default=list(kinds[:2]))
     parser.add_argument("--format", choices=ENTRY_FORMATS, default="model")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -228,6 +245,8 @@ def main() -> int:
     if args.preset in UNETS:
         if blocks:
             parser.error("--blocks: UNets are timed whole")
+        if NO_TEXT in args.kind:
+            parser.error(f"--kind {NO_TEXT}: of FLUX alone")
         bench = UnetBench(args.preset, dtype, device, args.format, args.halo)
     else:
         if args.halo:

@@ -49,6 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "klein-9b-1024": {"grid": (64, 64), "text": 512, "references": 1, "flux2": KLEIN_9B},
 }
 
+NO_TEXT = "no-text"
+"""In the place of a kind: `kv`, between anchors of the rows' own, which leave out the text."""
 SMALL = {
     "num_layers": 4,
     "num_single_layers": 8,
@@ -252,6 +254,9 @@ class Bench:
         """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""
         cached = [self.work.row_at(m, self.text) for m in ratios]
         dense = self.work.step_flops(cached, "dense")
+        if kind == NO_TEXT:
+            cached = [replace(each, text=0.0, text_read=each.text) for each in cached]
+            kind = "kv"
         return dense / self.work.step_flops(cached, kind)
 
     def _pooled(self) -> torch.Tensor | None:

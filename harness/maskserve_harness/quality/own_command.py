@@ -7,7 +7,9 @@
 - `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with {0, 7, 14}, as
   served; `base_mean`, `base_worst_class` of `--base`, a folder with Inpaint semantics
   (`train_inpaint_model`), with {0, 5, 10, 15}.
-- `hit_loss_db`: what edits lose that read a template and leave their text out between {0, 7, 14}.
+- `hit_loss_db`: what edits lose that read a template and leave their text out between {0, 7, 14};
+  `hit_first_anchor_mean`, `hit_first_anchor_under_30`: of the same whose first step is dense and
+  lifts the entries, of which there is one for every seven steps.
 
 And of FLUX.1's width at 1024 pixels, one double and one single block, random weights:
 
@@ -25,21 +27,20 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from maskserve_core.config_file import config_of
-from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.batch.own_anchors import OwnPlan
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.lora_edits import LORAS, demo_edits, write_loras
-from maskserve_harness.benchmarks.step import kept
-from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.step import kept, stepping
+from maskserve_harness.benchmarks.step_rig import NO_TEXT, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
@@ -55,27 +56,31 @@ _FILL, _BASE = OwnChoice((0, 7, 14)), OwnChoice((0, 5, 10, 15))
 
 
 def fidelity(folder: Path, n: int, choice: OwnChoice, *, hits: bool) -> dict[str, Any]:
-    """Figures over all classes: of own anchors, and what text that is left out beside a template
-    loses.
+    """Figures over all classes: of own anchors, and of edits that read a template: computing their
+    text, leaving it out, and so with a first anchor.
     """
     rig = Rig(folder, 20)
-    own: dict[str, list[EditQuality]] = {}
-    plain: dict[str, list[EditQuality]] = {}
-    frozen: dict[str, list[EditQuality]] = {}
+    served = default(rig.adapter.facts, 20)
+    begun = replace(served, dense_steps=1, stride=7)
+    power = rig.adapter.facts.own_power
+    plan = OwnPlan(frozenset(choice.dense), choice.format, text=True, power=power)
+    ways = {
+        "hit": (served, None),
+        "hit_frozen": (served, plan),
+        "hit_first_anchor": (begun, replace(plan, lifts=True)),
+    }
+    found: dict[str, dict[str, list[EditQuality]]] = {name: {} for name in ("own", *ways)}
     for name in CLASSES:
         edits = edits_of(name, n)
         jobs = rig.jobs(edits)
         dense = rig.dense(edits, jobs)
-        own[name] = compare(edits, edited(rig, edits, jobs, choice), dense)
-        if not hits:
-            continue
-        entries, served = rig.entries(jobs), default(rig.adapter.facts, 20)
-        plan = OwnPlan(frozenset(choice.dense), choice.format, text=True)
-        for found, text in ((plain, None), (frozen, plan)):
-            made = beside_template(rig, edits, jobs, entries, served, text)
-            found[name] = compare(edits, made, dense)
-    report = {"own": by_class(own)}
-    return report | ({"hit": by_class(plain), "hit_frozen": by_class(frozen)} if hits else {})
+        found["own"][name] = compare(edits, edited(rig, edits, jobs, choice), dense)
+        entries = rig.entries(jobs) if hits else []
+        for way, (cached, own) in ways.items() if hits else ():
+            made = beside_template(rig, edits, jobs, entries, cached, own)
+            found[way][name] = compare(edits, made, dense)
+        print(name, {way: by_class(each)["psnr_in_mask"] for way, each in found.items() if each})
+    return {way: by_class(each) for way, each in found.items() if each}
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,35 +89,27 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     bench = Bench("flux-1024", (1, 1), dtype, device, "int8")
     bench.fill_entry("kv")
-    timer, work = Timer(device, args.clock), bench.work
+    timer = Timer(device, args.clock)
     dense, rows = bench.row(None, 0), [bench.anchored_row(m, i) for i, m in enumerate(RATIOS)]
     walking = count()
     calls: list[Callable[[], object]] = [
-        partial(bench.step, [dense], "kv"),
+        kept(bench, 1, partial(bench.step, [dense], "kv")),
         lambda: bench.at_anchor(rows[1], 2 * (next(walking) % 2)),
-        *[_kept_between(bench, row) for row in rows],
+        *[kept(bench, 1, stepping(bench, [row], NO_TEXT)) for row in rows],
     ]
+    for call in calls:
+        call()
     whole, anchor, *times = timer.in_turn(calls, args.repeat)
-    whole_flops = work.step_flops([work.row_at(1.0, bench.text)], "dense")
     result: dict[str, Any] = {"dense_ms": round(whole, 2), "anchor_ms": round(anchor, 2)}
     of_limit = {}
-    for ratio, row, ms in zip(RATIOS, rows, times, strict=True):
-        tokens = RowTokens((float(len(row.latents)),), 0.0, text_read=float(bench.text))
-        limit = whole_flops / work.step_flops([tokens], "kv")
+    for ratio, ms in zip(RATIOS, times, strict=True):
+        limit = bench.limit([ratio], NO_TEXT)
         of_limit[ratio] = whole / ms / limit
         edit = _STEPS * whole / (_ANCHORS * anchor + (_STEPS - _ANCHORS) * ms)
         result[f"at_{ratio}"] = {"ms": round(ms, 2), "limit": round(limit, 2)}
         result[f"first_edit_{round(100 * ratio)}"] = round(edit, 3)
     result["no_text_of_limit"] = round(min(of_limit.values()), 3)
     return result
-
-
-def _kept_between(bench: Bench, row: FlowRow) -> Callable[[], object]:
-    """A step between anchors of a row that stays packed beside others."""
-    turns = cycle((3, 4))
-    steps = kept(bench, 1, lambda: bench.between([row], next(turns)))
-    steps()
-    return steps
 
 
 def loras(args: argparse.Namespace) -> dict[str, float]:
@@ -170,6 +167,9 @@ def main() -> int:
         summary |= _said("fill", fill["own"])
         lost = fill["hit"]["psnr_in_mask"] - fill["hit_frozen"]["psnr_in_mask"]
         summary["hit_loss_db"] = round(lost, 3)
+        begun = fill["hit_first_anchor"]
+        summary["hit_first_anchor_mean"] = begun["psnr_in_mask"]
+        summary["hit_first_anchor_under_30"] = begun["share_below_30"]
         if args.base is not None:
             base = details["base"] = fidelity(args.base, args.n, _BASE, hits=False)
             summary |= _said("base", base["own"])
