@@ -94,6 +94,7 @@ FLUX_FILL_FACTS = replace(
     semantics=FILL,
     defaults=flux.DEFAULTS[FILL],
     stride=ALL_STEPS,
+    own_stride=flux.OWN_STRIDES[FILL],
     true_cfg=False,
     denoiser={**FLUX_DEV, "in_channels": 384, "out_channels": 64},
 )

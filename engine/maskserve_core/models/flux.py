@@ -53,7 +53,7 @@ _FEW_STEPS = 4
 anchor of its own."""
 _BLENDED = DenseSteps(prompt=1, side=1)
 _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
-_OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
+OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
 """What anchors of their own leave of edits of Kontext, and of a distilled model's few steps, is not
 measured."""
 _BLENDED_POWER = 3.0
@@ -289,7 +289,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=defaults,
         stride=1 if distilled else _STRIDES[semantics],
         dense_steps=_DENSE_STEPS[semantics],
-        own_stride=0.0 if distilled else _OWN_STRIDES[semantics],
+        own_stride=0.0 if distilled else OWN_STRIDES[semantics],
         own_power=_BLENDED_POWER if semantics.blends else 1.0,
         lifts_entries=semantics.masked_picture,
         true_cfg=semantics.blends,

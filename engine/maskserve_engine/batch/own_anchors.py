@@ -77,6 +77,8 @@ class OwnAnchors:
         self.text = plan.text
         """Whether it sees the text's keys and values, ahead of the image's."""
         self._step = self._computed = self._total = 0
+        self._words: int | None = None
+        """Text tokens, of a row that reads a template: it keeps these alone."""
         self._kept: dict[tuple[int, str], _Kept] = {}
         """By block and part."""
         self._sigmas: tuple[float, ...] = ()
@@ -113,22 +115,24 @@ class OwnAnchors:
             total: image tokens.
         """
         self._step, self._computed, self._total = step, computed, total
+        self._words = None
         self._seen = None
         return self
 
-    def beside(self, step: int, total: int, others: int, sigma: float) -> OwnAnchors:
+    def beside(self, step: int, words: int, others: int, sigma: float) -> OwnAnchors:
         """Itself, about to see a step of a row that reads a template.
 
         Args:
             step: of the row.
-            total: image tokens of the step.
-            others: of these the ones that other steps do not compute, the last ones; 0: this one
-                does not, either.
+            words: text tokens.
+            others: image tokens that other steps do not compute, the last ones; 0: this one does
+                not, either.
             sigma: of the step.
         """
         if self.plan.lifts:
             self._first = (others, sigma) if others else (0, self._first[1])
-        return self.anchor(step, total, total)
+        self.anchor(step, 0, 0)._words = words
+        return self
 
     def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
         """A template's entry of a block, with what the row's own first step found there that the
@@ -203,6 +207,8 @@ class OwnAnchors:
 
     def _others(self, block: int, x: Tensor) -> Tensor:
         """[T + m, width] of the tokens that other steps do not compute."""
+        if self._words is not None:  # blocks that compute the others show them, too
+            return x[: self._words]
         text = len(x) - self._total
         return torch.cat((x[:text], x[text + self._computed :]))
 

@@ -281,7 +281,7 @@ class FlowRow:
         if self.anchored:
             return replace(made, capture=own.anchor(self.step, self.active, total))
         others = total - self.active if self.entry is None else 0
-        return replace(made, capture=own.beside(self.step, total, others, self.walk_sigma()))
+        return replace(made, capture=own.beside(self.step, len(text), others, self.walk_sigma()))
 
     def walk_sigma(self) -> float:
         """Of the step that is taken now."""

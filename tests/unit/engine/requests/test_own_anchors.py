@@ -206,6 +206,7 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     for each in jobs:
         edit(engine, replace(each, request=replace(each.request, request_id="primes")))
     monkeypatch.setattr(planner, "plan", computing)
+    monkeypatch.setattr(engine._step_runner, "_fixed", False)  # `[cache] plan` is `auto`
     alone = edit(engine, replace(jobs[0], request=replace(jobs[0].request, request_id="alone")))
     sinks = [Sink() for _ in jobs]
     accepted = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
