@@ -2,9 +2,9 @@
 
 96 held-out edits by class (those classes that are cached by default, and edits with an outline of
 their own) are made dense and cached, with neither, with the LoRA `unet-ninth-colour`, with the net
-`unet-outline`, with both; and with the LoRA and anchors of their own, as the first edit of a
-picture runs. Of every second edit that names a colour the colour is the one that the LoRA teaches.
-Control pictures are outlines inside the mask.
+`unet-outline`, with both; and with the LoRA or the net and anchors of their own, as the first edit
+of a picture runs. Of every second edit that names a colour the colour is the one that the LoRA
+teaches. Control pictures are outlines inside the mask.
 
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --json unet_adapters.json
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --only stripes bar    # these classes
@@ -46,6 +46,7 @@ WAYS: Final = {
     "LoRA": (True, False, "require"),
     "LoRA, own anchors": (True, False, "own"),
     "control": (False, True, "require"),
+    "control, own anchors": (False, True, "own"),
     "both": (True, True, "require"),
 }
 """Whether with LoRA, whether with net, and `cache`."""
