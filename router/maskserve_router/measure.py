@@ -126,6 +126,11 @@ class Measure:
         steps = steps_run(
             settings.num_inference_steps or served.num_inference_steps, settings.strength
         )
+        controls = shares(settings.controls, steps)
+        adapters = tuple(lora.name for lora in settings.loras if lora.scale)
+        own = _own_steps(settings, served, steps, active / total)
+        if served.dense_sides and controls:
+            own = 0  # nets of a UNet keep nothing at such a step
         edit = Edit(
             steps=steps,
             active_tokens=passes * active,
@@ -137,9 +142,10 @@ class Measure:
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
-            own_steps=_own_steps(settings, served, steps, active / total),
-            adapters=tuple(lora.name for lora in settings.loras if lora.scale),
-            controls=shares(settings.controls, steps),
+            own_steps=own,
+            own=served.dense_sides and own > 0 and bool(adapters),
+            adapters=adapters,
+            controls=controls,
             least_share=_least_share(settings, served),
         )
         return edit, digest

@@ -30,6 +30,8 @@ class Edit:
     """First steps that compute all tokens in any case."""
     own_steps: int = 0
     """Steps that compute all tokens where its template is not at hand; 0: all do."""
+    own: bool = False
+    """Whether it has these wherever its template is."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRAs that it is made with."""
     controls: tuple[tuple[str, float], ...] = ()
@@ -111,7 +113,7 @@ class WorkerView:
         """The same without ControlNets and LoRAs, and whether the edit runs cached."""
         pricing = self.pricing
         dense = pricing.dense(edit.total_tokens)
-        tier = self.tier_of(edit.template_id) if edit.cache else None
+        tier = self.tier_of(edit.template_id) if edit.cache and not edit.own else None
         if tier is None:
             return self._own_price(edit, dense)
         compute, load = pricing.row(edit.active_tokens, edit.total_tokens, cached=True)

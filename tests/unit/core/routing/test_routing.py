@@ -172,6 +172,11 @@ def test_a_template_costs_its_fetch_or_a_dense_run_whichever_is_less():
     few_steps = replace(EDIT, steps=8)  # a fetch of 2 s does not pay: dense at once
     assert predicted_seconds(few_steps, disk, 0.0) == pytest.approx(8 * (0.01 + 0.2))
     assert predicted_seconds(replace(EDIT, cache=False), host, 0.0) == pytest.approx(dense)
+    own = replace(EDIT, own_steps=4)
+    anchored = (4 * 0.2 + 16 * (0.005 + 0.03)) + 20 * 0.01
+    assert predicted_seconds(own, none, 0.0) == pytest.approx(anchored)
+    assert predicted_seconds(own, host, 0.0) == pytest.approx(cached)
+    assert predicted_seconds(replace(own, own=True), host, 0.0) == pytest.approx(anchored)
     unreachable = replace(disk, pricing=replace(PRICING, fetch={}))
     assert predicted_seconds(EDIT, unreachable, 0.0) == pytest.approx(dense)
 

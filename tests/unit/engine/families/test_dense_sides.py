@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec import structs
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import ControlSetting, EditSettings, LoraSetting
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.masks import active_tokens, cover_a_side
 from maskserve_engine.families.encoder import Encoder
@@ -122,4 +122,28 @@ async def test_the_router_expects_the_same(name: str) -> None:
             ANYBODY, image, mask, EditSettings(), served, "m", prompted=False
         )
         assert measured.cache == (not (sides and name.startswith("side")))
+    turns.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "own"),
+    [
+        ({}, (5, False)),
+        ({"loras": (LoraSetting(name="a"),)}, (5, True)),
+        ({"loras": (LoraSetting(name="a", scale=0.0),)}, (5, False)),
+        ({"controls": (ControlSetting(name="n"),)}, (0, False)),
+        ({"loras": (LoraSetting(name="a"),), "controls": (ControlSetting(name="n"),)}, (0, False)),
+        ({"loras": (LoraSetting(name="a"),), "cache": "require"}, (0, False)),
+    ],
+)
+async def test_the_router_knows_which_edits_have_anchors_of_their_own(
+    asked: dict[str, Any], own: tuple[int, bool]
+) -> None:
+    turns = Turns(1)
+    mask, served = encode(masks()["corner"]), Served(64, 8, 20, mask_ring=0, dense_sides=True,
+                                                  own_stride=0.2)  # fmt: skip
+    measured, _ = await Measure(RouterConfig(), turns).edit(
+        ANYBODY, memoryview(b""), mask, EditSettings(**asked), served, "m", prompted=False
+    )
+    assert (measured.own_steps, measured.own) == own
     turns.close()
