@@ -238,9 +238,9 @@ stronger rival ([why](../../decisions/routing.md))."""
 READING = """## Measured elsewhere
 
 [Pictures by class](../../benchmarks.md#what-caching-costs-in-quality) (FlashPS Table 2), loads
-beside computation (Fig. 4: [the pipeline](../pipeline.md), [first edits by
-tier](../pipeline-tiers.md)), overheads (section 6.6:
-[serving](../../benchmarks.md#what-serving-adds), [a router](../../benchmarks.md#a-router)),
+beside computation (Fig. 4: [the plan](../../decisions/plan.md#in-the-step-loop)), overheads
+(section 6.6: [serving](../../benchmarks.md#what-serving-adds),
+[a router](../../benchmarks.md#a-router)),
 [routing](../../decisions/routing.md) (Fig. 16),
 [LoRAs](../../benchmarks.md#rows-with-loras) and
 [ControlNets](../../benchmarks.md#cached-rows-with-a-controlnet) by the step, due times
