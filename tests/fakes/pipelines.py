@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import EditSettings
 from tests.fakes.jobs import Case
 
@@ -45,6 +47,54 @@ def diffusers_edit(
         guidance_scale=settings.guidance_scale,
         strength=settings.strength,
         generator=torch.Generator("cpu").manual_seed(seed),
+        **asked,
+    ).images
+
+
+def blended_edit(
+    pipeline: Any,
+    pixels: NDArray[np.uint8],
+    mask: NDArray[np.uint8],
+    prompt: str,
+    settings: EditSettings,
+    seed: int,
+    **asked: Any,
+) -> Any:
+    """The same of Flux2KleinKVPipeline, which knows no mask: blended after each step as
+    Flux2KleinInpaintPipeline has it.
+    """
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    pipeline.image_processor.check_image_input = lambda image: None  # of pictures of 32 pixels
+    source, (height, width) = Image.fromarray(pixels), mask.shape
+    given = pipeline.image_processor.preprocess(source, height=height, width=width)
+    with torch.no_grad():
+        clean = pipeline._encode_vae_image(given, torch.Generator())
+    noise = torch.randn(clean.shape, generator=torch.Generator("cpu").manual_seed(seed))
+    steps, size = settings.num_inference_steps, clean.shape[-2:]
+    assert steps is not None
+    begin = steps - steps_run(steps, settings.strength)
+    sigmas = np.linspace(1.0, 1 / steps, steps)[begin:].tolist()
+    scheduler, tokens = pipeline.scheduler, size[0] * size[1]
+    scheduler.set_timesteps(sigmas=sigmas, mu=compute_empirical_mu(tokens, steps))
+    start = scheduler.scale_noise(clean, scheduler.timesteps[:1], noise)
+    edit = torch.from_numpy(mask > 127).float()[None, None]
+    edit = F.interpolate(edit, size=size, mode="bilinear")
+    clean, noise, edit = map(pipeline._pack_latents, (clean, noise, edit))
+
+    def blend(_: Any, step: int, __: Any, now: dict[str, Any]) -> dict[str, Any]:
+        outside, later = clean, scheduler.timesteps[step + 1 : step + 2]
+        if len(later):
+            outside = scheduler.scale_noise(clean, later, noise)
+        return {"latents": (1 - edit) * outside + edit * now["latents"]}
+
+    return pipeline(
+        prompt=prompt,
+        image=source,
+        latents=start,
+        sigmas=sigmas,
+        num_inference_steps=steps,
+        callback_on_step_end=blend,
         **asked,
     ).images
 

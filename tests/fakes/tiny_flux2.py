@@ -16,13 +16,16 @@ _TEMPLATE = (
 )
 
 
-def build_tiny_flux2(folder: Path, *, distilled: bool) -> Path:
-    """Write the model to `folder` and return it; not `distilled`: a base model."""
+def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = False) -> Path:
+    """Write the model to `folder` and return it; not `distilled`: a base model; `exact`: of klein
+    9B-KV's pipeline.
+    """
     import torch
     from diffusers import (
         AutoencoderKLFlux2,
         FlowMatchEulerDiscreteScheduler,
         Flux2KleinInpaintPipeline,
+        Flux2KleinKVPipeline,
         Flux2Transformer2DModel,
     )
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -45,7 +48,7 @@ def build_tiny_flux2(folder: Path, *, distilled: bool) -> Path:
             vocab_size=len(tokenizer), hidden_size=TEXT, intermediate_size=TEXT,
             num_hidden_layers=29, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
         )  # fmt: skip
-        pipeline = Flux2KleinInpaintPipeline(
+        pipeline = (Flux2KleinKVPipeline if exact else Flux2KleinInpaintPipeline)(
             scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
             vae=vae,
             text_encoder=Qwen3ForCausalLM(config),

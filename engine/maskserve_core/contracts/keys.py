@@ -116,6 +116,11 @@ class Anchor:
     input_scale: float = 1.0
 
 
+STILL = Anchor(0.0, 0.0, 0.0)
+"""In an anchor's place: of pictures that see nothing of a row, whose keys and values any step reads
+(`Semantics.exact`). It scales alike with none, so that no step takes it for its nearest."""
+
+
 def anchor_steps(sigmas: Sequence[float], stride: int) -> list[int]:
     """Steps of a schedule whose timesteps are anchors: of every `stride` steps the one in their
     middle, by sigma.

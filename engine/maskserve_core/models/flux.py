@@ -98,7 +98,13 @@ _OUT_LAUNCHES = 1.0
 
 
 def flux_work(
-    config: dict[str, Any], height: int, width: int, *, recorded: bool = False, references: int = 0
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    *,
+    recorded: bool = False,
+    references: int = 0,
+    exact: bool = False,
 ) -> ModelWork:
     """Work of a FluxTransformer2DModel.
 
@@ -111,7 +117,8 @@ def flux_work(
         height: latent rows (pixels / VAE scale); tokens are 2x2 latents.
         width: latent columns.
         recorded: whether steps are CUDA graphs.
-        references: pictures of the same size among the context.
+        references: pictures of the same size that are looked at.
+        exact: whether these are no context, but see nothing of a row (`Semantics.exact`).
     """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     channels = int(config["in_channels"])
@@ -142,7 +149,8 @@ def flux_work(
         text=2.0 * int(config["joint_attention_dim"]) * h,
     )
     image = (height // 2) * (width // 2)
-    tokens = image * (1 + references)
+    seen = image * references
+    tokens, still = (image, seen) if exact else (image + seen, 0)
     held = _FLUX_HELD * h + 2.0 * int(config["attention_head_dim"])  # and rotary factors, complex
     vectors = (12 * counts[0] + 3 * counts[1] + 2) * h
     return ModelWork(
@@ -150,12 +158,16 @@ def flux_work(
         blocks=tuple(blocks),
         tokens=(tokens,),
         context=tokens - image,
+        still=still,
         joint=True,
         before=(embed,),
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=outside),
         restore_ends=False,
-        # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
-        peak_row=tokens * (held + channels + out) + STEPS_AHEAD * vectors,
+        # What a block holds, the model's input and output, and all blocks' shifts, scales, gates;
+        # and keys and values of what the row has seen once.
+        peak_row=tokens * (held + channels + out)
+        + STEPS_AHEAD * vectors
+        + still * 2.0 * h * len(blocks),
         peak_text=held,
         peak_once=(VECTORS_AT_ONCE - STEPS_AHEAD) * vectors,
         heads=int(config["num_attention_heads"]),
@@ -308,9 +320,16 @@ def records(engine: EngineConfig) -> bool:
 
 
 def count(
-    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool, references: int
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    halo: int,
+    *,
+    recorded: bool,
+    references: int,
+    exact: bool = False,
 ) -> ModelWork:
     """As `flux_work`; ValueError where a halo is given, as there are no convolutions."""
     if halo:
         raise ValueError("halo: a setting of UNets")
-    return flux_work(config, height, width, recorded=recorded, references=references)
+    return flux_work(config, height, width, recorded=recorded, references=references, exact=exact)

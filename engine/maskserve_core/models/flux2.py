@@ -1,4 +1,4 @@
-"""FLUX.2 klein (4B, 9B, and their base models): pipelines, defaults, what a folder says, work."""
+"""FLUX.2 klein (4B, 9B, base models, 9B-KV): pipelines, defaults, what a folder says, work."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from maskserve_core.config import EngineConfig
 from maskserve_core.models import flux
 from maskserve_core.models.facts import DenseSteps, EditDefaults, ModelFacts, read_json
 from maskserve_core.models.latents import latent_space, with_statistics
-from maskserve_core.models.semantics import REFERENCE
+from maskserve_core.models.semantics import EXACT_REFERENCE, REFERENCE
 from maskserve_core.planning.flops import ModelWork
 
-PIPELINES = {"Flux2KleinInpaintPipeline": REFERENCE, "Flux2KleinPipeline": REFERENCE}
+PIPELINES = {
+    "Flux2KleinInpaintPipeline": REFERENCE,
+    "Flux2KleinPipeline": REFERENCE,
+    "Flux2KleinKVPipeline": EXACT_REFERENCE,
+}
 """By the class in model_index.json: what is served of it."""
 NAME = "FLUX.2 models"
 SETTINGS = ()
@@ -35,10 +39,12 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     vae = read_json(folder / "vae" / "config.json")
     epsilon = float(vae.get("batch_norm_eps", 1e-4))
     latents = with_statistics(latent_space(vae), folder / "vae", epsilon)
-    distilled = bool(read_json(folder / "model_index.json").get("is_distilled", False))
+    semantics, index = PIPELINES[pipeline], read_json(folder / "model_index.json")
+    # The pipeline with exact references has no other models, and no word for it.
+    distilled = semantics.exact or bool(index.get("is_distilled", False))
     return ModelFacts(
         family="flux2",
-        semantics=PIPELINES[pipeline],
+        semantics=semantics,
         latents=latents,
         patch=_PATCH,
         native_resolution=native_resolution or int(vae.get("sample_size") or 1024),
@@ -63,7 +69,14 @@ def records(engine: EngineConfig) -> bool:
 
 
 def count(
-    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool, references: int
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    halo: int,
+    *,
+    recorded: bool,
+    references: int,
+    exact: bool = False,
 ) -> ModelWork:
     """As FLUX.1's, with what is not: one set of shifts and gates for all blocks of a sort, and
     gated activations.
@@ -75,6 +88,7 @@ def count(
         halo,
         recorded=recorded,
         references=references,
+        exact=exact,
     )
     h, ratio = base.blocks[0].width, float(config.get("mlp_ratio", 3.0))
     token = 2.0 * (4 + 3 * ratio) * h * h

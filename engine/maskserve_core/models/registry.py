@@ -43,6 +43,7 @@ class FamilyFacts(Protocol):
         *,
         recorded: bool,
         references: int,
+        exact: bool,
     ) -> ModelWork:
         """The work of its denoiser, as `counted_work`."""
 
@@ -121,6 +122,7 @@ def counted_work(
         halo,
         recorded=recorded,
         references=int(facts.semantics.reference),
+        exact=facts.semantics.exact,
     )
 
 

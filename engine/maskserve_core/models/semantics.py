@@ -18,6 +18,13 @@ class Semantics:
     reference: bool = False
     """Whether the source's latents stand behind the edited ones as further image tokens, which no
     step moves and no mask covers: the context."""
+    exact: bool = False
+    """Whether these see neither text nor noise nor time: their keys and values are made once."""
+
+    @property
+    def context(self) -> bool:
+        """Whether references are among the tokens that a dense step computes."""
+        return self.reference and not self.exact
 
     def __str__(self) -> str:
         return self.name
@@ -26,3 +33,6 @@ class Semantics:
 FILL = Semantics("fill", masked_picture=True, blends=False)
 INPAINT = Semantics("inpaint", masked_picture=False, blends=True)
 REFERENCE = Semantics("reference", masked_picture=False, blends=True, reference=True)
+EXACT_REFERENCE = Semantics(
+    "exact reference", masked_picture=False, blends=True, reference=True, exact=True
+)

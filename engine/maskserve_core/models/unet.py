@@ -489,7 +489,14 @@ def records(engine: EngineConfig) -> bool:
 
 
 def count(
-    config: dict[str, Any], height: int, width: int, halo: int, *, recorded: bool, references: int
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    halo: int,
+    *,
+    recorded: bool,
+    references: int,
+    exact: bool,
 ) -> ModelWork:
     """As `unet_work`, with classifier-free guidance; they take no `references`."""
     return unet_work(config, height, width, halo=halo, recorded=recorded)

@@ -103,6 +103,13 @@ def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
     )
 
 
+def still_bytes(work: ModelWork, fmt: EntryFormat) -> float:
+    """Bytes of what a template keeps once for all its anchors: keys and values of the pictures that
+    see nothing of a row.
+    """
+    return float(block_bytes(work, [(float(work.still),)], fmt)[:, 1].sum()) if work.still else 0.0
+
+
 def kept_bytes(
     work: ModelWork, kinds: Sequence[frozenset[str]], fmt: EntryFormat, *, copies: int = 1
 ) -> float:

@@ -205,6 +205,9 @@ class ModelWork:
     of the picture, and what it says to its base."""
     context: int = 0
     """Of the image tokens, those of pictures that are only looked at: no mask covers them."""
+    still: int = 0
+    """Tokens of pictures that see nothing of a row: its own read their keys and values, which are
+    made once and no step computes. They are not among `tokens`."""
     copies: int = 1
     heads: int = 0
     """Of attention, which devices that share a row's tokens share; 0: none do (UNets)."""
@@ -282,8 +285,8 @@ class ModelWork:
                     raise ValueError(f"active: {r.active} does not fit tokens {self.tokens}")
                 a, joined = r.active[level], r.text if self.joint else 0.0
                 active += a
-                pairs += (a + joined) * (n + joined + r.text_read)
-                all_pairs += (n + joined) ** 2
+                pairs += (a + joined) * (n + joined + r.text_read + self.still)
+                all_pairs += (n + joined) * (n + joined + self.still)
                 cross += a * r.text
             cached[level] = (count, active, text, count * n - active, pairs, cross)
             dense[level] = (count, count * n, text, 0.0, all_pairs, n * text)
@@ -293,6 +296,12 @@ class ModelWork:
             for level, n in enumerate(self.tokens)
         ]
         return Totals(count, dense, cached, tuple(sums), text, tuple(map(float, convolved)))
+
+    @property
+    def still_flops(self) -> float:
+        """Of making the keys and values of `still` tokens, once."""
+        alone = replace(self, tokens=(self.still,), still=0)
+        return alone.step_flops([alone.row_at(1.0, 0.0)], "dense") if self.still else 0.0
 
     def block_flops(self, totals: Totals) -> Floats:
         """FLOPs of every block for the whole batch, `[blocks, len(KINDS)]`."""

@@ -191,6 +191,7 @@ class State:
         self.asking = asking or AtOnce()
         self.layout, self.rest_cis = packed.layout, packed.rest_cis
         self.cached = packed.rest_cis is not None
+        self.sees_fixed = packed.sees_fixed
         self.wide = not self.cached  # without cached rows both packings are the same
         self.packing: Packing = self.layout.narrow
         self.cis = packed.cis
@@ -198,7 +199,7 @@ class State:
         self.joined = False  # one stream in row order, no longer two
         self.ahead: Any = None  # what the last block has left for the next one
         self.room: Tensor | None = None  # where the present block's keys and values lie already
-        packed.placed_kv.keep_for([part.entry for part in packed.parts if part is not None])
+        packed.placed_kv.keep_for(packed.entries)
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text, self.image = streams or (
             packed.text,
@@ -225,15 +226,15 @@ class State:
 
     def _block(self, number: int, *, goes_on: bool) -> tuple[Tensor, Tensor]:
         """The streams behind a block; what it had between is let go."""
-        fill: FillRest | None = None
+        fill: FillRest | None = partial(self._load, number) if self.sees_fixed else None
         if self.cached:  # inactive tokens come in or are dropped, as the block's kind asks
             kind = self.kinds[number]
             if (kind == "dense") != self.wide:
                 self._widen_or_narrow(number, dense=kind == "dense")
             if kind != "dense":
                 fill = partial(self._project if kind == "project" else self._load, number)
-                if self.model.writes[number]:
-                    self.room = self.room_for()
+        if fill is not None and self.model.writes[number]:
+            self.room = self.room_for()
         capture = self.capture(number) if self.packed.primes else None
         streams, ahead = (self.text, self.image), self.ahead
         self.ahead = None
@@ -363,15 +364,24 @@ class State:
         return keys, values
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        both = self.packed.placed_kv.blocks.get(index)
+        widened = self.cached and self.wide  # where other tokens are not computed than else
+        both = None if widened else self.packed.placed_kv.blocks.get(index)
         if both is None:
             both = self._all_keys(k, v, packing)
-            self._place(index, "kv", both, packing.slots)
-            if self.room is None:
+            if self.cached and not self.wide:
+                self._place(index, "kv", both, packing.slots)
+            self._place_fixed(index, both, packing)
+            if self.room is None and not widened:
                 self.packed.placed_kv.keep(index, both, self._placed_bytes)
         if self.room is None:
             packing.scatter_computed((k, v), both)
         return both
+
+    def _place_fixed(self, index: int, both: tuple[Tensor, Tensor], packing: Packing) -> None:
+        """Have a block's keys and values of fixed tokens in their place."""
+        if self.sees_fixed:
+            slots = packing.fixed_slots
+            self.asking.between(partial(_place_fixed, index, both, slots), self.packed)
 
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the inactive tokens, projected, [M, heads, head_dim]."""
@@ -384,6 +394,7 @@ class State:
         if self.room is None:
             packing.scatter_computed((k, v), both)
         packing.scatter_inactive(rest, both)
+        self._place_fixed(index, both, packing)
         return both
 
     def capture(self, index: int) -> CaptureKeys:
@@ -429,6 +440,12 @@ class State:
 def _place(index: int, part: str, outs: Sequence[Tensor], slots: KvSlots, packed: Packed) -> None:
     """Write what the rows' entries say of a block to its place."""
     sources = [None if own is None else own.source(index, part) for own in packed.parts]
+    scatter_kv(sources, outs, slots)
+
+
+def _place_fixed(index: int, outs: Sequence[Tensor], slots: KvSlots, packed: Packed) -> None:
+    """The same of fixed tokens, which have keys and values alone."""
+    sources = [None if own is None else own.source(index) for own in packed.fixed]
     scatter_kv(sources, outs, slots)
 
 

@@ -9,9 +9,10 @@ Attention and single blocks see *row order*:
 
     | text 0 | image 0 | text 1 | image 1 | …
 
-and keys add, per cached row, those of the tokens that were not computed (`rest`):
+and keys add, per cached row, those of the tokens that were not computed (`rest`), and of any row
+those that no step of it computes (`fixed`):
 
-    | text 0 | image 0 | rest 0 | text 1 | …
+    | text 0 | image 0 | rest 0 | fixed 0 | text 1 | …
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Stream:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of `text[r]` + `image[r]` computed tokens and `rest[r]` further keys."""
+    """Rows of `text[r]` + `image[r]` computed tokens, and as further keys `rest[r]` inactive ones
+    and those that are fixed.
+    """
 
     text: tuple[int, ...]
     image: tuple[int, ...]
@@ -88,6 +91,8 @@ class Packing:
     """[N] positions of the computed tokens among all keys; None: the first ones."""
     slots: KvSlots
     """Of the inactive tokens among all keys."""
+    fixed_slots: KvSlots
+    """Of the fixed ones, likewise."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         """Row order from the two streams."""
@@ -135,7 +140,8 @@ class Packing:
         """Write the inactive tokens' keys and values [M, …], packed by row, to their slots."""
         for own, of_all in zip(inactive, keys, strict=True):
             if len(self.text) == 1:
-                of_all[len(of_all) - len(own) :] = own
+                begin = self.computed.q_spans[0][1]
+                of_all[begin : begin + len(own)] = own
             else:
                 of_all.index_copy_(0, self.slots.to, own)
 
@@ -158,14 +164,19 @@ def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
 
 
 Parts = tuple[tuple[int, ...], ...]
-"""Per row, the lengths of what `InactiveTokens.parts` are; (0,) of a dense row."""
+"""Per row, the lengths of what `InactiveTokens.parts` or `RowInput.fixed` are; (0,) of a row that
+has none."""
 
 
 def _pack(
-    text: tuple[int, ...], image: tuple[int, ...], parts: Parts, device: torch.device
+    text: tuple[int, ...],
+    image: tuple[int, ...],
+    parts: Parts,
+    fixed: Parts,
+    device: torch.device,
 ) -> Packing:
     """For a device, on the host."""
-    rest = tuple(map(sum, parts))
+    rest, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
     order = np.concatenate(
@@ -178,13 +189,21 @@ def _pack(
     inverse[order] = np.arange(len(order))
     one = len(text) == 1
     core = [t + i for t, i in zip(text, image, strict=True)]
-    keys = [c + r for c, r in zip(core, rest, strict=True)]
-    core_keys = [(b, b + c) for (b, _), c in zip(spans(keys), core, strict=True)]
-    rest_keys = [
-        (b + c + first, b + c + last)
-        for (b, _), c, own in zip(spans(keys), core, parts, strict=True)
-        for first, last in spans(own)
-    ]
+    keys = [c + r + f for c, r, f in zip(core, rest, further, strict=True)]
+    begins = [begin for begin, _ in spans(keys)]
+    core_keys = [(b, b + c) for b, c in zip(begins, core, strict=True)]
+
+    def slots(begins: list[int], parts: Parts) -> KvSlots:
+        return slots_of(
+            [
+                (begin + first, begin + last)
+                for begin, own in zip(begins, parts, strict=True)
+                for first, last in spans(own)
+            ]
+        )
+
+    at_rest = [b + c for b, c in zip(begins, core, strict=True)]
+    at_fixed = [b + r for b, r in zip(at_rest, rest, strict=True)]
     return Packing(
         text=text,
         image=image,
@@ -199,7 +218,8 @@ def _pack(
         computed=_segments(core, core),
         all_keys=_segments(core, keys),
         core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
-        slots=slots_of(rest_keys),
+        slots=slots(at_rest, parts),
+        fixed_slots=slots(at_fixed, fixed),
     )
 
 
@@ -246,7 +266,11 @@ class SparseLayout:
 
 @lru_cache(maxsize=16)
 def sparse_layout(
-    text: tuple[int, ...], image: tuple[int, ...], parts: Parts, device: torch.device
+    text: tuple[int, ...],
+    image: tuple[int, ...],
+    parts: Parts,
+    fixed: Parts,
+    device: torch.device,
 ) -> SparseLayout:
     """Both packings of a step and the way between them. Kept, since batches last many steps."""
     none, rest = ((0,),) * len(parts), tuple(map(sum, parts))
@@ -262,8 +286,8 @@ def sparse_layout(
     core_in_image, rest_in_image = positions(image)
     core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
     both = SparseLayout(
-        narrow=_pack(text, image, parts, device),
-        wide=_pack(text, all_image, none, device),
+        narrow=_pack(text, image, parts, fixed, device),
+        wide=_pack(text, all_image, none, fixed, device),
         rest_stream=_stream(rest, device),
         core_in_image=core_in_image,
         rest_in_image=rest_in_image,
@@ -344,6 +368,21 @@ class InactiveTokens(Protocol):
         ...
 
 
+class FixedTokens(Protocol):
+    """Tokens that see nothing of a row, and that its own see at any step: exact prefixes."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def entry(self) -> object:
+        """As of `InactiveTokens`."""
+        ...
+
+    def source(self, block: int) -> KvSource:
+        """Where their keys and values lie."""
+        ...
+
+
 class Capture(Protocol):
     """Sees what the model has between its blocks of a row's image tokens."""
 
@@ -383,6 +422,8 @@ class RowInput:
     """What is added to its hidden states; None: nothing."""
     still: int = 0
     """Of the computed tokens, how many of the last ones no step moves."""
+    fixed: tuple[FixedTokens, ...] = ()
+    """That its tokens see besides, in every block."""
 
 
 class Packed:
@@ -395,6 +436,8 @@ class Packed:
             part for rest in self.rests for part in ((None,) if rest is None else rest.parts)
         )
         """Of all rows, in their order; None of a dense row."""
+        self.fixed = tuple(each for row in rows for each in row.fixed or (None,))
+        """Likewise; None of a row that sees none."""
         self.captures = tuple(row.capture for row in rows)
         self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
         """Of the rows that have some, by their number."""
@@ -405,6 +448,7 @@ class Packed:
             tuple(len(row.text) for row in rows),
             tuple(len(row.tokens) for row in rows),
             tuple((0,) if r is None else tuple(len(p.cis) for p in r.parts) for r in self.rests),
+            tuple(tuple(map(len, row.fixed)) or (0,) for row in rows),
             rows[0].tokens.device,
         )
         self.tokens = torch.cat([row.tokens for row in rows])
@@ -420,6 +464,16 @@ class Packed:
             values = torch.tensor([row.guidance for row in rows])
             [guidance] = to_device([values], self.tokens.device)
             self.guidance = guidance.to(self.tokens.dtype) * 1000
+
+    @property
+    def entries(self) -> list[object]:
+        """All that its rows read in this step."""
+        return [each.entry for each in (*self.parts, *self.fixed) if each is not None]
+
+    @property
+    def sees_fixed(self) -> bool:
+        """Whether any of its rows does."""
+        return any(each is not None for each in self.fixed)
 
     @property
     def shapes(self) -> Hashable:

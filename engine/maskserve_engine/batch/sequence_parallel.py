@@ -230,6 +230,8 @@ class RankShare:
             raise ValueError(f"{count} ranks cannot share {heads} heads: use {heads} at most")
         if whole.residuals:
             raise ValueError("rows with a ControlNet take their steps on one device")
+        if whole.sees_fixed:
+            raise ValueError("rows whose references see nothing of them do so, too")
         self.whole, self.exchange = whole, exchange
         self.heads = [share_of(heads, rank, count) for rank in range(count)]
         self.packed = Packed([self._part(row, heads) for row in whole.rows])

@@ -10,7 +10,12 @@ from pathlib import Path
 
 from maskserve_core.config import CacheConfig, ConfigError
 from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, kept_bytes
+from maskserve_core.planning.entry_bytes import (
+    EntryFormat,
+    block_bytes,
+    kept_bytes,
+    still_bytes,
+)
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.tiers import DEVICE, HOST, TIERS
@@ -74,16 +79,31 @@ class TemplateSize:
     """Pixels."""
     anchors: int
     anchor_bytes: int
+    still_bytes: int = 0
+    """Once for all anchors (`keys.STILL`)."""
 
     @property
     def nbytes(self) -> int:
-        return self.anchors * self.anchor_bytes
+        return self.anchors * self.anchor_bytes + self.still_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """That a row's step reads, at most."""
+        return self.anchor_bytes + self.still_bytes
+
+    def in_words(self, unit: int) -> str:
+        """What it has, in bytes or so many of them."""
+        digits = 0 if unit == 1 else 3
+        entries = f"{self.anchors} entries of {self.anchor_bytes / unit:.{digits}f}"
+        once = f", {self.still_bytes / unit:.{digits}f} once" if self.still_bytes else ""
+        return entries + once
 
 
 def template_size(
     work: ModelWork, kinds: Kinds, fmt: EntryFormat, anchors: int, side: int, halves: int = 1
 ) -> TemplateSize:
-    return TemplateSize(side, anchors, int(kept_bytes(work, kinds, fmt, copies=halves)))
+    of_anchor, once = kept_bytes(work, kinds, fmt, copies=halves), still_bytes(work, fmt)
+    return TemplateSize(side, anchors, int(of_anchor), int(once))
 
 
 def folder_budget(configured: int, folder: str) -> int:
@@ -114,12 +134,12 @@ def check_sizes(
         name = TIERS[tier].budget
         asked = getattr(config, name)
         # With files behind it the device needs no more than what a row reads at a time.
-        least = size.anchor_bytes if tier == DEVICE.name and len(budgets) > 1 else size.nbytes
+        least = size.step_bytes if tier == DEVICE.name and len(budgets) > 1 else size.nbytes
         if asked and budget < least:
             raise ConfigError(
                 f"[cache] {name}: {asked} bytes cannot hold one template of "
                 f"{size.side}x{size.side} pixels, which takes {size.nbytes} bytes "
-                f"({size.anchors} entries of {size.anchor_bytes}); give at least {least}, "
+                f"({size.in_words(1)}); give at least {least}, "
                 "0 for a share of what is free, or set [cache] enabled = false"
             )
     fits = ", ".join(
@@ -127,11 +147,10 @@ def check_sizes(
         for tier, budget in budgets
     )
     _log.info(
-        "cache: a template of %dx%d pixels takes %.3f GiB (%d entries of %.3f GiB); %s",
+        "cache: a template of %dx%d pixels takes %.3f GiB (%s GiB); %s",
         size.side,
         size.side,
         size.nbytes / _GIB,
-        size.anchors,
-        size.anchor_bytes / _GIB,
+        size.in_words(_GIB),
         fits,
     )

@@ -186,7 +186,7 @@ class Shapes:
     def _step(self, rows: int) -> int:
         engine = replace(self.config.engine, max_rows=rows)
         config = replace(self.config, engine=engine)
-        total = step_bytes(config, self.adapter) + self.size.anchor_bytes
+        total = step_bytes(config, self.adapter) + self.size.step_bytes
         if config.cache.enabled and self.facts.keeps_placed:
             total += config.cache.placed_on("cuda")
         total += config.adapters.device_bytes if config.adapters.store else 0

@@ -57,7 +57,7 @@ def memory_table(
     """
     device = device_of(config)
     total, free = memory or device_memory(device)
-    step = step_bytes(config, adapter) + size.anchor_bytes
+    step = step_bytes(config, adapter) + size.step_bytes
     keeps = adapter.facts.keeps_placed and not _recorded(config, adapter.facts)
     if config.cache.enabled and keeps:
         step += config.cache.placed_on(device.type)

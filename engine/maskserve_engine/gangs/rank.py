@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import Anchor
+from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.logs import about, start_log
@@ -300,7 +300,9 @@ class Rank:
 
     def _open(self, key: str, anchors: Sequence[Anchor | None]) -> None:
         """Have a template's files open before its row is made, which then holds them."""
-        if not self._store.fetch(key, [a for a in dict.fromkeys(anchors) if a is not None]):
+        still = [STILL] if self.adapter.facts.semantics.exact else []
+        wanted = dict.fromkeys((*still, *anchors))
+        if not self._store.fetch(key, [each for each in wanted if each is not None]):
             self._store.settle(_OPEN_S)
 
     def _exchange_seconds(self, exchange: GangExchange, nbytes: int) -> float:

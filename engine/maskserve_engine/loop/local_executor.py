@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maskserve_core.contracts.keys import Anchor
+import numpy as np
+
+from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import ALL_FREE, Devices
@@ -16,7 +18,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import Entry, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import HostCopy, beside
-from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.cache.loader import EntryLost, Selection
 from maskserve_engine.cache.reader import EntryReader, Heads
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
@@ -69,6 +71,8 @@ class LocalExecutor:
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader | OwnReader] = {}
         """Of the cached rows."""
+        self._still: dict[str, EntryReader] = {}
+        """Of rows that read their references' entry of a template."""
         self._jobs: dict[str, EditJob] = {}
         """Of all rows."""
         self._own_bytes: dict[str, int] = {}
@@ -111,6 +115,8 @@ class LocalExecutor:
         reader = self._readers[row]
         assert isinstance(reader, EntryReader), "a row with anchors of its own reads no others"
         reader.turn_over(key, anchors)
+        if row in self._still:
+            self._still[row].turn_over(key, [STILL] * len(anchors))
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
         adapter = self._adapter
@@ -126,6 +132,7 @@ class LocalExecutor:
             dense = adapter.dense_row(spec.job)
             self._control(row, dense, spec.job)
             self._rows[row] = dense
+            self._read_still(row, spec.key)
             return RowMade()
         assert self._store is not None, _NO_STORE
         own = spec.own if self._booked(row, spec.nbytes, spare=True) else None
@@ -135,7 +142,38 @@ class LocalExecutor:
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = made, reader
-        return RowMade(reader.complete, selection.digest, own)
+        still = self._read_still(row, spec.key, sure=spec.sure)
+        return RowMade(reader.complete and still, selection.digest, own)
+
+    def _read_still(self, row: str, key: str, *, sure: bool = False) -> bool:
+        """Have a row read its references, if it has any that see nothing of it, of a template;
+        whether they can be read now. Otherwise it makes its own.
+
+        Args:
+            row: just made.
+            key: of the template; empty: of none.
+            sure: as of `EntryReader`.
+        """
+        references = getattr(self._rows[row], "references", None)
+        if references is None or not key or self._store is None:
+            return True
+        if self._store.locate(key, [STILL]) is None:
+            return False
+        steps, tokens = self._rows[row].steps, Selection([np.arange(len(references))])
+        self._still[row] = EntryReader(self._store, key, [STILL] * steps, tokens, sure=sure)
+        return self._still[row].complete
+
+    def _turn_to_still(self, row: str, turn: int) -> None:
+        """Have a row's references be what its template has of them, if that can be read now."""
+        made = self._rows[row]
+        if getattr(made, "references", None) is None:
+            return
+        made.references.made = False
+        reader = self._still.get(row)
+        handle = None if reader is None else reader.turn_to(made.step, whole=True)
+        if handle is not None:
+            handle.want([(block, "kv") for block in range(self._adapter.blocks)], turn)
+            made.references.entry = handle
 
     def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
         """Whether there is room for what a row keeps of its own; as of `MemoryTier.book`."""
@@ -159,12 +197,13 @@ class LocalExecutor:
 
     def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowMade:
         if not self._booked(row, spec.nbytes):
-            made = self.make(row, DenseRowSpec(spec.job))
+            made = self.make(row, DenseRowSpec(spec.job, spec.key))
             return made._replace(complete=False)
         anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
         self._control(row, anchored, spec.job)
         reader = OwnReader(anchored, self._adapter.entry_blocks)
         self._rows[row], self._readers[row] = anchored, reader
+        self._read_still(row, spec.key)
         return RowMade(selection=row.encode())
 
     def _control(self, row: str, made: Any, job: EditJob) -> None:
@@ -217,6 +256,8 @@ class LocalExecutor:
             entries[read.row] = handle
             row = self._rows[read.row]
             row.frozen = not read.text and row.keeps_text
+        for name in running:
+            self._turn_to_still(name, step.number)
         self._ask(step, entries)
         handles = list(entries.values())
         earlier = [len(handle.stalls) for handle in handles]
@@ -262,9 +303,10 @@ class LocalExecutor:
         if served is not None:
             served.close()
         self._give_back(row)
-        reader = self._readers.pop(row, None)
-        if reader is not None:
-            reader.release()
+        reader, still = self._readers.pop(row, None), self._still.pop(row, None)
+        for each in (reader, still):
+            if each is not None:
+                each.release()
         return reader
 
     def idle(self) -> None:
@@ -328,7 +370,7 @@ class LocalExecutor:
                 if exchange is not None:
                     raise
                 gone = [read for read in step.reads if _is_lost(entries.get(read.row))]
-                if not gone:
+                if not gone and not self._lose_still(running):
                     raise
                 _log.warning("a step goes on without an entry: %s", error)
             # outside of `except`, whose error keeps the tensors of the step that was given up
@@ -340,6 +382,14 @@ class LocalExecutor:
                     continue
                 self._readers[read.row].lose()
                 lost.append(read.row)
+
+    def _lose_still(self, running: Sequence[str]) -> bool:
+        """Have rows whose template lost its references make their own; whether any did."""
+        lost = [row for row in running if row in self._still and _is_lost(self._still[row].now)]
+        for row in lost:
+            self._still.pop(row).release()
+            self._rows[row].references.entry = None
+        return bool(lost)
 
     def _step_alone(
         self,
@@ -368,7 +418,9 @@ class LocalExecutor:
         served = self._served.get(row)
         stale = served is not None and served.stale
         text = not (read and made.frozen)
-        return RowStep(row, made.step, getattr(made, "skipped", 0), read, text, stale)
+        references = getattr(made, "references", None)
+        new = references is not None and references.made
+        return RowStep(row, made.step, getattr(made, "skipped", 0), read, text, stale, new)
 
 
 def _is_lost(handle: Entry | None) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import Anchor
+from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.flops import BatchFlops, ModelWork, Totals
 from maskserve_core.worker.logs import about
@@ -223,10 +223,10 @@ class StepRunner:
         self, running: Running, work: ModelWork, result: StepResult, planned: StepPlan | None
     ) -> float | None:
         """Counted work of the step just taken. None: its rows have done less, since they failed or
-        left blocks out.
+        left blocks out, or more, since they made their references.
         """
         going = [edit for edit in running if edit.request_id not in result.failed]
-        if not going or any(map(_skipped, going, result.rows)):
+        if not going or any(map(_uncounted, going, result.rows)):
             return None
         return self._batch_flops.of(
             work,
@@ -331,6 +331,13 @@ def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:
     """Whether the step just taken left blocks of this row out."""
     return isinstance(edit, RequestState) and step.skipped > edit.tally.skipped
+
+
+def _uncounted(edit: RequestState | PrimingState, step: RowStep) -> bool:
+    """Whether the step just taken left blocks out, or made references, which no step counts."""
+    if isinstance(edit, PrimingState) and edit.priming.anchors[step.done - 1] == STILL:
+        return True
+    return step.made or _skipped(edit, step)
 
 
 def _anchors_in_turn(running: Running) -> Running:

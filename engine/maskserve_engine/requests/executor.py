@@ -29,6 +29,8 @@ class DenseRowSpec:
     """A row that computes all tokens."""
 
     job: EditJob
+    key: str = ""
+    """Of the template whose references it may read, where they see nothing of a row (`STILL`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class AnchoredRowSpec:
     plan: OwnPlan
     nbytes: int
     """That its anchors leave."""
+    key: str = ""
+    """As of `DenseRowSpec`."""
 
 
 RowSpec = DenseRowSpec | AnchoredRowSpec | CachedRowSpec | PrimingRowSpec
@@ -167,6 +171,8 @@ class RowStep(NamedTuple):
     """Whether it computed the row's text in this step."""
     stale: bool = False
     """Whether it added what a ControlNet service says of other latents than the step's own."""
+    made: bool = False
+    """Whether it made its references before this step."""
 
 
 @dataclass(frozen=True, slots=True)

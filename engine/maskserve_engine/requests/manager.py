@@ -389,7 +389,7 @@ class RequestManager:
                 edit.step_down(level, self.adapter)
         job, route = edit.job, edit.route
         if edit.mode != "cached":
-            return self.executor.make(edit.request_id, DenseRowSpec(job))
+            return self.executor.make(edit.request_id, DenseRowSpec(job, route.key))
         if route.own is not None:
             return self._make_anchored_row(edit, route.own)
         seed, sure = job.request.template_noise_seed, job.request.settings.insists
@@ -407,7 +407,8 @@ class RequestManager:
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:
         """With anchors of its own; where there is no room for these, dense."""
         nbytes = own_bytes(plan, self.adapter, edit.job, self._dtype)
-        made = self.executor.make(edit.request_id, AnchoredRowSpec(edit.job, plan, nbytes))
+        spec = AnchoredRowSpec(edit.job, plan, nbytes, edit.route.key)
+        made = self.executor.make(edit.request_id, spec)
         if made.complete:
             edit.reads = EntryReads.of_own(edit.request_id, plan, self.adapter.sigmas(edit.job))
             edit.own_bytes = nbytes

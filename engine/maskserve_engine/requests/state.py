@@ -44,17 +44,19 @@ class EditWork:
     passes: int = 1
     """Of the model in one step."""
     dense_flops: float = 0.0
-    """Of one step by itself that computes all tokens."""
+    """Of one step by itself that computes all tokens, with its share of `still_flops`."""
     cached_flops: float = 0.0
     """The same of one that loads every block's keys and values."""
     controls: ControlWork | None = None
     """None: none acts, or nobody counts them."""
     between: Totals | None = None
     """As `counted`, of a step that leaves out the text, too; None: there is none."""
+    still_flops: float = 0.0
+    """Of its references' keys and values, which it makes once if its template has none."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
-        tokens = adapter.tokens(job)
+        tokens, work = adapter.tokens(job), adapter.work(*job.moments.shape[1:])
         return cls(
             total_tokens=tokens.total,
             active_tokens=tokens.active,
@@ -62,7 +64,8 @@ class EditWork:
             counted=adapter.counted(job),
             batch_key=adapter.batch_key(job),
             passes=1 if job.negative is None else 2,
-        ).with_loras((), adapter.work(*job.moments.shape[1:]))
+            still_flops=work.still_flops,
+        ).with_loras((), work)
 
     def with_loras(self, loras: Sequence[ModelWork], work: ModelWork) -> EditWork:
         """The same edit with these LoRAs.
@@ -75,7 +78,7 @@ class EditWork:
         return replace(
             self,
             counted=counted,
-            dense_flops=work.batch_flops(None, (), counted),
+            dense_flops=work.batch_flops(None, (), counted) + self.still_flops / self.steps,
             cached_flops=work.batch_flops(counted, ("kv",) * len(work.blocks), None),
         )
 

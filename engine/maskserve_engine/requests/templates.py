@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import NO_SCOPE, Anchor, TemplateKey, nearest_anchor
+from maskserve_core.contracts.keys import NO_SCOPE, STILL, Anchor, TemplateKey, nearest_anchor
 from maskserve_core.errors import Overloaded
 from maskserve_core.models.facts import anchor_stride, dense_steps
 from maskserve_core.shares import room
@@ -318,7 +318,8 @@ class TemplateCache:
 
     def fetch(self, sight: Sight) -> bool:
         """Have the entries that an edit reads ready; True when they are."""
-        return self.store.fetch(sight.key, [a for a in sight.anchors if a in sight.reads])
+        read = {STILL, *sight.reads}
+        return self.store.fetch(sight.key, [a for a in sight.anchors if a in read])
 
     def is_coming(self, key: str) -> bool:
         """Whether it is worth waiting for a template: it is being primed, or fetched."""
@@ -449,10 +450,12 @@ class TemplateCache:
         )
 
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
-        """Those that a primed template of this size has."""
-        tokens = self.adapter.tokens(job).total
-        stride = anchor_stride(self.config.stride, self.adapter.facts)
-        return self.adapter.anchors(tokens, self.default_steps, stride)
+        """Those that a primed template of this size has, in the order in which it gets them."""
+        tokens, facts = self.adapter.tokens(job).total, self.adapter.facts
+        anchors = self.adapter.anchors(
+            tokens, self.default_steps, anchor_stride(self.config.stride, facts)
+        )
+        return (STILL, *anchors) if facts.semantics.exact else anchors
 
     def _nearest(
         self, anchors: tuple[Anchor, ...], job: EditJob, first: int

@@ -70,13 +70,13 @@ class Ways:
         drift = self._audits.over_limit(key)
         if drift is not None and not settings.insists:
             edit.drift = drift
-            return self.without_template(job, DENSE)
+            return self.without_template(job, replace(DENSE, key=key))
         dense_for = self._cache.dense_for(job)
         if dense_for and settings.cache != "require":
-            dense = replace(DENSE, dense_for=dense_for)
+            dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(job, dense)
         if settings.cache == "own" or self._own_is_nearer(job):
-            return self.without_template(job, replace(DENSE, outcome="miss"))
+            return self.without_template(job, replace(DENSE, outcome="miss", key=key))
         sight = self._cache.sight(job, key, again=edit.starts > 0)
         return (
             self._of_template(job, sight, insists=settings.insists)

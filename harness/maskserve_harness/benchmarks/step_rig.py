@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from maskserve_core.config import CacheConfig
-from maskserve_core.contracts.keys import Anchor
+from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_core.models import flux, flux2
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
@@ -24,6 +24,7 @@ from maskserve_engine.families.flow.rows import (
     FlowRow,
     Negative,
     OwnOutside,
+    References,
 )
 from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.families.flux.adapter import FluxBatch
@@ -47,6 +48,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kontext-1024": {"grid": (64, 64), "text": 512, "references": 1},
     "klein-4b-1024": {"grid": (64, 64), "text": 512, "references": 1, "flux2": KLEIN_4B},
     "klein-9b-1024": {"grid": (64, 64), "text": 512, "references": 1, "flux2": KLEIN_9B},
+    "klein-9b-kv-1024": {
+        "grid": (64, 64),
+        "text": 512,
+        "references": 1,
+        "exact": True,
+        "flux2": KLEIN_9B,
+    },
 }
 
 NO_TEXT = "no-text"
@@ -95,6 +103,7 @@ class Bench:
         own = PRESETS[preset]
         self.grid, self.text, self.flux2 = own["grid"], own["text"], "flux2" in own
         self.references: int = own.get("references", 0)
+        self.exact: bool = own.get("exact", False)
         self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         self.model = model or build_model(preset, blocks, dtype, device)
         self.config = dict(self.model.config)
@@ -104,32 +113,46 @@ class Bench:
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         count = flux2.count if self.flux2 else flux.count
         size = 2 * self.grid[0], 2 * self.grid[1]
-        self.work = count(self.config, *size, 0, recorded=False, references=self.references)
+        self.work = count(
+            self.config, *size, 0, recorded=False, references=self.references, exact=self.exact
+        )
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
+        self._still: dict[str, AnchorEntry] = {}
         self.batch: FluxBatch | None = None
 
     def fill_entry(self, kind: str) -> None:
         """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
-        tokens, width = self.work.tokens[0], self.model.inner_dim
+        self.entry = self._made(Anchor(0.5, 500.0), kind, self.work.tokens[0], self.format)
 
+    def _made(self, anchor: Anchor, kind: str, tokens: int, format: str) -> AnchorEntry:
         def coded() -> Any:
-            return encode(self._random(tokens, width), self.format)
+            return encode(self._random(tokens, self.model.inner_dim), format)
 
         blocks = []
         for _ in range(self.blocks):
             hidden = coded() if kind in ("project", "both") else None
             keys, values = (coded(), coded()) if kind in ("kv", "both") else (None, None)
             blocks.append(BlockEntry(hidden, keys, values))
-        self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
+        return AnchorEntry(anchor, tuple(blocks))
+
+    def _seen(self, format: str) -> References | None:
+        """References that see nothing of a row, with keys and values in a format."""
+        if not self.exact:
+            return None
+        count, own = self.work.still, self._still
+        if format not in own:
+            own[format] = self._made(STILL, "kv", count, format)
+        tokens = self._random(count, self.config["in_channels"])
+        return References(tokens, self._cis[-count:], own[format])
 
     def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
         """A dense row (None), or a cached one with random active tokens."""
         tokens, channels = self.grid[0] * self.grid[1], self.config["in_channels"]
         out = self.config.get("out_channels") or channels
-        cis = self._cis
+        cis = self._cis[: self.text + self.work.tokens[0]]
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
-        seen = self.references * tokens
+        seen = self.work.context
         context = self._random(seen, out) if seen else None
         row = FlowRow(
             request_id=str(seed),
@@ -146,6 +169,8 @@ class Bench:
             condition=condition,
             blend=None,
             context=context,
+            # A dense row as diffusers' own cache has it.
+            references=self._seen("model" if mask_ratio is None else self.format),
         )
         if mask_ratio is None:
             return row
@@ -228,6 +253,7 @@ class Bench:
             cis=row.cis,
             kinds=(frozenset({"h", "kv"}),) * self.blocks,
             format=self.format,
+            references=row.references,
         )
 
     def step(

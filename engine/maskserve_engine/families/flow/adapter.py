@@ -26,6 +26,7 @@ from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
+from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.control import OpenedRows, RowControl
 from maskserve_engine.families.flow.batch import FlowBatch, FlowWeights
@@ -42,6 +43,7 @@ from maskserve_engine.families.flow.rows import (
     FlowRow,
     Negative,
     OwnOutside,
+    References,
     Row,
 )
 from maskserve_engine.families.flow.schedule import (
@@ -174,7 +176,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     @abstractmethod
     def positions(self, height: int, width: int, text: int) -> Tensor:
         """[T + height · width + R, head_dim / 2] complex rotary factors of text, image tokens and
-        the context, where the model takes any.
+        references, where the model takes any.
         """
 
     def steps(self, job: EditJob) -> int:
@@ -307,17 +309,32 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 embeds=inputs.embeds,
                 pooled=inputs.pooled,
                 guidance=self._guidance(job),
-                cis=self._positions(*grid_of(job), len(text)),
+                cis=self._own_positions(job, len(text)),
                 kinds=kinds,
                 format=format,
+                references=self._references(job, len(text)),
             )
+
+    def _own_positions(self, job: EditJob, text: int) -> Tensor:
+        """`positions` of text, image tokens and the context."""
+        height, width = grid_of(job)
+        whole = self._positions(height, width, text)
+        return whole[: text + height * width] if self.facts.semantics.exact else whole
+
+    def _references(self, job: EditJob, text: int) -> References | None:
+        """Those of its rows that see nothing of them, behind so many text tokens."""
+        if not self.facts.semantics.exact:
+            return None
+        height, width = grid_of(job)
+        [tokens] = moved((self._preparation.clean(job),), self.device)
+        return References(tokens, self._positions(height, width, text)[text + height * width :])
 
     def most_ranks(self, job: EditJob) -> int:
         """As many as there are heads; of what ranks cannot share, one for each pass
         (`batch.cfg_parallel`).
         """
         request = job.request
-        if request.settings.first_block_threshold:
+        if request.settings.first_block_threshold or self.facts.semantics.exact:
             return 1
         if request.loras or job.controls:
             return 1 if job.negative is None else 2
@@ -350,6 +367,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         both, row.adapters = (*row.adapters, *adapters), adapters
+        if row.references is not None and isinstance(row.references.entry, AnchorEntry):
+            row.references.entry = None  # made without them
         if not any(self.text_places & own.updates.keys() for own, _ in both):
             return  # what the row keeps of its prompt is as it was
         with torch.inference_mode():
@@ -389,11 +408,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             text=text,  # the same at every step, so embedded once
             pooled=inputs.prompt.pooled,
             guidance=self._guidance(job),
-            cis=self._positions(*grid, len(text)),
+            cis=self._own_positions(job, len(text)),
             latents=start.latents,
             condition=start.condition,
             blend=start.blend,
             context=start.context,
+            references=self._references(job, len(text)),
             negative=self._negative(job, inputs.negative),
             first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),

@@ -25,7 +25,7 @@ from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.served import RowAsk, ServedRow, ask_service, new_batch
-from maskserve_engine.families.flow.rows import FlowRow, Negative, Row
+from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow, Negative, Row
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
@@ -109,7 +109,8 @@ class FlowBatch(KeptBatch[Row, W]):
         self._stream = self.packed.layout.narrow.image_stream
         self._still = _still(self.packed)
         self._blends = any(row.blends for row in rows)
-        self._recorded = all(row.recorded for row in rows) and not self.packed.residuals
+        own_way = self.packed.residuals or self.packed.sees_fixed
+        self._recorded = all(row.recorded for row in rows) and not own_way
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
         self._weights: W | None = None
         """The model's, with what the rows' adapters add to them."""
@@ -138,6 +139,7 @@ class FlowBatch(KeptBatch[Row, W]):
 
     def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
         at = self.rows[0].step - self._begin
+        self._make_references(model)
         if self._weights is None:
             self._weights = model.with_adapters(self._packed_adapters)
         weights = self._weights
@@ -164,6 +166,19 @@ class FlowBatch(KeptBatch[Row, W]):
             second.copy_(self._parts[i])
         for row in self.rows:
             row.advance(velocity)  # by now the sampler's move
+
+    def _make_references(self, model: W) -> None:
+        """Have rows that found none make the keys and values of their references: alone, as they
+        see nothing else, and at time 0.
+        """
+        lacking = [row for row in self.rows if row.lacks_references]
+        if not lacking:
+            return
+        making = [FlowPrimingRow.of_references(row, len(model.blocks)) for row in lacking]
+        type(self)(making).step(model, ())
+        for row in lacking:
+            assert row.references is not None
+            row.references.made = True
 
     def begin_step(self, weights: W, at: int) -> Transformer:
         """The transformer for a step; what runs beside it has run.

@@ -207,12 +207,12 @@ def model_inputs(latents: Tensor, condition: Tensor | None, context: Tensor | No
     return latents if context is None else torch.cat((latents, context))
 
 
-def template_inputs(image: Posterior, noise_seed: int, *, reference: bool) -> FlowTemplate:
+def template_inputs(image: Posterior, noise_seed: int, *, context: bool) -> FlowTemplate:
     """Not `filled` yet; equal for every edit of the same pixels and noise seed."""
     clean = image.mode()
     noise = template_noise(clean.shape, noise_seed, clean.dtype)
     tokens = pack_latents(clean)
-    return FlowTemplate(tokens, pack_latents(noise), None, tokens if reference else None)
+    return FlowTemplate(tokens, pack_latents(noise), None, tokens if context else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +285,8 @@ class FlowPreparation:
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
         """The job's own, if it has been prepared; else draws the template's noise."""
         own = job.prepared.template if isinstance(job.prepared, FlowPrepared) else None
-        image, reference = self._posterior(job.moments), self._facts.semantics.reference
-        return own or template_inputs(image, noise_seed, reference=reference)
+        image, context = self._posterior(job.moments), self._facts.semantics.context
+        return own or template_inputs(image, noise_seed, context=context)
 
     def clean(self, job: EditJob) -> Tensor:
         """[N, 4C] the source: what a cached row has outside of its active tokens at the end."""
@@ -362,7 +362,7 @@ class FlowPreparation:
             schedule,
             job.request.template_noise_seed if self._shares_noise else None,
         )
-        return replace(start, context=pack_latents(clean)) if semantics.reference else start
+        return replace(start, context=pack_latents(clean)) if semantics.context else start
 
     def noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
         """[C, h, w] drawn as the pipeline draws it."""
@@ -375,7 +375,7 @@ class FlowPreparation:
     def _others(self, job: EditJob, active: TokenIds) -> Selection:
         """The tokens that a cached row of it does not compute, the context's behind the image's."""
         height, width = grid_of(job)
-        tokens = height * width * (1 + self._facts.semantics.reference)
+        tokens = height * width * (1 + self._facts.semantics.context)
         return Selection([np.setdiff1d(np.arange(tokens), active)])
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.own_anchors import Entry, OwnAnchors, foretold, without_text
 from maskserve_engine.batch.packing import InactiveTokens, Residuals, RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -42,6 +42,29 @@ class Negative:
     """Of the second pass, where the row has anchors of its own."""
     cis: Tensor | None = None
     """[T, head_dim / 2] of its text; None: it has as many tokens as the prompt."""
+
+
+@dataclass(slots=True)
+class References:
+    """A row's reference pictures where they see nothing of it (`packing.FixedTokens`)."""
+
+    tokens: Tensor
+    """[R, 4C] of the pictures."""
+    cis: Tensor
+    """[R, head_dim / 2]"""
+    entry: AnchorEntry | Handle | None = None
+    """Their keys and values: the row's own, or the template's; None: not made yet."""
+    made: bool = False
+    """Whether the row's last step has made them."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def source(self, block: int) -> KvSource:
+        if isinstance(self.entry, AnchorEntry):
+            return KvSource(self.entry.blocks[block].part("kv"))
+        assert self.entry is not None, "packed before they were made"
+        return KvSource(*self.entry.wait_whole(block, "kv"))
 
 
 @dataclass(slots=True)
@@ -166,6 +189,8 @@ class FlowRow:
     blend: FlowBlend | None
     context: Tensor | None = None
     """[R, 4C] of a dense row: the pictures that are only looked at."""
+    references: References | None = None
+    """Such pictures where they see nothing of the row."""
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
@@ -193,6 +218,11 @@ class FlowRow:
     @property
     def steps(self) -> int:
         return self.schedule.steps
+
+    @property
+    def lacks_references(self) -> bool:
+        """Whether its next step needs what its references have not made yet."""
+        return self.references is not None and self.references.entry is None
 
     @property
     def skipped(self) -> int:
@@ -290,6 +320,8 @@ class FlowRow:
     def _active_tokens(self, text: Tensor, pooled: Tensor | None, cis: Tensor) -> RowInput:
         tokens = model_inputs(self.latents, self.condition, self.context)
         made = RowInput(tokens, text, pooled, self.guidance, cis, residuals=self.residuals)
+        if self.references is not None:
+            made = replace(made, fixed=(self.references,))
         return made if self.context is None else replace(made, still=len(self.context))
 
     def _whole(self, made: RowInput, inactive: FlowInactive) -> RowInput:
@@ -409,7 +441,9 @@ class FlowRow:
 
 @dataclass(slots=True)
 class FlowPrimingRow:
-    """A template whose entries are computed, one anchor per step."""
+    """A template whose entries are computed, one anchor per step; of STILL those of its references
+    alone.
+    """
 
     request_id: str
     template: FlowTemplate
@@ -425,6 +459,8 @@ class FlowPrimingRow:
     kinds: Sequence[frozenset[str]]
     """Per block, what is kept: any of "h" and "kv"."""
     format: str
+    references: References | None = None
+    """Pictures that see nothing of a row, where the model takes any."""
     step: int = 0
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
@@ -435,9 +471,26 @@ class FlowPrimingRow:
     """Always None: it computes every token."""
     adapters: Adapters = ()
 
+    @classmethod
+    def of_references(cls, row: Row, blocks: int) -> FlowPrimingRow:
+        """What makes a row's references for itself, in the model's own format."""
+        own = row.references
+        assert own is not None, "a row without references lacks none"
+        template, kinds = FlowTemplate(own.tokens, own.tokens, None), (frozenset({"kv"}),) * blocks
+        return cls(
+            row.request_id, template, (STILL,), own.tokens.new_zeros(1), row.text, row.text,
+            None, None, own.cis, kinds, "model", own, adapters=row.adapters,
+        )  # fmt: skip
+
     @property
     def steps(self) -> int:
         return len(self.anchors)
+
+    @property
+    def lacks_references(self) -> bool:
+        """As of `FlowRow`."""
+        own = self.references
+        return own is not None and own.entry is None and self.anchors[self.step] != STILL
 
     def take_entry(self) -> AnchorEntry:
         return self.done.pop()
@@ -460,11 +513,16 @@ class FlowPrimingRow:
         raise AssertionError("priming takes one pass")
 
     def model_input(self) -> RowInput:
+        own = self.references
+        if own is not None and self.anchors[self.step] == STILL:
+            self.recorder = Recorder((frozenset({"kv"}),) * len(self.kinds), self.format)
+            return RowInput(own.tokens, self.text[:0], None, None, own.cis, capture=self.recorder)
         tokens = self.template.at(self.sigmas[self.step])
         self.recorder = Recorder(self.kinds, self.format)
-        return RowInput(
+        made = RowInput(
             tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder
         )
+        return made if own is None else replace(made, fixed=(own,))
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Priming moves nothing."""
@@ -480,7 +538,10 @@ class FlowPrimingRow:
     def advance(self, moves: Tensor) -> None:
         """Keep what was recorded; nothing has moved."""
         assert self.recorder is not None
-        self.done.append(self.recorder.entry(self.anchors[self.step]))
+        entry = self.recorder.entry(self.anchors[self.step])
+        if self.references is not None and entry.anchor == STILL:
+            self.references.entry = entry
+        self.done.append(entry)
         self.recorder = None
         self.step += 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.models import flux, flux2
-from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_core.planning.flops import ModelWork
 from maskserve_harness.published_models import FLUX_DEV, KLEIN_4B, KLEIN_9B
 
@@ -19,6 +19,9 @@ WORK = {
     "FLUX.1 Kontext": flux.count(FLUX_DEV, *SIZE, recorded=False, references=1),
     "FLUX.2 klein 4B": flux2.count(KLEIN_4B, *SIZE, recorded=False, references=1),
     "FLUX.2 klein 9B": flux2.count(KLEIN_9B, *SIZE, recorded=False, references=1),
+    "FLUX.2 klein 9B-KV, dense over its own cache": flux2.count(
+        KLEIN_9B, *SIZE, recorded=False, references=1, exact=True
+    ),
 }
 
 
@@ -33,8 +36,23 @@ def test_the_table_is_what_is_counted(name: str) -> None:
     rows = [work.row_at(m, 512) for m in (0.05, 0.11, 0.2, 0.35)]
     dense = work.step_flops([work.row_at(1.0, 512)], "dense")
     limits = [dense / work.step_flops([row], "kv") for row in rows]
-    nbytes = entry_bytes(work, "kv", FORMATS["int4"]) / 2**30
-    assert told == [round(dense / 1e12, 1), *(round(each, 1) for each in limits), round(nbytes, 2)]
+    fmt = FORMATS["int4"]
+    sizes = [n / 2**30 for n in (entry_bytes(work, "kv", fmt), still_bytes(work, fmt)) if n]
+    rounded = [round(each, 1) for each in (dense / 1e12, *limits)]
+    assert told == [*rounded, *(round(size, 2) for size in sizes)]
+
+
+def test_exact_references_are_read_by_all_tokens_and_made_once() -> None:
+    """Diffusers' first step computes them besides, each seeing references alone."""
+    with_own = WORK["FLUX.2 klein 9B-KV, dense over its own cache"]
+    without = flux2.count(KLEIN_9B, *SIZE, recorded=False, references=0)
+    whole = with_own.row_at(1.0, 512)
+    pairs = (4096 + 512) * 4096 * 4.0 * 4096 * len(with_own.blocks)
+    apart = with_own.step_flops([whole], "dense") - without.step_flops([whole], "dense")
+    assert apart == pytest.approx(pairs)
+    alone = without.step_flops([without.row_at(1.0, 0)], "dense")
+    assert with_own.still_flops == pytest.approx(alone)
+    assert without.still_flops == 0.0
 
 
 def test_a_context_is_no_part_of_a_mask_and_of_what_attends() -> None:
