@@ -52,6 +52,10 @@ _CORE, _ENGINE, _UNIT = "engine/maskserve_core", "engine/maskserve_engine", "tes
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
 _SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
+_FLOW, _FLUX2 = f"{_ENGINE}/families/flow", f"{_ENGINE}/families/flux2/adapter.py"
+_KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
+_PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
+_EXACT = f"{_UNIT}/engine/families/flow/test_exact_references.py"
 
 MUTATIONS = (
     # Which entry a row reads.
@@ -244,6 +248,100 @@ MUTATIONS = (
         "return sent if self._scales[step] == self._scales[sent.step] else None",
         "return sent",
         f"{_FAST}::test_which_residuals_a_step_adds",
+    ),
+    # Models that see the source as reference.
+    Mutation(
+        "a step moves the context",
+        f"{_FLOW}/batch.py",
+        "velocity.index_fill_(0, self._still, 0.0)",
+        "velocity.index_fill_(0, self._still, 1.0)",
+        f"{_PIPELINES}[distilled]",
+    ),
+    Mutation(
+        "a mask covers the context",
+        f"{_CORE}/planning/flops.py",
+        "tuple(mask_ratio * (n - self.context) for n in self.tokens)",
+        "tuple(mask_ratio * n for n in self.tokens)",
+        f"{_UNIT}/core/models/test_reference_counts.py"
+        "::test_a_context_is_no_part_of_a_mask_and_of_what_attends",
+    ),
+    Mutation(
+        "Kontext's reference lies where the picture does",
+        f"{_ENGINE}/families/flux/adapter.py",
+        "ids[text:] = torch.cartesian_prod(*axes)",
+        "ids[text:, 1:] = torch.cartesian_prod(*axes)[:, 1:]",
+        f"{_UNIT}/engine/families/flux/test_flux_dense.py"
+        "::test_a_dense_row_equals_the_pipeline[reference-1]",
+    ),
+    Mutation(
+        "klein's reference is the next picture",
+        _FLUX2,
+        "_REFERENCE = 10",
+        "_REFERENCE = 1",
+        f"{_PIPELINES}[distilled]",
+    ),
+    Mutation(
+        "the source of models with references is drawn",
+        f"{_FLOW}/preparation.py",
+        "clean = image.mode() if semantics.reference else image.sample(generator)",
+        "clean = image.sample(generator)",
+        f"{_PIPELINES}[distilled]",
+    ),
+    Mutation(
+        "klein's noise is drawn unpacked",
+        _FLUX2,
+        "return unpack_latents(packed.flatten(1).T, grid)",
+        "return packed.reshape(clean.shape)",
+        f"{_PIPELINES}[distilled]",
+    ),
+    Mutation(
+        "klein's mask is of single latents",
+        f"{_CORE}/imaging/preprocess.py",
+        "side = facts.vae_scale_factor * facts.mask_latents",
+        "side = facts.vae_scale_factor",
+        f"{_KLEIN}::test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke[distilled]",
+    ),
+    Mutation(
+        "FLUX.2's latents are as wide as their variance",
+        f"{_CORE}/models/latents.py",
+        "scale = 1.0 / np.sqrt(variance + epsilon)",
+        "scale = 1.0 / (variance + epsilon)",
+        f"{_PIPELINES}[distilled]",
+    ),
+    Mutation(
+        "base models are led away by another scale",
+        f"{_FLOW}/adapter.py",
+        "scale = settings.guidance_scale if cfg else settings.true_cfg_scale",
+        "scale = 2.0 if cfg else settings.true_cfg_scale",
+        f"{_PIPELINES}[base]",
+    ),
+    Mutation(
+        "exact references are of some time",
+        f"{_CORE}/contracts/keys.py",
+        "STILL = Anchor(0.0, 0.0, 0.0)",
+        "STILL = Anchor(0.0, 500.0, 0.0)",
+        f"{_PIPELINES}[exact]",
+    ),
+    Mutation(
+        "no keys of exact references are placed",
+        f"{_ENGINE}/batch/forward.py",
+        "sources = [None if own is None else own.source(index) for own in packed.fixed]",
+        "sources = [None for own in packed.fixed]",
+        f"{_PIPELINES}[exact]",
+    ),
+    Mutation(
+        "rows of a template make their own references",
+        f"{_ENGINE}/loop/local_executor.py",
+        "made.references.entry = handle",
+        "pass",
+        f"{_EXACT}::test_a_template_has_its_references_once_and_all_its_rows_read_them",
+    ),
+    Mutation(
+        "references do not hear of an adapter that came late",
+        f"{_FLOW}/adapter.py",
+        "row.references.entry = None  # made without them",
+        "pass",
+        f"{_EXACT}::test_references_are_made_again_with_adapters_that_came_late",
     ),
 )
 

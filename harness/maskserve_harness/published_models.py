@@ -31,7 +31,8 @@ KLEIN_4B: dict[str, Any] = {
     "joint_attention_dim": 7680,
     "guidance_embeds": False,
 }
-"""transformer/config.json of FLUX.2 klein 4B."""
+"""transformer/config.json of FLUX.2 klein 4B: the widths with which DiffSynth-Studio
+(diffsynth/configs/model_configs.py) makes the model of its file, as it does klein 9B's."""
 
 KLEIN_9B: dict[str, Any] = {
     **KLEIN_4B,

@@ -78,7 +78,8 @@ _STATISTICS = ("bn.running_mean", "bn.running_var")
 
 
 def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentSpace:
-    """The latents of a VAE whose shift and scale are a batch norm's.
+    """The latents of a VAE whose shift and scale are a batch norm's; plain ones of a folder that
+    tells shapes alone, without weights.
 
     Args:
         space: without them.
@@ -89,7 +90,11 @@ def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentS
         ConfigError: its weights lack the statistics.
     """
     found: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not any(folder.glob("*.bin")):
+        none = (0.0,) * (4 * space.channels)
+        return replace(space, shift=none, scale=(1.0,) * len(none), patch=2)
+    for file in files:
         try:
             tensors = header_of(file).tensors
         except (OSError, BadHeader) as error:

@@ -174,6 +174,16 @@ def named_edits(
     return edits
 
 
+NAMED_CLASSES: Final = ("both", "colour", "shape", "gone", "side")
+"""What a prompt asks of the object; `side` calls it by its place."""
+
+
+def named_class(name: str, n: int, size: tuple[int, int] = (128, 128)) -> list[Edit]:
+    """The first `n` edits of one of NAMED_CLASSES."""
+    side = name == "side"
+    return named_edits(n, size, "both" if side else name, side=side)
+
+
 def prompt_words() -> list[str]:
     """Every word that named prompts are made of, sorted."""
     text = " ".join((*BOTH, *COLOUR, *SHAPE, *GONE))

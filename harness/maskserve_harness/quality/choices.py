@@ -1,4 +1,6 @@
-"""Ways to keep and use entries, and what each would cost on FLUX.1-dev at 1024x1024."""
+"""Ways to keep and use entries, and what each would cost at 1024x1024: on FLUX.1-dev, or on FLUX.2
+klein 4B where the model sees the source as reference.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,12 @@ import math
 from dataclasses import dataclass, replace
 
 from maskserve_core.config import Config
+from maskserve_core.models import flux2
 from maskserve_core.models.facts import ALL_STEPS, ModelFacts, anchor_stride
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import ModelWork, RowTokens
-from maskserve_harness.published_models import FLUX_DEV
+from maskserve_harness.published_models import FLUX_DEV, KLEIN_4B
 
 FLUX_STEPS = 28
 FLUX_TEXT = 512
@@ -36,6 +39,9 @@ class CacheChoice:
     thin: int = 0
     """Whether only tokens near the mask and every fourth of the others are attended to, each of
     these for so many; 0: all are."""
+    references_alone: bool = False
+    """Whether of the tokens that are not computed the reference's alone are kept, and those of the
+    picture outside the mask are not."""
 
     @property
     def name(self) -> str:
@@ -47,6 +53,8 @@ class CacheChoice:
             parts.append(f"dense{self.dense_steps}")
         if self.thin:
             parts.append(f"thin{self.thin}")
+        if self.references_alone:
+            parts.append("references")
         if self.skip_below:
             parts.append(f"skip{self.skip_below:g}")
         return "-".join(parts)
@@ -61,28 +69,40 @@ class CacheChoice:
         """What a plan calls a block that reads such entries."""
         return "kv" if self.kind == "kv" else "project"
 
-    def flux_bytes(self, steps: int) -> float:
-        """Of one template of FLUX.1-dev at 1024x1024, of as many anchors as `steps` steps have."""
-        form = FORMATS["bfloat16" if self.format == "model" else self.format]
+    def flux_bytes(self, steps: int, work: ModelWork | None = None) -> float:
+        """Of one template, of as many anchors as `steps` steps have.
+
+        Args:
+            steps: of the schedule that anchors are taken from.
+            work: of a published model at 1024x1024; None: FLUX.1-dev.
+        """
+        form, work = FORMATS["bfloat16" if self.format == "model" else self.format], work or _flux()
         anchors = 0 if self.dense else math.ceil(steps / self.stride)
         kept = THIN_KEPT if self.thin else 1.0
-        return kept * anchors * entry_bytes(_flux(), self.kind, form)
+        if self.references_alone:
+            kept = work.context / work.tokens[0]
+        return kept * anchors * entry_bytes(work, self.kind, form)
 
-    def flux_flops(self, mask_ratio: float = 0.11, skipped: float = 0.0) -> float:
-        """Of an edit with a square mask on FLUX.1-dev at 1024x1024, per step; counted.
+    def flux_flops(
+        self, mask_ratio: float = 0.11, skipped: float = 0.0, work: ModelWork | None = None
+    ) -> float:
+        """Of an edit with a square mask, per step; counted.
 
         Args:
             mask_ratio: share of the tokens under the mask.
             skipped: share of the steps that compute the first block alone.
+            work: as of `flux_bytes`.
         """
-        work = _flux()
-        grid = math.isqrt(work.tokens[0])
+        work = work or _flux()
+        grid = math.isqrt(work.tokens[0] - work.context)
         side = round(math.sqrt(mask_ratio) * grid)
         whole = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
         active, seen = float(min(grid, side + 2 * self.ring) ** 2), work
         if self.thin:  # fewer keys
             keys = active + THIN_KEPT * (work.tokens[0] - active)
             seen = replace(work, tokens=(round(keys),))
+        if self.references_alone:
+            seen = replace(work, tokens=(round(active) + work.context,))
         share = min(1.0, self.dense_steps / FLUX_STEPS)
         mean = share * work.step_flops([whole], "dense")
         cached = RowTokens((active,), FLUX_TEXT)
@@ -94,10 +114,26 @@ def _flux() -> ModelWork:
     return flux_work(FLUX_DEV, 128, 128)
 
 
+def published(facts: ModelFacts) -> ModelWork:
+    """Of the published model at 1024x1024 that stands for models like this one."""
+    if not facts.semantics.context:
+        return _flux()
+    return flux2.count(KLEIN_4B, 128, 128, 0, recorded=False, references=1)
+
+
+def schedule(facts: ModelFacts, steps: int) -> int:
+    """Steps of the schedule from which a template's anchors are taken, for edits of `steps` steps:
+    those of a distilled model come from the few that it is made for.
+    """
+    few = facts.semantics.reference and facts.stride == 1
+    return facts.defaults.num_inference_steps if few else steps
+
+
 def default(facts: ModelFacts, steps: int) -> CacheChoice:
     """As `[cache]` and `[model] mask_ring` have it, with as many anchors as 28 steps would have."""
     config = Config()
-    cache, stride = config.cache, of_schedule(anchor_stride(config.cache.stride, facts), steps)
+    cache, stride = config.cache, anchor_stride(config.cache.stride, facts)
+    stride = of_schedule(stride, steps) if schedule(facts, steps) == steps else stride
     return CacheChoice(cache.entry_kind, cache.entry_format, stride, config.model.mask_ring)
 
 
@@ -111,6 +147,16 @@ def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[Cach
     denser = replace(chosen, dense_steps=1)
     if facts.semantics.masked_picture:
         return [chosen, denser, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
+    if facts.semantics.context:
+        anchors = [replace(chosen, stride=stride) for stride in (chosen.stride, 2, ALL_STEPS)]
+        found = [
+            way
+            for each in anchors
+            for way in (each, replace(each, references_alone=True), replace(each, dense_steps=1))
+        ]
+        found += [replace(anchors[-1], dense_steps=2), replace(chosen, ring=2)]
+        found += [replace(chosen, format=form) for form in ("int8", "model")]
+        return list(dict.fromkeys(found))
     found = [
         chosen,
         replace(chosen, ring=2),

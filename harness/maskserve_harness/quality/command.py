@@ -21,6 +21,14 @@ With --own edits whose rows have anchors of their own are compared, with rivals 
 
 With --base the model is made of an inpainting UNet: one that paints from the prompt alone.
 
+A model that sees the source as reference (train_demo_edit.py) gets edits that name what to change
+(demo_model/reference_edits.py), and is held against its dense rows: one anchor or more, dense first
+steps, the reference alone. At 20 steps, at the four that it is served with, and with own anchors:
+
+    python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --json edit-20.json
+    python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --steps 4
+    python scripts/bench eval_quality --model assets/models/demo-edit --own --n 8 --steps 4
+
 With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
 missed, as by edits that ignore them.
 
@@ -40,14 +48,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.base.job import EditJob
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.evaluation import run_edits
+from maskserve_harness.demo_model.reference_edits import NAMED_CLASSES, named_class
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.adapters import AdapterRig, asked_of, judged
 from maskserve_harness.quality.choices import CacheChoice, default, first_looks, frontier
+from maskserve_harness.quality.choices import published as published_work
 from maskserve_harness.quality.metrics import Picture, by_class, compare, rim_errors
 from maskserve_harness.quality.own_anchors import table as own_table
 from maskserve_harness.quality.published import missing, published
@@ -67,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--n", type=int, default=16, help="edits of each class (default 16)")
-    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
+    add("--classes", nargs="+", choices=(*CLASSES, *NAMED_CLASSES), help="default: all")
     add("--steps", type=int, default=20)
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
@@ -96,6 +108,7 @@ class Run:
     def __init__(self, rig: Rig, classes: dict[str, list[Edit]]) -> None:
         self.rig, self.classes = rig, classes
         self.default = default(rig.adapter.facts, rig.steps)
+        self.work = published_work(rig.adapter.facts)
         self.pictures: dict[str, ByClass] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
@@ -121,8 +134,10 @@ class Run:
                 self.facts[choice.name] = {
                     "bytes_per_template": rig.template_bytes(choice, entries[0]),
                     "default": choice == self.default,
-                    "flux_gib_per_template": round(choice.flux_bytes(rig.steps) / 2**30, 3),
-                    **flux_facts(choice, rig.skipped(choice)),
+                    "flux_gib_per_template": round(
+                        choice.flux_bytes(rig.schedule, self.work) / 2**30, 3
+                    ),
+                    **flux_facts(choice, self.work, rig.skipped(choice)),
                 }
             self.keep("served", name, [self._served(name, i, job) for i, job in enumerate(jobs)])
             self.facts["served"] = self.facts[self.default.name]
@@ -150,7 +165,7 @@ class Run:
             pipe,
             lambda n: {name: self._piped(pipe, e[:n], 1) for name, e in self.classes.items()},
             max(map(len, self.classes.values())),
-            flux_facts(self.default)["flux_flop_speedup"],
+            flux_facts(self.default, self.work)["flux_flop_speedup"],
         )
         self.facts["first_block_cache"] = {
             "threshold": threshold,
@@ -185,18 +200,29 @@ class Run:
         }
 
 
-def flux_facts(choice: CacheChoice, skipped: float = 0.0) -> dict[str, float]:
-    """What it comes to on FLUX.1-dev at 1024x1024, a square mask of 0.11.
+def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> dict[str, float]:
+    """What it comes to on a published model at 1024x1024, a square mask of 0.11.
 
     Args:
         choice: the way of caching.
+        work: of the model.
         skipped: share of the steps that compute the first block alone.
     """
-    flops = choice.flux_flops(skipped=skipped)
+    flops = choice.flux_flops(skipped=skipped, work=work)
+    dense, no_ring = (
+        each.flux_flops(work=work) for each in (CacheChoice(dense_steps=1000), CacheChoice())
+    )
     return {
-        "flux_flop_speedup": round(CacheChoice(dense_steps=1000).flux_flops() / flops, 3),
-        "flux_flops_of_no_ring": round(flops / CacheChoice().flux_flops(), 3),
+        "flux_flop_speedup": round(dense / flops, 3),
+        "flux_flops_of_no_ring": round(flops / no_ring, 3),
     }
+
+
+def classes_of(facts: ModelFacts, wanted: list[str] | None, n: int) -> dict[str, list[Edit]]:
+    """Edits of the classes that a model is asked for; all that it knows if none is named."""
+    if facts.semantics.reference:
+        return {name: named_class(name, n) for name in wanted or NAMED_CLASSES}
+    return {name: edits_of(name, n) for name in wanted or CLASSES}
 
 
 def judge_adapters(args: argparse.Namespace) -> int:
@@ -235,17 +261,21 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     if args.adapters:
         return judge_adapters(args)
-    classes = {name: edits_of(name, args.n) for name in args.classes}
     if args.own:
         with TemporaryDirectory() as made:
             folder = write_base(args.model, Path(made) / "base") if args.base else args.model
-            return compare_own(Rig(folder, args.steps), classes, args)
+            rig = Rig(folder, args.steps)
+            classes = classes_of(rig.adapter.facts, args.classes, args.n)
+            return compare_own(rig, classes, args)
     rig = Rig(args.model, args.steps)
+    classes = classes_of(rig.adapter.facts, args.classes, args.n)
+    if args.frontier and rig.adapter.facts.semantics.reference:
+        raise SystemExit("eval_quality: --frontier: not of models that see the source as reference")
     run = Run(rig, classes)
     few = first_looks(run.default, rig.adapter.facts, args.steps)
     run.make(frontier(run.default, args.steps) if args.frontier else few)
-    semantics = rig.adapter.facts.semantics.name
-    reference = "dense" if args.frontier or semantics == "inpaint" else "diffusers"
+    semantics = rig.adapter.facts.semantics
+    reference = "dense" if args.frontier or semantics.blends else "diffusers"
     if reference == "diffusers":
         from diffusers import FluxFillPipeline
 
@@ -258,7 +288,7 @@ def main() -> int:
         **about(hardware(torch.device("cpu"))),
         "steps": args.steps,
         "edits": len(ratios),
-        "semantics": semantics,
+        "semantics": semantics.name,
         "mean_mask_ratio": round(float(np.mean(ratios)), 4),
         "reference": reference,
         "default": run.default.name,
@@ -269,7 +299,7 @@ def main() -> int:
     print(report["note"])
     write_json(report, args.json)
     if args.plots and args.frontier:
-        plot_frontier(systems, args.plots, semantics)
+        plot_frontier(systems, args.plots, semantics.name)
     shown = {name: run.pictures[name] for name in run.pictures if "-" not in name}
     shown[run.default.name] = run.pictures[run.default.name]
     if args.rim:

@@ -29,8 +29,8 @@ from maskserve_engine.families.registry import load_adapter, load_decoder, load_
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.demo_model.scenes import Edit
-from maskserve_harness.quality.choices import CacheChoice
-from maskserve_harness.quality.thinning import thinned
+from maskserve_harness.quality.choices import CacheChoice, schedule
+from maskserve_harness.quality.thinning import references_alone, thinned
 
 Picture = NDArray[np.uint8]
 TokenIds = NDArray[np.int64]
@@ -66,6 +66,7 @@ class Rig:
         self.folder, self.steps = folder, steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = cast(FluxAdapter, load_adapter(self.config))
+        self.schedule = schedule(self.adapter.facts, steps)
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
         self.served: ControlService | None = None
@@ -113,11 +114,11 @@ class Rig:
         return self._finish_all(edits, rows)
 
     def entries(self, jobs: Sequence[EditJob]) -> list[tuple[AnchorEntry, ...]]:
-        """Each template's entries at every step, both kinds, in model dtype."""
+        """Each template's entries at every step of its schedule, both kinds, in model dtype."""
         rows = []
         for job in jobs:
             tokens = job.moments.shape[1] * job.moments.shape[2] // 4
-            anchors = self.adapter.anchors(tokens, self.steps, 1)
+            anchors = self.adapter.anchors(tokens, self.schedule, 1)
             rows.append(
                 self.adapter.priming_row(
                     job,
@@ -146,7 +147,7 @@ class Rig:
         rows = self._dense_rows(jobs) if choice.dense else self.cached_rows(jobs, entries, choice)
         for row in rows if choice.skip_below else ():
             row.first_block = FirstBlockCache(choice.skip_below)
-        parts = [self._thinned(row, choice.thin) for row in rows] if choice.thin else rows
+        parts = [self._fewer(row, choice) for row in rows]
         self.run(parts, (choice.block_kind,) * self.adapter.blocks)
         self._steps_skipped[choice] += sum(part.skipped for part in parts)
         for row, part in zip(rows, parts, strict=True):
@@ -184,8 +185,11 @@ class Rig:
         self.attach(row, job)
         return row
 
-    def _thinned(self, row: FlowRow, stands_for: int) -> FlowRow:
-        part = thinned(row, stands_for)
+    def _fewer(self, row: FlowRow, choice: CacheChoice) -> FlowRow:
+        """A row that attends to the tokens that the choice keeps."""
+        if not (choice.thin or choice.references_alone):
+            return row
+        part = thinned(row, choice.thin) if choice.thin else references_alone(row)
         self.replay.follow(part, row)
         return part
 
@@ -235,6 +239,8 @@ class Rig:
                     latents=row.latents[index],
                     condition=condition,
                     blend=None if row.blend is None else row.blend.take(index),
+                    context=None,
+                    references=None,
                 )
             )
         self.run(parts, ())

@@ -1,4 +1,5 @@
-"""Thinned context: of the tokens outside, those near the mask and a quarter of the others.
+"""Fewer tokens to attend to: of those outside, some near the mask and a quarter of the others, or
+none but the reference's.
 
 A far token that is kept may stand for the four it replaces: log 4 on its logits, which is what its
 key and value standing there four times come to.
@@ -35,12 +36,27 @@ def thinned(row: FlowRow, stands_for: int) -> FlowRow:
     ).min(axis=1)
     near = np.flatnonzero(apart <= NEAR)
     far = np.flatnonzero((apart > NEAR) & (ys % 2 == 0) & (xs % 2 == 0))
-    chosen = torch.from_numpy(np.concatenate((near, np.repeat(far, stands_for))))
+    return _of(row, torch.from_numpy(np.concatenate((near, np.repeat(far, stands_for)))))
+
+
+def references_alone(row: FlowRow) -> FlowRow:
+    """A cached row like `row` that attends to no token of the picture outside the mask."""
+    held = row.inactive
+    if held is None:
+        return row
+    return _of(row, torch.nonzero(held.index >= row.grid[0] * row.grid[1])[:, 0])
+
+
+def _of(row: FlowRow, chosen: torch.Tensor) -> FlowRow:
+    """With some of its inactive tokens."""
+    held = row.inactive
+    assert held is not None
     assert isinstance(held.outside, FlowTemplate)
+    picture = chosen[chosen < len(held.outside.clean)]
     fewer = replace(
         held,
         index=held.index[chosen],
-        outside=held.outside.take(chosen),
+        outside=held.outside.take(picture),
         cis=held.cis[chosen],
         selection=Selection([held.index[chosen].numpy()]),
     )

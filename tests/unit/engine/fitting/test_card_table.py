@@ -52,6 +52,23 @@ def test_a_folder_without_weights_is_told_by_its_classes(
         assert fits[0].decoder == fits[1].decoder
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "template"),
+    [("flux2-klein-4b-shapes", 3.9e9, 4 * 0.66), ("flux2-klein-9b-kv-shapes", 9.1e9, 5 * 0.56)],
+)
+def test_klein_has_its_published_size_and_exact_references_stand_once(
+    name: str, numbers: float, template: float
+) -> None:
+    shapes = Shapes(config_of(CHECKOUT / "assets" / "models" / name))
+    assert shapes.weights["bf16"] / 2 == pytest.approx(numbers, rel=0.01)
+    assert shapes.size.nbytes / GIB == pytest.approx(template, rel=0.02)
+    assert (shapes.size.anchors, shapes.facts.defaults.num_inference_steps) == (4, 4)
+    work = shapes.adapter.work(128, 128)
+    if shapes.facts.semantics.exact:  # of a row in the model's format, for as long as it runs
+        own = 2 * 2 * 4096 * 4096 * len(work.blocks)
+        assert shapes.fit("bf16", 200 * GIB).step > shapes.configured.engine.max_rows * own
+
+
 def test_flux_fill_has_its_published_size(flux_fill: Shapes) -> None:
     assert flux_fill.weights["bf16"] == pytest.approx(23.8e9, rel=0.01)
     encoder = flux_fill.fit("bf16", 200 * GIB).encoder

@@ -22,6 +22,7 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flow.rows import FlowPrimingRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.tiny_flux2 import build_tiny_flux2
@@ -88,6 +89,29 @@ def test_exact_references_depend_on_the_picture_alone_and_others_on_all(
     pixels = replace(case, pixels=255 - case.pixels)
     found = keys_at(adapter, encode_case(encoder, pixels, "pixels"), 1)
     assert float((found - expected).abs().max()) > 1e-2
+
+
+def test_references_are_made_again_with_adapters_that_came_late(
+    folders: dict[str, Path], encoder: Encoder
+) -> None:
+    adapter = load_adapter(config_of(folders["exact"], model=TEXT))
+    width, inner = adapter.weights.width, 3 * adapter.weights.width
+    layer = "single_transformer_blocks.0.attn.to_qkv_mlp_proj"
+    rng = np.random.default_rng(0)
+    down = torch.from_numpy(rng.standard_normal((2, width), np.float32))
+    up = torch.from_numpy(rng.standard_normal((3 * width + 2 * inner, 2), np.float32))
+    loras = ((adapter.low_rank({layer: Factors(down, up)}), 1.0),)
+    job = one(encoder, "late")
+
+    def keys(*, late: bool) -> Tensor:
+        row = adapter.dense_row(job)
+        if late:
+            adapter.step([row], None)
+        adapter.attach(row, job, loras)
+        adapter.step([row], None)
+        return torch.stack([block.keys.data for block in row.references.entry.blocks])
+
+    assert torch.equal(keys(late=True), keys(late=False))
 
 
 @pytest.fixture(scope="module")
