@@ -24,6 +24,12 @@ _REFERENCE = 10
 """On the first axis of positions, of the first reference; the picture has 0."""
 
 
+_AT_10_STEPS, _AT_200_STEPS = (8.73809524e-05, 1.89833333), (0.00016927, 0.45666666)
+"""The schedule's shift over image tokens: slope and base."""
+_LARGE = 4300
+"""Tokens."""
+
+
 class Flux2Preparation(FlowPreparation):
     """What Flux2KleinInpaintPipeline draws, in its order."""
 
@@ -54,9 +60,12 @@ class Flux2Adapter(FluxAdapter):
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
-        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-
-        return float(compute_empirical_mu(image_seq_len=tokens, num_steps=steps))
+        """By the publisher's measurements, between whose steps it goes on a line; of large pictures
+        the steps do not matter. (Its pipeline's module asks for text encoders, which denoisers do
+        without.)
+        """
+        few, many = (slope * tokens + base for slope, base in (_AT_10_STEPS, _AT_200_STEPS))
+        return many if tokens > _LARGE else many + (few - many) * (200 - steps) / 190
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)

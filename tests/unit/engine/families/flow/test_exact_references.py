@@ -123,7 +123,7 @@ def encoder(folders: dict[str, Path]) -> Encoder:
 def engine(folders: dict[str, Path], encoder: Encoder) -> Iterator[Engine]:
     engine = make_engine(folders["exact"], encoder, TEXT)
     yield engine
-    engine.stop()
+    engine.close(5.0)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.control_nets import check_config
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.families.flux2.adapter import Flux2Adapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.stages.latents import to_model
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
@@ -107,6 +108,15 @@ def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
     cached_rows.run(model.replay, rows, "dense")
     for case, row in zip(cases, rows, strict=True):
         assert_equal(row.result().array(), model.oracle(case))
+
+
+@pytest.mark.parametrize("steps", [1, 4, 28, 50])
+@pytest.mark.parametrize("tokens", [16, 1024, 4096, 4300, 4301, 9000])
+def test_schedules_are_shifted_as_the_pipelines_are(tokens: int, steps: int) -> None:
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    found = Flux2Adapter.shift({}, tokens, steps)
+    assert found == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
 
 
 def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
