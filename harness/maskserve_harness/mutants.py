@@ -55,6 +55,7 @@ _SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
 _FLOW, _FLUX2 = f"{_ENGINE}/families/flow", f"{_ENGINE}/families/flux2/adapter.py"
 _KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
 _PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
+_QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
 _EXACT = f"{_UNIT}/engine/families/flow/test_exact_references.py"
 
 MUTATIONS = (
@@ -342,6 +343,20 @@ MUTATIONS = (
         "row.references.entry = None  # made without them",
         "pass",
         f"{_EXACT}::test_references_are_made_again_with_adapters_that_came_late",
+    ),
+    Mutation(
+        "Qwen-Image's guided answers are as long as they come out",
+        f"{_ENGINE}/families/qwen_image/adapter.py",
+        "own.mul_(length / own.norm(dim=-1, keepdim=True))",
+        "pass",
+        f"{_QWEN}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "a template of Qwen-Image serves prompts of one length",
+        f"{_CORE}/models/qwen_image.py",
+        "keys_know_text=False",
+        "keys_know_text=True",
+        f"{_QWEN}::test_entries_do_not_depend_on_how_long_a_prompt_is",
     ),
 )
 

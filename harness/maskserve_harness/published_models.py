@@ -43,6 +43,17 @@ KLEIN_9B: dict[str, Any] = {
 }
 """transformer/config.json of FLUX.2 klein 9B."""
 
+QWEN_IMAGE: dict[str, Any] = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "in_channels": 64,
+    "out_channels": 16,
+    "patch_size": 2,
+    "num_layers": 60,
+    "joint_attention_dim": 3584,
+}
+"""transformer/config.json of Qwen-Image, which is its class's own default."""
+
 FLUX_DEV_SAMPLER: dict[str, Any] = {
     "base_image_seq_len": 256,
     "base_shift": 0.5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,9 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
     return folder
 
 
-def chat_tokenizer() -> Any:
-    """A byte-level tokenizer without merges, with a chat template."""
-    from tokenizers import Tokenizer, pre_tokenizers
+def chat_tokenizer(texts: Sequence[str] = ()) -> Any:
+    """A byte-level tokenizer with a chat template; each word of `texts` is one token."""
+    from tokenizers import Tokenizer, pre_tokenizers, trainers
     from tokenizers.models import BPE
     from transformers import Qwen2TokenizerFast
 
@@ -84,6 +85,16 @@ def chat_tokenizer() -> Any:
     vocab = {word: i for i, word in enumerate([*letters, *special])}
     bpe = Tokenizer(BPE(vocab=vocab, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if texts:
+        bpe.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=2000,
+                special_tokens=special,
+                initial_alphabet=letters,
+                show_progress=False,
+            ),
+        )
     tokenizer = Qwen2TokenizerFast(
         tokenizer_object=bpe,
         unk_token=None,

@@ -124,6 +124,9 @@ class ModelFacts:
     negative_prompts: bool = True
     """Whether an edit may name what classifier-free guidance leads away from; else it is the empty
     prompt."""
+    keys_know_text: bool = True
+    """Whether where a picture's tokens lie, and so what entries hold, depends on how long a prompt
+    is, or all prompts are equally long."""
     mask_latents: int = 1
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
     skips_steps: bool = False

@@ -205,7 +205,9 @@ _OF_BLOCK = re.compile(r"((?:single_)?transformer_blocks)\.(\d+)\.(.+)")
 _BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 _OUTSIDE = {
     "x_embedder": ("before", "token"),
+    "img_in": ("before", "token"),
     "context_embedder": ("before", "text"),
+    "txt_in": ("before", "text"),
     "norm_out": ("after", "row"),
     "proj_out": ("after", "token"),
 }
@@ -232,10 +234,10 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
         kind, number, layer = found.groups()
         single = kind == _BLOCKS[1]
         own = blocks[int(number) + double * single]
-        if layer.startswith("norm"):
+        if layer.startswith(("norm", "img_mod", "txt_mod")):
             own["row"] += numbers
             continue
-        words = "context" in layer or "add_" in layer
+        words = any(each in layer for each in ("context", "add_", "txt_"))
         for term in ("token", "text") if single else ("text",) if words else ("token",):
             own[term] += numbers
         if layer in ("attn.to_k", "attn.to_v"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maskserve_core.config import Config, ConfigError, EngineConfig
-from maskserve_core.models import flux, flux2, unet
+from maskserve_core.models import flux, flux2, qwen_image, unet
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
 
@@ -57,7 +57,12 @@ class FamilyFacts(Protocol):
         """What a LoRA of the blocks has per rank, as `lora_work` takes it."""
 
 
-FAMILIES: dict[str, FamilyFacts] = {"flux": flux, "flux2": flux2, "unet": unet}
+FAMILIES: dict[str, FamilyFacts] = {
+    "flux": flux,
+    "flux2": flux2,
+    "qwen_image": qwen_image,
+    "unet": unet,
+}
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
 
 

@@ -47,6 +47,13 @@ def _flux2() -> FamilyLoaders:
     return FamilyLoaders(Flux2Encoder.load, Flux2Adapter.load, Decoder.load)
 
 
+def _qwen_image() -> FamilyLoaders:
+    from maskserve_engine.families.qwen_image.adapter import QwenImageAdapter
+    from maskserve_engine.families.qwen_image.encode import QwenImageEncoder
+
+    return FamilyLoaders(QwenImageEncoder.load, QwenImageAdapter.load, Decoder.load)
+
+
 def _unet() -> FamilyLoaders:
     from maskserve_engine.families.unet.adapter import UnetAdapter
     from maskserve_engine.families.unet.encode import UnetEncoder
@@ -57,6 +64,7 @@ def _unet() -> FamilyLoaders:
 FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "flux": _flux,
     "flux2": _flux2,
+    "qwen_image": _qwen_image,
     "unet": _unet,
 }
 """By the name in ModelFacts.family; imported when first asked for."""

@@ -264,13 +264,14 @@ class TemplateCache:
         """The name of the entries that fit this edit."""
         settings = job.request.settings
         guidance = settings.guidance_scale if self.adapter.facts.guidance == "embedded" else None
+        length = len(job.conditioning["prompt_embeds"])
         return TemplateKey(
             model_revision=self.model_revision,
             pixels_id=job.request.pixels_id or job.request.template_id,
             noise_seed=job.request.template_noise_seed,
             priming_prompt=PRIMING_PROMPT,
             guidance=guidance,
-            text_tokens=len(job.conditioning["prompt_embeds"]),
+            text_tokens=length if self.adapter.facts.keys_know_text else 0,
             dtype=self.dtype,
             entry_kind=self._kept,
             entry_format=self.config.entry_format,

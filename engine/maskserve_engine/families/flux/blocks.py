@@ -88,8 +88,8 @@ def embed(
     """
     own, dtype = weights.time_text_embed, weights.dtype
     rows = [(row, row + 1) for row in range(timesteps.shape[1])]
-    # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
-    times = timesteps.to(dtype) / 1000 * 1000
+    # The pipeline divides by 1000 in the latents' dtype and most models multiply again.
+    times = timesteps.to(dtype) / 1000 * own.clock
 
     def projected(values: Tensor) -> Tensor:
         return own.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)

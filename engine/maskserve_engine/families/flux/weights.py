@@ -42,6 +42,8 @@ class TimeTextEmbed(NamedTuple):
     """None: a model without embedded guidance."""
     text_embedder: TwoLayers | None
     """None: a model without a pooled prompt."""
+    clock: float = 1000.0
+    """By what the model multiplies the pipeline's time, 0 to 1, before it projects it."""
 
 
 class Shared(NamedTuple):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.models import flux, flux2
+from maskserve_core.models import flux, flux2, qwen_image
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_core.planning.flops import ModelWork
-from maskserve_harness.published_models import FLUX_DEV, KLEIN_4B, KLEIN_9B
+from maskserve_harness.published_models import FLUX_DEV, KLEIN_4B, KLEIN_9B, QWEN_IMAGE
 
 ROOT = Path(__file__).parents[4]
 SIZE = (128, 128, 0)
@@ -22,6 +22,7 @@ WORK = {
     "FLUX.2 klein 9B-KV, dense over its own cache": flux2.count(
         KLEIN_9B, *SIZE, recorded=False, references=1, exact=True
     ),
+    "Qwen-Image, 64 text tokens": qwen_image.count(QWEN_IMAGE, *SIZE, recorded=False, references=0),
 }
 
 
@@ -33,8 +34,9 @@ def test_the_table_is_what_is_counted(name: str) -> None:
         line for line in text.splitlines() if line.startswith(f"| {name} |") and " / " in line
     )
     told = [float(number) for number in re.findall(r"\d+\.\d+", line)]
-    rows = [work.row_at(m, 512) for m in (0.05, 0.11, 0.2, 0.35)]
-    dense = work.step_flops([work.row_at(1.0, 512)], "dense")
+    length = 64 if "64 text" in name else 512
+    rows = [work.row_at(m, length) for m in (0.05, 0.11, 0.2, 0.35)]
+    dense = work.step_flops([work.row_at(1.0, length)], "dense")
     limits = [dense / work.step_flops([row], "kv") for row in rows]
     fmt = FORMATS["int4"]
     sizes = [n / 2**30 for n in (entry_bytes(work, "kv", fmt), still_bytes(work, fmt)) if n]

@@ -13,6 +13,8 @@ import pytest
 from maskserve_core.config import Config, ModelConfig
 from maskserve_engine.stages.unused_libraries import unused_libraries
 from maskserve_harness.checkout import CHECKOUT
+from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
 
 ALL = {"peft", "torchao", "bitsandbytes", "gguf", "scipy"}
 
@@ -53,17 +55,21 @@ def test_a_sampler_with_beta_sigmas_has_scipy(tmp_path: Path) -> None:
         assert ("scipy" in unused_libraries(config)) is hidden
 
 
-def test_a_process_does_without_the_others(tiny_fill: Path) -> None:
+def test_a_process_does_without_the_others(tiny_fill: Path, tmp_path: Path) -> None:
+    """Of each family; anchors, as rows, follow from the schedule."""
+    klein, qwen = build_tiny_flux2(tmp_path / "klein"), build_tiny_qwen_image(tmp_path / "qwen")
+    folders = [str(each) for each in (tiny_fill, klein, qwen)]
     program = f"""
 import sys
 from maskserve_core.config import Config, ModelConfig
 from maskserve_engine.families.registry import load_adapter, load_decoder
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
-config = Config(model=ModelConfig(path={str(tiny_fill)!r}))
+configs = [Config(model=ModelConfig(path=path)) for path in {folders!r}]
 assert "diffusers" not in sys.modules
-hide_unused_libraries(config, text=False)
-load_decoder(config)
-load_adapter(config)
+hide_unused_libraries(configs[0], text=False)
+for config in configs:
+    load_decoder(config)
+    load_adapter(config).anchors(64, 4, 1)
 from diffusers import ControlNetModel, FluxControlNetModel
 print(sorted(name for name in {sorted({*ALL, "transformers", "torch._dynamo"})}
              if sys.modules.get(name)))

@@ -1,0 +1,95 @@
+"""Qwen-Image: pipelines, defaults, what a folder says, work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from maskserve_core.config import EngineConfig
+from maskserve_core.models import flux
+from maskserve_core.models.facts import DenseSteps, EditDefaults, ModelFacts, read_json
+from maskserve_core.models.latents import latent_space
+from maskserve_core.models.semantics import INPAINT
+from maskserve_core.planning.flops import ModelWork
+
+PIPELINES = {
+    "QwenImageInpaintPipeline": INPAINT,
+    "QwenImageImg2ImgPipeline": INPAINT,
+    "QwenImagePipeline": INPAINT,
+}
+"""By the class in model_index.json: what is served of it."""
+NAME = "Qwen-Image models"
+SETTINGS = ()
+"""It has no keys of the configuration that other models lack."""
+DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=0.0)
+"""Those of QwenImageInpaintPipeline, which guides where an edit has a negative prompt."""
+_STRIDE = 7
+_PATCH = 2
+
+lora_work = flux.lora_work
+control_work = flux.control_work
+
+
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+    """The facts of a Qwen-Image folder; ConfigError if a part of it cannot be read."""
+    sampler = read_json(folder / "scheduler" / "scheduler_config.json")
+    latents = latent_space(read_json(folder / "vae" / "config.json"))
+    return ModelFacts(
+        family="qwen_image",
+        semantics=PIPELINES[pipeline],
+        latents=latents,
+        patch=_PATCH,
+        native_resolution=native_resolution or 128 * latents.pixels,
+        size_multiple=latents.pixels * _PATCH,
+        guidance="none",
+        defaults=DEFAULTS,
+        stride=_STRIDE,
+        dense_steps=DenseSteps(prompt=1, side=1),
+        own_stride=0.0,
+        true_cfg=True,
+        denoiser=read_json(folder / "transformer" / "config.json"),
+        control=None,
+        keeps_placed=True,
+        keys_know_text=False,
+        least_steps=2 if sampler.get("shift_terminal") else 1,
+    )
+
+
+def records(engine: EngineConfig) -> bool:
+    """Steps are not CUDA graphs."""
+    return False
+
+
+def count(
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    halo: int,
+    *,
+    recorded: bool,
+    references: int,
+    exact: bool = False,
+) -> ModelWork:
+    """As FLUX.1's, whose double blocks are all that it has."""
+    alike = {**config, "num_single_layers": 0, "pooled_projection_dim": 0, "guidance_embeds": False}
+    base = flux.count(
+        alike, height, width, halo, recorded=recorded, references=references, exact=exact
+    )
+    return replace(base, family="qwen_image")
+
+
+def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
+    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    attention = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    )  # fmt: skip
+    block = {f"attn.{layer}": 2 * h for layer in attention}
+    block |= {f"{mlp}.net.{n}": 5 * h for mlp in ("img_mlp", "txt_mlp") for n in ("0.proj", "2")}
+    return {
+        f"transformer_blocks.{number}.{layer}": numbers
+        for number in range(int(config["num_layers"]))
+        for layer, numbers in block.items()
+    }

@@ -1,0 +1,61 @@
+"""Qwen-Image: what of its rows is not FLUX.1's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.qwen_image.weights import places_of, weights_of
+from maskserve_engine.layers.low_rank import Adapters, Place
+
+
+class QwenImageBatch(FluxBatch):
+    """Rows stepped by a QwenImageTransformer2DModel."""
+
+    @staticmethod
+    def guide(own: Tensor, away: Tensor, scale: float) -> None:
+        """Each token's answer stays as long as that to its prompt was."""
+        length = own.norm(dim=-1, keepdim=True)
+        FluxBatch.guide(own, away, scale)
+        own.mul_(length / own.norm(dim=-1, keepdim=True))
+
+
+class QwenImageAdapter(FluxAdapter):
+    """Rows of Qwen-Image's edits over one QwenImageTransformer2DModel."""
+
+    batches = QwenImageBatch
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers import QwenImageTransformer2DModel
+
+        return QwenImageTransformer2DModel
+
+    def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
+        return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)
+
+    @staticmethod
+    def places_of(model: Any) -> Mapping[str, Place]:
+        return places_of(model)
+
+    def blank_prompt(self, tokens: int) -> Conditioning:
+        width = self.facts.denoiser["joint_attention_dim"]
+        return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
+
+    def text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
+        return super().text(self.model.txt_norm(embeds), adapters)
+
+    def positions(self, height: int, width: int, text: int) -> Tensor:
+        """The picture's from its middle on, the text's behind it on its diagonal."""
+        image, words = self.model.pos_embed(
+            [(1, height, width)], device=self.device, max_txt_seq_len=text
+        )
+        return torch.cat((words, image))

@@ -1,0 +1,89 @@
+"""What Qwen-Image takes of a prompt: a Qwen2.5-VL's last states, its template's words apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from maskserve_core.config import Config
+from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
+from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.stages.encoded import TokensRead
+from maskserve_engine.stages.vae import load_vae
+
+
+@lru_cache(maxsize=1)
+def _pipeline_of(model: Any, tokenizer: Any) -> Any:
+    """The pipeline that knows the template and reads prompts; it has no other parts."""
+    from diffusers import QwenImageInpaintPipeline
+
+    return QwenImageInpaintPipeline(
+        scheduler=None, vae=None, text_encoder=model, tokenizer=tokenizer, transformer=None
+    )
+
+
+class _TemplateEncoder(TextEncoder):
+    """Whose prompts stand in the pipeline's template."""
+
+    @property
+    def pipeline(self) -> Any:
+        return _pipeline_of(self.model, self.tokenizer)
+
+    def read_of(self, prompt: str) -> TokensRead:
+        own = self.pipeline
+        said = self.tokenizer(own.prompt_template_encode.format(prompt), verbose=False)
+        words = len(said.input_ids) - own.prompt_template_encode_start_idx
+        used = min(words, self.length)
+        return TokensRead(used, words - used)
+
+
+class QwenImageEncoder(Encoder):
+    """VAE encoder and text encoder of a Qwen-Image folder.
+
+    Args:
+        facts: what the folder says.
+        vae: AutoencoderKLQwenImage.
+        text: a Qwen2.5-VL.
+    """
+
+    def __init__(self, facts: ModelFacts, vae: Any, text: _TemplateEncoder) -> None:
+        super().__init__(facts, vae)
+        self.text = text
+
+    @classmethod
+    def load(cls, facts: ModelFacts, config: Config) -> QwenImageEncoder:
+        """Raises ConfigError when a part cannot be loaded."""
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        limit_threads(config)
+        text = _TemplateEncoder.load(
+            config, Qwen2_5_VLForConditionalGeneration, length=config.model.max_sequence_length
+        )
+        assert isinstance(text, _TemplateEncoder), "it is of the class that loads it"
+        return cls(facts, load_vae(config, facts), text)
+
+    @property
+    def text_encoders(self) -> dict[str, TextEncoder]:
+        return {"text_encoder": self.text}
+
+    @property
+    def text_models(self) -> dict[str, Any]:
+        """None: diffusers applies LoRAs of Qwen-Image to the transformer alone."""
+        return {}
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """`prompt_embeds` [T, width] of each prompt, as long as it is."""
+        with torch.inference_mode():
+            states, mask = self.text.pipeline.encode_prompt(
+                list(prompts), max_sequence_length=self.text.length
+            )
+        lengths = [states.shape[1]] * len(states) if mask is None else mask.sum(1).tolist()
+        return [
+            {"prompt_embeds": each[: int(length)].copy()}
+            for each, length in zip(to_numpy(states), lengths, strict=True)
+        ]

@@ -1,0 +1,101 @@
+"""The weights of a QwenImageTransformer2DModel, as FLUX.1's blocks take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from maskserve_engine.families.flux.weights import (
+    JOINT_ATTENTION,
+    Double,
+    FluxWeights,
+    StreamWeights,
+    TimeTextEmbed,
+    TwoLayers,
+    block_norms,
+)
+from maskserve_engine.layers.linear import linear
+from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
+
+
+def weights_of(model: Any, **more: Any) -> FluxWeights:
+    """Of a QwenImageTransformer2DModel; `more` fields of FluxWeights."""
+    embed = model.time_text_embed
+    two = TwoLayers(*(linear(getattr(embed.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
+
+    with torch.no_grad():
+        return FluxWeights(
+            linear(model.img_in),
+            TimeTextEmbed(embed.time_proj, two, None, None, clock=1.0),
+            linear(model.txt_in),
+            tuple(_double(block) for block in model.transformer_blocks),
+            (),
+            linear(model.norm_out.linear),
+            linear(model.proj_out),
+            model.config.attention_head_dim,
+            model.device,
+            model.dtype,
+            **more,
+        )
+
+
+def _double(block: Any) -> Double:
+    attn = block.attn
+    image = StreamWeights(
+        linear(block.img_mod[1]),
+        linear(attn.to_q, attn.to_k, attn.to_v),
+        linear(attn.to_out[0]),
+        linear(block.img_mlp.net[0].proj),
+        linear(block.img_mlp.net[2]),
+    )
+    text = StreamWeights(
+        linear(block.txt_mod[1]),
+        linear(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+        linear(attn.to_add_out),
+        linear(block.txt_mlp.net[0].proj),
+        linear(block.txt_mlp.net[2]),
+    )
+    norms = block_norms(attn.norm_added_q, attn.norm_added_k), block_norms(attn.norm_q, attn.norm_k)
+    return Double(image, text, torch.stack(norms))
+
+
+_OF_BLOCK = {
+    "img_mod.1": ("image.vectors", 0),
+    "txt_mod.1": ("text.vectors", 0),
+    **JOINT_ATTENTION,
+    "img_mlp.net.0.proj": ("image.up", 0),
+    "img_mlp.net.2": ("image.down", 0),
+    "txt_mlp.net.0.proj": ("text.up", 0),
+    "txt_mlp.net.2": ("text.down", 0),
+}
+"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+_OUTSIDE = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "norm_out.linear": "last_vectors",
+    "proj_out": "proj_out",
+    "time_text_embed.timestep_embedder.linear_1": "time_text_embed.timestep_embedder.linear_1",
+    "time_text_embed.timestep_embedder.linear_2": "time_text_embed.timestep_embedder.linear_2",
+}
+
+
+def places_of(model: Any) -> dict[str, Place]:
+    """Where the layers that an adapter may change lie in the weights.
+
+    Args:
+        model: QwenImageTransformer2DModel.
+    """
+    width, places = model.img_in.out_features, {}
+    for name, module in model.named_modules():
+        stack, _, rest = name.partition(".")
+        number, _, layer = rest.partition(".")
+        found = None
+        if name in _OUTSIDE:
+            found = _OUTSIDE[name], 0
+        elif stack == "transformer_blocks" and layer in _OF_BLOCK:
+            product, widths = _OF_BLOCK[layer]
+            found = f"double_blocks.{number}.{product}", widths
+        if found is not None and is_layer(module):
+            places[name] = Place(found[0], found[1] * width, layer_shape(module))
+    return places
