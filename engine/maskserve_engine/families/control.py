@@ -213,11 +213,13 @@ class OpenedRows(ABC):
 
     device: torch.device
 
-    @abstractmethod
-    def opening(self, row: Any, job: EditJob) -> Opening | None: ...
+    def opening(self, row: Any, job: EditJob) -> Opening | None:
+        """See `Adapter.opening`; of a family without ControlNets none acts."""
+        return None
 
-    @abstractmethod
-    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> NetRow: ...
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> NetRow:
+        """See `Adapter.net_row`."""
+        raise AssertionError("nothing was opened")
 
     @abstractmethod
     def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
