@@ -1,4 +1,6 @@
-"""The folder of a test picks its marker; GPU and slow tests are left out unless asked for."""
+"""The folder of a test picks its marker; GPU and slow tests are left out unless asked for. Those of
+a GPU run one after the other.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
         if folder in FOLDERS:
             item.add_marker(getattr(pytest.mark, folder))
+        if folder == "gpu":
+            item.add_marker(pytest.mark.xdist_group(folder))
     _skip(items, "gpu", _no_cuda)
     if not (config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
         _skip(items, "slow", lambda: "slow: runs with --slow or MASKSERVE_FULL=1")

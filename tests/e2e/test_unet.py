@@ -14,6 +14,7 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import FACTOR
@@ -65,6 +66,7 @@ class Served:
 @pytest.fixture(scope="module", params=["sd-fill", "sdxl-base", "sd-base on two devices"])
 def served(
     request: pytest.FixtureRequest,
+    unet_worker: WorkerProcess,
     tiny_unets: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
@@ -72,7 +74,7 @@ def served(
     folder = tiny_unets[name]
     with ExitStack() as running:
         if name == "sd-fill":
-            url = request.getfixturevalue("unet_worker").grpc_url
+            url = unet_worker.grpc_url
         else:
             config = tmp_path_factory.mktemp("unet") / "worker.toml"
             config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
@@ -104,7 +106,7 @@ def test_edits_are_those_of_the_pipeline_and_spare_the_outside(served: Served) -
 
 
 def test_a_cached_edit_computes_active_tokens_only_and_repeats_itself(served: Served) -> None:
-    asked = {**DEFAULTS, "cache": "require"}
+    asked = {**DEFAULTS, "cache": "require", "reproducible": True}
     edited, meta = served.client.edit(plain_edit(SIDE, SIDE, **asked))
     again, _ = served.client.edit(plain_edit(SIDE, SIDE, **asked))
     assert meta["cache"] == "hit"
