@@ -65,7 +65,7 @@ def read(value: Any, kind: type[T], *, strict: bool = True) -> T:
     except UnicodeEncodeError:
         raise Misread(_not_text(value), "holds lone surrogates, not text", "Unicode text") from None
     except msgspec.ValidationError as error:
-        raise _misread(value, kind, str(error)) from None
+        raise _misread(value, kind, str(error), strict=strict) from None
 
 
 def given(value: Any, known: Collection[str]) -> Any:
@@ -108,7 +108,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f" (did you mean {spelt[near[0]]}?)" if near else ""
 
 
-def _misread(value: Any, kind: type, message: str) -> Misread:
+def _misread(value: Any, kind: type, message: str, *, strict: bool) -> Misread:
     """What a message of msgspec's says, in our words."""
     at = _PATH.search(message)
     path = at[1].lstrip(".") if at else ""
@@ -122,7 +122,7 @@ def _misread(value: Any, kind: type, message: str) -> Misread:
             expected, words = _plain(expected.item_type)
     if isinstance(expected, kinds.StructType) and isinstance(value, dict):
         return _wrong_keys(path, value, expected)
-    return Misread(path, _problem(value, expected), words or _accepted(expected))
+    return Misread(path, _problem(value, expected, strict=strict), words or _accepted(expected))
 
 
 def _wrong_keys(path: str, value: dict[Any, Any], expected: kinds.StructType) -> Misread:
@@ -153,11 +153,11 @@ def _plain(kind: kinds.Type) -> tuple[kinds.Type, str]:
             return kind, words
 
 
-def _problem(value: Any, expected: kinds.Type) -> str:
+def _problem(value: Any, expected: kinds.Type, *, strict: bool) -> str:
     if isinstance(expected, kinds.LiteralType):
         return f"{show(value)} is not one of them"
     if isinstance(expected, kinds.IntType | kinds.FloatType):
-        if isinstance(value, str):  # a form's
+        if isinstance(value, str) and not strict:  # a form's
             value = _number(value)
         numbers = int if isinstance(expected, kinds.IntType) else (int, float)
         if isinstance(value, numbers) and not isinstance(value, bool):

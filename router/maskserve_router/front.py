@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.contracts.tensors import Contract
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
+from maskserve_core.workflows.plan import WorkflowPlan
 from maskserve_router.admission import Admission
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
@@ -50,6 +51,11 @@ class Front:
     def models(self) -> Mapping[str, Contract]:
         """What clients may call: tensors by name."""
         return self._workflows.models
+
+    @property
+    def plans(self) -> Mapping[str, WorkflowPlan]:
+        """Workflows by name."""
+        return self._workflows.plans
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """Who calls; see `KeyRing.client`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
@@ -233,6 +235,26 @@ def test_what_cannot_be_is_one_sentence(
         site.run(workflow, **inputs)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_openais_client_names_a_workflow_as_its_model(site: Site) -> None:
+    assert site.supervisor.router is not None
+    base = f"http://127.0.0.1:{site.supervisor.router.ports.http}/v1"
+    asked = {"seed": SEED, "num_inference_steps": STEPS, "mask_mode": "white"}
+    expected, _ = site.run("tries", image=SOURCE, mask=two_regions())
+    with openai.OpenAI(base_url=base, api_key="any") as client:
+        assert "tries" in {each.id for each in client.models.list().data}
+        answer = client.images.edit(
+            model="tries", image=("a.png", SOURCE), mask=("m.png", two_regions()), prompt="",
+            extra_body=asked,
+        )  # fmt: skip
+        assert answer.data is not None
+        assert base64.b64decode(answer.data[0].b64_json or "") == expected["IMAGE"]
+        (meta,) = answer.model_extra["maskserve"]
+        assert meta["workflow"] == "tries"
+        assert meta["outputs"]["verdict"] == json.loads(expected["VERDICT"])
+        with pytest.raises(openai.BadRequestError, match="name: is missing"):
+            client.images.edit(model="named", image=("a.png", SOURCE), prompt="a star")
 
 
 def test_a_cancel_by_id_ends_all_nodes(site: Site) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
@@ -34,9 +34,11 @@ from maskserve_router.openai.answers import (
     in_openais_words,
     json_answer,
     partial_event,
+    text_of_picture,
 )
 from maskserve_router.openai.form import EditForm, Fields, read_form
 from maskserve_router.openai.image_urls import ImageUrls
+from maskserve_router.openai.workflow_form import check_form, texts_of, workflow_message
 from maskserve_router.pool import Pool
 from maskserve_router.turns import Turns
 
@@ -72,7 +74,7 @@ class ImageEdits:
 
             size = len(body)
             parse = partial(self._turns.run, client, size)
-            form = await read_form(request.headers, body, picture, parse)
+            form = await read_form(request.headers, body, picture, parse, self._texts)
             del body
             form = await parse(self._checked, form)
             if form.fields.stream:
@@ -96,8 +98,13 @@ class ImageEdits:
         return json_answer(_model(name), request_id)
 
     def _served(self) -> list[str]:
-        """Names of the models that workers serve now."""
-        return sorted({worker.status.model for worker in self._pool.up() if worker.status})
+        """Names of the models that workers serve now, and of the workflows."""
+        models = {worker.status.model for worker in self._pool.up() if worker.status}
+        return sorted({*models, *self._front.plans})
+
+    def _texts(self, model: Any) -> Collection[str] | None:
+        plan = self._front.plans.get(model) if isinstance(model, str) else None
+        return None if plan is None else texts_of(plan)
 
     def _checked(self, form: EditForm) -> EditForm:
         """The same, with the growth that its size asks for; refuses what no worker is to be asked.
@@ -108,6 +115,9 @@ class ImageEdits:
         model, size = form.fields.model, form.fields.size
         if model is not None and model not in self._served():
             raise ModelNotFound(model, self._served())
+        plan = self._front.plans.get(model or "")
+        if plan is not None:
+            check_form(plan, form)
         if size == "auto":
             return form
         image = read_size(form.image or form.mask or b"", "image", self._limits)
@@ -132,7 +142,7 @@ class ImageEdits:
             name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
             own = first + number if isinstance(first, int) else first
             asked = {"seed": own, "request_id": name}
-            message = await self._turns.run(client, size, _message, "edit", form, asked)
+            message = await self._turns.run(client, size, self._message, "edit", form, asked)
             raw = await self._front.infer(message, size, headers, None, "openai")
             return await self._turns.run(client, len(raw), _picture, raw)
 
@@ -158,7 +168,7 @@ class ImageEdits:
         asked: dict[str, Any] = {"request_id": request_id}
         if form.fields.partial_images:
             asked["preview_every"] = self._preview_every(form)
-        message = await self._turns.run(client, size, _message, "edit_stream", form, asked)
+        message = await self._turns.run(client, size, self._message, "edit_stream", form, asked)
         events = self._events(client, form, message, size, headers)
         # An error that comes before all else is the status of the answer.
         first = await while_connected(request, first_of(events))
@@ -208,6 +218,12 @@ class ImageEdits:
         except (MaskserveError, Failure) as error:
             raise _told(form, error) from None
 
+    def _message(self, model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:
+        plan = self._front.plans.get(form.fields.model or "")
+        if plan is None:
+            return _edit_message(model, form, own)
+        return workflow_message(plan, form, own, self._limits)
+
     def _preview_every(self, form: EditForm) -> int:
         """Steps between previews, so that as many as are asked for come before the end."""
         served = [w.status.served for w in self._pool.up() if w.status and w.status.served]
@@ -249,7 +265,7 @@ def _answer(asked: Fields, pictures: Sequence[Picture], request_id: str) -> Resp
     return json_answer(images_body(asked, pictures), request_id)
 
 
-def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:
+def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:
     """The request to a worker; `own` are settings that are not the client's."""
     alpha = {} if "mask_mode" in form.settings else {"mask_mode": "alpha"}
     asked = form.fields
@@ -289,9 +305,24 @@ def _picture_of_event(raw: bytes) -> Picture | None:
 def _picture_of(response: pb.ModelInferResponse) -> Picture:
     found = bytes_tensor.outputs(response)
     meta = msgspec.json.decode(found["META"], type=dict[str, Any])
+    further = found.keys() - {"IMAGE", "META"}
+    if further:  # of a workflow
+        meta["outputs"] = {name.lower(): _readable(found[name]) for name in sorted(further)}
     if "warnings" in meta:
         meta["warnings"] = [in_openais_words(told) for told in meta["warnings"]]
     return bytes(found["IMAGE"]), meta
+
+
+def _readable(value: bytes | memoryview) -> Any:
+    """A text or verdict of a workflow as it is, a picture as base64."""
+    try:
+        return msgspec.json.decode(bytes(value))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    try:
+        return bytes(value).decode()
+    except UnicodeDecodeError:
+        return text_of_picture(bytes(value))
 
 
 def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:

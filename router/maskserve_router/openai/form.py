@@ -8,8 +8,8 @@ checks them.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -57,6 +57,8 @@ _CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
 T = TypeVar("T")
 Parse: TypeAlias = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments, wherever there is time for it; see `Turns.run`."""
+Texts: TypeAlias = Callable[[Any], Collection[str] | None]
+"""Names of the texts that a workflow takes beside the prompt; None: of that name there is none."""
 Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
 """The bytes of the picture at a URL, which is the value of a field; see `ImageUrls.read`."""
 
@@ -118,10 +120,14 @@ class EditForm:
     settings: dict[str, Any]
     """Of SETTINGS, as the client gave them."""
     control: tuple[bytes, ...] = ()
-    """Control pictures."""
+    """Control pictures, or the further ones of a workflow."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Further inputs of a workflow."""
 
 
-async def read_form(headers: Headers, body: bytes, picture: Picture, parse: Parse) -> EditForm:
+async def read_form(
+    headers: Headers, body: bytes, picture: Picture, parse: Parse, texts: Texts = lambda _: None
+) -> EditForm:
     """The edit that a request asks for.
 
     Args:
@@ -129,6 +135,7 @@ async def read_form(headers: Headers, body: bytes, picture: Picture, parse: Pars
         body: of the request.
         picture: reads what is given as a URL.
         parse: calls what takes the longer the more the body holds.
+        texts: of the workflow that `model` names.
 
     Raises:
         InvalidRequest: naming the field.
@@ -149,12 +156,19 @@ async def read_form(headers: Headers, body: bytes, picture: Picture, parse: Pars
         raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
     asked = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
     settings = {name: _setting(name, value) for name, value in asked.items()}
-    known = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask"}
+    of_workflow = texts(values.get("model"))
+    further = {name: values.pop(name) for name in of_workflow or () if name in values}
+    known = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask", *(of_workflow or ())}
     if strange := sorted(values.keys() - known):
         told = f"is not a known field{nearest(strange[0], known)}"
         raise InvalidRequest(strange[0][:40], told, ", ".join(sorted(known)))
+    for name, value in further.items():
+        if not isinstance(value, str):
+            raise InvalidRequest(name, "is no text", "a text")
     control: list[bytes] = []
-    if "controls" in settings:  # the pictures behind the source are those of its controls
+    if of_workflow is not None:
+        images, control = images[:1], images[1:]
+    elif "controls" in settings:  # the pictures behind the source are those of its controls
         source = 0 if "template_id" in settings else 1
         images, control = images[:source], images[source:]
     if len(images) > 1:
@@ -169,6 +183,7 @@ async def read_form(headers: Headers, body: bytes, picture: Picture, parse: Pars
         masks[0] if masks else None,
         settings,
         tuple(control),
+        further,
     )
     if form.mask is None and not form.image:
         raise InvalidRequest("mask", "is missing", "a PNG with transparent pixels where to edit")

@@ -1,0 +1,85 @@
+"""A workflow asked for as an edit: OpenAI's `model` names it, and its inputs are form fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts import bytes_tensor
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.images import decode_mask, encode_image
+from maskserve_core.imaging.masks import selected
+from maskserve_core.workflows.plan import WorkflowPlan
+from maskserve_router.openai.form import EditForm
+
+PICTURE = "image"
+"""Name of the output that is the answer's picture."""
+
+
+def texts_of(plan: WorkflowPlan) -> frozenset[str]:
+    """Inputs that are form fields of their own."""
+    return frozenset(each.name for each in plan.inputs if each.kind == "text") - {"prompt"}
+
+
+def check_form(plan: WorkflowPlan, form: EditForm) -> None:
+    """Refuse what a workflow does not take.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if PICTURE not in plan.outputs:
+        told = f"{plan.name} gives no {PICTURE}"
+        raise InvalidRequest("model", told, "a workflow that gives one, or KServe's API")
+    if form.fields.output_format != "png":
+        raise InvalidRequest("output_format", f"is {form.fields.output_format}", "png")
+    if form.fields.size != "auto":
+        raise InvalidRequest("size", f"is {form.fields.size[:20]}", "auto with a workflow")
+    if form.fields.partial_images:
+        raise InvalidRequest("partial_images", "is given with a workflow", "0")
+    wanted = sum(each.kind == "picture" for each in plan.inputs)
+    given = bool(form.image) + len(form.control)
+    if given != wanted:
+        raise InvalidRequest("image", f"is given {given} times", f"{wanted}, as {plan.name} takes")
+    for name in sorted(texts_of(plan) - form.texts.keys()):
+        raise InvalidRequest(name, "is missing", f"a text, as {plan.name} takes")
+
+
+def workflow_message(
+    plan: WorkflowPlan, form: EditForm, own: dict[str, Any], limits: LimitsConfig
+) -> pb.ModelInferRequest:
+    """The request to the model of that name.
+
+    Args:
+        plan: of the workflow.
+        form: that `check_form` lets pass.
+        own: settings that are not the client's.
+        limits: of the mask.
+
+    Raises:
+        InvalidRequest: the mask is none.
+    """
+    pictures = iter((form.image, *form.control))
+    message = pb.ModelInferRequest(model_name=plan.name)
+    for each in plan.inputs:
+        if each.kind == "picture":
+            value = next(pictures)
+        elif each.kind == "mask":
+            value = _white_mask(form, limits)
+        else:
+            text = form.fields.prompt if each.name == "prompt" else form.texts[each.name]
+            value = text.encode()
+        bytes_tensor.add_input(message, each.name.upper(), [value])
+    settings = {**form.settings, "mask_mode": "white", "background": form.fields.background, **own}
+    bytes_tensor.add_input(message, "SETTINGS", [msgspec.json.encode(settings)])
+    return message
+
+
+def _white_mask(form: EditForm, limits: LimitsConfig) -> bytes:
+    """OpenAI's masks edit where they are transparent; masks between nodes, where they are white."""
+    mask = decode_mask(form.mask or form.image, "MASK", limits)
+    edited = selected(mask, form.settings.get("mask_mode", "alpha"))
+    return encode_image(np.where(edited, np.uint8(255), np.uint8(0)), "png")

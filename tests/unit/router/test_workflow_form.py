@@ -1,0 +1,91 @@
+"""A workflow asked for by OpenAI's form: what it takes, and the request that becomes of it."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts import bytes_tensor
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.workflows.definition import Workflow
+from maskserve_core.workflows.nodes import edit, find, outline, shows
+from maskserve_core.workflows.passes import compiled
+from maskserve_router.openai.form import EditForm, Fields, convert
+from maskserve_router.openai.workflow_form import check_form, texts_of, workflow_message
+
+with Workflow("rims", "Paints along a sketch.") as flow:
+    image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")
+    rims = outline(flow.picture("sketch"))
+    flow.gives(image=edit(image, mask, prompt, rims, controls=[{"name": "outline"}]))
+RIMS = compiled(flow.plan)
+with Workflow("named", "Repaints what is found.") as flow:
+    image, name = flow.picture("image"), flow.text("name")
+    flow.gives(image=edit(image, find(image, name), flow.text("prompt")))
+NAMED = compiled(flow.plan)
+with Workflow("looks", "Only looks.") as flow:
+    flow.gives(verdict=shows(flow.picture("image"), flow.mask("mask"), flow.text("prompt")))
+LOOKS = compiled(flow.plan)
+
+
+def form(
+    image: bytes = b"image",
+    mask: bytes | None = None,
+    control: tuple[bytes, ...] = (),
+    texts: dict[str, str] | None = None,
+    **fields: object,
+) -> EditForm:
+    read = convert({"prompt": "a star", **fields}, Fields)
+    return EditForm(read, image, mask, {"strength": 0.5}, control, texts or {})
+
+
+def with_alpha() -> bytes:
+    """Transparent, where to edit, at its left half."""
+    file = io.BytesIO()
+    pixels = np.full((8, 8, 4), 255, np.uint8)
+    pixels[:, :4, 3] = 0
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_inputs_are_pictures_in_their_order_a_white_mask_and_texts():
+    given = form(mask=with_alpha(), control=(b"sketch",))
+    check_form(RIMS, given)
+    message = workflow_message(RIMS, given, {"seed": 7}, LimitsConfig())
+    names = [each.name for each in message.inputs]
+    found = dict(zip(names, map(bytes_tensor.only, message.raw_input_contents), strict=True))
+    assert (bytes(found["IMAGE"]), bytes(found["SKETCH"])) == (b"image", b"sketch")
+    assert bytes(found["PROMPT"]) == b"a star"
+    white = np.asarray(Image.open(io.BytesIO(found["MASK"])))
+    assert (white[:, :4] == 255).all()
+    assert (white[:, 4:] == 0).all()
+    settings = json.loads(bytes(found["SETTINGS"]))
+    assert (settings["seed"], settings["strength"], settings["mask_mode"]) == (7, 0.5, "white")
+
+
+def test_texts_beside_the_prompt_are_fields():
+    assert texts_of(NAMED) == {"name"}
+    check_form(NAMED, form(texts={"name": "red star"}))
+    message = workflow_message(NAMED, form(texts={"name": "star"}), {}, LimitsConfig())
+    assert [each.name for each in message.inputs] == ["IMAGE", "NAME", "PROMPT", "SETTINGS"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "field"),
+    [
+        (LOOKS, form(), "model"),
+        (NAMED, form(), "name"),
+        (RIMS, form(mask=b"mask"), "image"),
+        (NAMED, form(control=(b"more",), texts={"name": "a"}), "image"),
+        (NAMED, form(texts={"name": "a"}, output_format="jpeg"), "output_format"),
+        (NAMED, form(texts={"name": "a"}, size="640x640"), "size"),
+        (NAMED, form(texts={"name": "a"}, stream=True, partial_images=1), "partial_images"),
+    ],
+)
+def test_what_a_workflow_does_not_take_is_refused_by_name(plan, given: EditForm, field: str):
+    with pytest.raises(InvalidRequest, match=rf"\] {field}: "):
+        check_form(plan, given)
