@@ -31,6 +31,7 @@ class Whole(Table, frozen=True):
     [
         ({"count": 10}, "count", "10 is out of range", "0 to 9"),
         ({"count": 10**30}, "count", "a huge integer is out of range", "0 to 9"),
+        ({"count": "4"}, "count", "'4' is not an integer", "0 to 9"),
         ({"count": True}, "count", "True is not an integer", "0 to 9"),
         ({"count": "x" * 90}, "count", "'" + "x" * 56 + "... is not an integer", "0 to 9"),
         ({"share": 0}, "share", "0 is out of range", "a number above 0 to 1"),
