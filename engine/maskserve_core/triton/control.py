@@ -70,6 +70,9 @@ PATIENT = ("register", "prime", "adapters", "adapter_check", "adapter_load")
 """Encoding a large image without a GPU takes its time, and so does a storage far away."""
 _PATIENT_S = 60.0
 _THREADS, _CANCELS = 8, 4
+_NICE = 5
+"""Edits are in more of a hurry than what is done beside them: a picture of 49 megapixels takes half
+a second of a processor to register."""
 _STRIPES = 64
 _MOST_WAITING = 256
 """Operations that may wait for a thread."""
@@ -143,7 +146,7 @@ class WorkerControl:
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
         """Held while a template is put or evicted, by its id."""
         self._adapters = AdapterOperations(config)
-        self._threads = FairThreads(_THREADS, _MOST_WAITING, "control")
+        self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", _NICE)
         # A cancel is asked for when things go badly: it waits behind no other operation.
         self._cancels = FairThreads(_CANCELS, _MOST_WAITING, "control-cancels")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,12 @@ class FairThreads:
         threads: that there are.
         most_waiting: jobs that may wait for one; of these, too, each key has a share.
         name: of the threads.
+        nice: how far they give way to all else where processors are short, 0 to 19.
     """
 
-    def __init__(self, threads: int, most_waiting: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(threads, name)
+    def __init__(self, threads: int, most_waiting: int, name: str, nice: int = 0) -> None:
+        # On Linux a thread has a niceness of its own.
+        self._threads = ThreadPoolExecutor(threads, name, os.nice, (nice,))
         self._lock = threading.Lock()
         self._busy, self._queued = Shares(threads), Shares(most_waiting)
         self._waiting: list[tuple[Hashable, Callable[[], None]]] = []

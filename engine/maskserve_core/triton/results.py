@@ -21,6 +21,7 @@ from maskserve_core.worker.templates import template_folder
 log = logging.getLogger("maskserve")
 _MAX_QUEUED = 32
 """Primings that wait. One more is left out: its template is primed as any is that is edited."""
+_NICE = 5
 
 
 class Results:
@@ -35,7 +36,7 @@ class Results:
     def __init__(self, api: Any, config: Config, facts: ModelFacts) -> None:
         self._api, self._config, self._facts = api, config, facts
         self._templates = template_folder(config)
-        self._threads = FairThreads(1, _MAX_QUEUED, "results")
+        self._threads = FairThreads(1, _MAX_QUEUED, "results", _NICE)
 
     def keep(self, image: bytes, request_id: str) -> str | None:
         """Keep an edit's picture, for the client whose edit it was.

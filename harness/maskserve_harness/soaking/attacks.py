@@ -15,6 +15,7 @@ import random
 import socket
 import time
 import urllib.request
+import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -283,6 +284,17 @@ async def masks_of_many_pixels(target: Target) -> Iterable[str]:
     return await calls(target, huge)
 
 
+@cache
+def _many_chunks() -> bytes:
+    text = b"Comment\0\0" + zlib.compress(bytes(_MIB))
+    return png_file(8, 8, 8, 0, bytes(9 * 8), ((b"zTXt", text),) * 4000)
+
+
+async def pictures_of_many_chunks(target: Target) -> Iterable[str]:
+    """Each of a megabyte that a kilobyte holds."""
+    return await calls(target, [edit(image=_many_chunks(), seed=i) for i in range(4)])
+
+
 async def pictures_by_url(target: Target) -> Iterable[str]:
     url = {"image_url": "https://192.88.99.1/a.png"}
     body = json.dumps({"prompt": "x", "images": [url], "mask": url}).encode()
@@ -452,6 +464,7 @@ ATTACKS: tuple[Attack, ...] = (
     json_of_many_values,
     messages_of_many_fields,
     masks_of_many_pixels,
+    pictures_of_many_chunks,
     pictures_by_url,
     damaged_loras,
     loras_that_change,
