@@ -27,6 +27,7 @@ from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.worker.logs import Repeats
+from maskserve_core.workflows.plan import WorkflowPlan
 from maskserve_harness.soaking.pictures import png_file
 from maskserve_router import front, grpc_server, http_inference, http_server
 from maskserve_router.admission import Admission
@@ -628,7 +629,7 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     bytes_tensor.add_output(answer, "META", [b"{}"])
 
     class Front:
-        models = MODELS
+        models, plans = MODELS, dict[str, WorkflowPlan]()
 
         def client(self, headers: object) -> KeyHolder:
             return holder("a")
@@ -647,12 +648,12 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
         message = pb.ModelInferRequest(model_name=model)
         assert len([each async for each in generated._answers(message, 0, {})]) == 1
         assert threads.pop("generate_response") is not threading.current_thread()
-    for name in ("_message", "_picture", "_picture_of_event"):
+    for name in ("_edit_message", "_picture", "_picture_of_event"):
         watch(edits, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
     handlers = edits.ImageEdits(none, LimitsConfig(), any_front, Turns(1), none, none)
     await handlers._pictures(holder("a"), form, 2 * MIB, {}, "r")
     events = handlers._events(holder("a"), form, pb.ModelInferRequest(), MIB, {})
     assert [len(picture) async for picture, _ in events] == [MIB]
-    assert sorted(threads) == ["_message", "_picture", "_picture_of_event"]
+    assert sorted(threads) == ["_edit_message", "_picture", "_picture_of_event"]
     assert threading.current_thread() not in threads.values()

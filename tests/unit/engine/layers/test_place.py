@@ -43,11 +43,13 @@ for seed, format in product(range(8), sys.argv[1:]):
                         for _ in range(2))
         if row % 3 == 2:  # gathered before
             keys, values, ids = keys.take(ids), values.take(ids), None
-        slopes = tuple(encode(torch.randn(len(keys.data), heads * head_dim).to(dtype), other)
+        # Slopes are of the same tokens as the entry, or of just those that the row reads.
+        slope_ids, along = (ids, len(keys.data)) if row % 4 == 1 else (None, inactive)
+        slopes = tuple(encode(torch.randn(along, heads * head_dim).to(dtype), other)
                        for other in [format] * parts) if row % 2 and seed % 2 else ()
         dense = rows > 1 and row == draw(0, rows)
         inactive = 0 if dense else inactive
-        source = KvSource((keys, values)[:parts], ids, slopes, 0.25 * row - 0.5)
+        source = KvSource((keys, values)[:parts], ids, slopes, 0.25 * row - 0.5, slope_ids)
         sources.append(None if dense else source)
         spans.append((end + computed, end + computed + inactive))
         end += computed + inactive
