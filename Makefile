@@ -46,12 +46,13 @@ $(STAMP): $(SERVING)
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/bench demo --model $(MODEL)
 
-# One more than there are cores: some tests wait. Files of tests/e2e that share a Triton run one
-# after the other, which is the tests' group.
+# One more than there are cores: some tests wait. A file of tests/e2e runs in one process, where its
+# Triton is; what needs a GPU has it for itself.
 test: $(STAMP) ## the tests, with a real Triton
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(JOBS) + 1)) --dist worksteal tests/unit tests/contract \
 		tests/triton $(PYTEST_FLAGS)
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup tests/e2e tests/gpu $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/gpu $(PYTEST_FLAGS)
 
 test-full: $(STAMP) ## the tests, slow ones too
 	MASKSERVE_FULL=1 $(MAKE) test

@@ -40,8 +40,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
         if folder in FOLDERS:
             item.add_marker(getattr(pytest.mark, folder))
-        if folder == "gpu":
-            item.add_marker(pytest.mark.xdist_group(folder))
     _skip(items, "gpu", _no_cuda)
     if not (config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
         _skip(items, "slow", lambda: "slow: runs with --slow or MASKSERVE_FULL=1")

@@ -24,25 +24,6 @@ from tests.fakes.collector import Collector, collector
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
 
-HERE = Path(__file__).parent
-
-SHARED = ("supervisor", "unet_worker", "demo")
-"""Servers that files have in common."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests that run two at a time, those that share a server run in one process."""
-    groups: dict[Path, str] = {}
-    for item in items:
-        for server in SHARED:
-            if server in getattr(item, "fixturenames", ()):
-                groups.setdefault(item.path, "demo" if server == "demo" else "tiny")
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            group = groups.get(item.path, item.path.stem)
-            item.add_marker(pytest.mark.xdist_group(group))
-
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
