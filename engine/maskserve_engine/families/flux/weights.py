@@ -5,7 +5,7 @@ The model's own parameters become parts of the joined ones: nothing is held twic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -255,33 +255,57 @@ _OF_SINGLE = {
 """Layer of a block → its product, and behind how many of the model's widths of its outputs."""
 
 
+_STACKS = {
+    "transformer_blocks": ("double_blocks", _OF_DOUBLE),
+    "single_transformer_blocks": ("single_blocks", _OF_SINGLE),
+}
+_OUTSIDE = {
+    "norm_out.linear": "last_vectors",
+    **{name: name for name in ("x_embedder", "context_embedder", "proj_out")},
+    **{
+        name: name
+        for embedder in ("timestep", "guidance", "text")
+        for name in (f"time_text_embed.{embedder}_embedder.linear_{n}" for n in (1, 2))
+    },
+}
+
+
 def places_of(model: Any) -> dict[str, Place]:
     """Where the layers that an adapter may change lie in `FluxWeights`.
 
     Args:
         model: FluxTransformer2DModel.
     """
-    width = model.x_embedder.out_features
+    return places_in(model, model.x_embedder.out_features, _STACKS, _OUTSIDE)
+
+
+def places_in(
+    model: Any,
+    width: int,
+    stacks: Mapping[str, tuple[str, Mapping[str, tuple[str, int]]]],
+    outside: Mapping[str, str],
+) -> dict[str, Place]:
+    """Where the layers of any transformer of such blocks lie.
+
+    Args:
+        model: diffusers'.
+        width: of its tokens.
+        stacks: name of a stack of blocks there -> its name in `FluxWeights`, and by layer of a
+            block its product, and behind how many widths of that's outputs it lies.
+        outside: layer of no block -> its product.
+    """
     places = {}
     for name, module in model.named_modules():
-        found = _place_of(name)
-        if found is not None and is_layer(module):
-            product, widths = found
+        stack, _, rest = name.partition(".")
+        number, _, layer = rest.partition(".")
+        blocks, of_block = stacks.get(stack, ("", {}))
+        if name in outside:
+            product, widths = outside[name], 0
+        elif layer in of_block:
+            product, widths = of_block[layer]
+            product = f"{blocks}.{number}.{product}"
+        else:
+            continue
+        if is_layer(module):
             places[name] = Place(product, widths * width, layer_shape(module))
     return places
-
-
-def _place_of(name: str) -> tuple[str, int] | None:
-    stack, _, rest = name.partition(".")
-    number, _, layer = rest.partition(".")
-    if stack == "transformer_blocks" and layer in _OF_DOUBLE:
-        product, widths = _OF_DOUBLE[layer]
-        return f"double_blocks.{number}.{product}", widths
-    if stack == "single_transformer_blocks" and layer in _OF_SINGLE:
-        product, widths = _OF_SINGLE[layer]
-        return f"single_blocks.{number}.{product}", widths
-    if name == "norm_out.linear":
-        return "last_vectors", 0
-    if stack in ("x_embedder", "context_embedder", "proj_out", "time_text_embed"):
-        return name, 0
-    return None

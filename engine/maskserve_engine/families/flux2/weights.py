@@ -20,9 +20,10 @@ from maskserve_engine.families.flux.weights import (
     TimeTextEmbed,
     TwoLayers,
     block_norms,
+    places_in,
 )
 from maskserve_engine.layers.linear import linear
-from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
+from maskserve_engine.layers.low_rank import Place
 
 
 def weights_of(model: Any, **more: Any) -> FluxWeights:
@@ -110,17 +111,4 @@ def places_of(model: Any) -> dict[str, Place]:
     Args:
         model: Flux2Transformer2DModel.
     """
-    width, places = model.x_embedder.out_features, {}
-    for name, module in model.named_modules():
-        stack, _, rest = name.partition(".")
-        number, _, layer = rest.partition(".")
-        found = None
-        if name in _OUTSIDE:
-            found = _OUTSIDE[name], 0
-        elif stack in _STACKS and layer in _STACKS[stack][1]:
-            blocks, of_block = _STACKS[stack]
-            product, widths = of_block[layer]
-            found = f"{blocks}.{number}.{product}", widths
-        if found is not None and is_layer(module):
-            places[name] = Place(found[0], found[1] * width, layer_shape(module))
-    return places
+    return places_in(model, model.x_embedder.out_features, _STACKS, _OUTSIDE)

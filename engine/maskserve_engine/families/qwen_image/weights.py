@@ -14,9 +14,10 @@ from maskserve_engine.families.flux.weights import (
     TimeTextEmbed,
     TwoLayers,
     block_norms,
+    places_in,
 )
 from maskserve_engine.layers.linear import linear
-from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
+from maskserve_engine.layers.low_rank import Place
 
 
 def weights_of(model: Any, **more: Any) -> FluxWeights:
@@ -86,16 +87,5 @@ def places_of(model: Any) -> dict[str, Place]:
     Args:
         model: QwenImageTransformer2DModel.
     """
-    width, places = model.img_in.out_features, {}
-    for name, module in model.named_modules():
-        stack, _, rest = name.partition(".")
-        number, _, layer = rest.partition(".")
-        found = None
-        if name in _OUTSIDE:
-            found = _OUTSIDE[name], 0
-        elif stack == "transformer_blocks" and layer in _OF_BLOCK:
-            product, widths = _OF_BLOCK[layer]
-            found = f"double_blocks.{number}.{product}", widths
-        if found is not None and is_layer(module):
-            places[name] = Place(found[0], found[1] * width, layer_shape(module))
-    return places
+    stacks = {"transformer_blocks": ("double_blocks", _OF_BLOCK)}
+    return places_in(model, model.img_in.out_features, stacks, _OUTSIDE)
