@@ -58,7 +58,13 @@ def add_workflows(
     started.add_argument(
         "inputs", nargs="+", metavar="INPUT=VALUE", help="text, or @FILE for a picture or mask"
     )
-    started.add_argument("--out", type=Path, required=True, metavar="FILE", help="for its picture")
+    started.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="for its image; further pictures and masks are FILE-NAME beside it",
+    )
     started.add_argument("--seed", type=int, metavar="N", help="drawn and reported if not given")
     started.add_argument(
         "--steps", dest="num_inference_steps", type=int, metavar="N", help="of each of its edits"
@@ -115,9 +121,13 @@ def _run(options: argparse.Namespace) -> None:
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     with connected(options) as client:
         outputs, meta = client.run_workflow(options.name, inputs, timeout=options.timeout, **given)
-    picture = outputs.pop("image")
-    write_whole(options.out, picture)
-    told = {name: raw.decode() for name, raw in outputs.items()}
+    told, out = {}, options.out
+    for name, raw in outputs.items():
+        if meta["outputs"][name] in ("picture", "mask"):
+            file = out if name == "image" else out.with_name(f"{out.stem}-{name}{out.suffix}")
+            write_whole(file, raw)
+        else:
+            told[name] = raw.decode()
     said = ", ".join(f"{name} {text}" for name, text in told.items())
     summary = f"{len(meta['nodes'])} nodes in {meta['seconds']:.2f} s, seed {meta['seed']}"
     line = f"{options.out}: {summary}" + (f", {said}" if said else "")

@@ -125,7 +125,6 @@ class Training:
         aside.replace(self.checkpoint)
 
 
-@torch.no_grad()
 def node_options(
     about: str, folder: Path, *, minutes: float, rate: float
 ) -> argparse.ArgumentParser:
@@ -146,6 +145,7 @@ def node_options(
     return parser
 
 
+@torch.no_grad()
 def _follow(ema: nn.Module, model: nn.Module, decay: float) -> None:
     for slow, fast in zip(ema.parameters(), model.parameters(), strict=True):
         slow.lerp_(fast, 1 - decay)

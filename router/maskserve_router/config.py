@@ -73,6 +73,11 @@ class WorkflowFiles(Table, frozen=True):
     """
     nodes: tuple[str, ...] = ()
     """`host:port` of each node server's gRPC port."""
+    kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB
+    """Bytes of nodes' answers that are kept, so that equal calls of a key are not run again; keys
+    share them. 0 keeps none."""
+    kept_s: Seconds = 3600.0
+    """After its last use an answer is kept no longer."""
 
 
 class Routing(Table, frozen=True):

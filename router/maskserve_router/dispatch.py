@@ -25,13 +25,14 @@ from maskserve_core.errors import (
     MaskserveError,
     TemplateNotFound,
 )
+from maskserve_core.kept import Kept
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Blame, Failure, RetryLater
 from maskserve_router.keys import KeyHolder
-from maskserve_router.measure import Measure, Remembered
+from maskserve_router.measure import Measure
 from maskserve_router.metrics import Metrics
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
@@ -59,7 +60,7 @@ class Dispatcher:
         self._metrics = metrics
         self._measure = Measure(config, turns)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
-        self._homes: Remembered[str, str] = Remembered(config.routing.remembered_images)
+        self._homes: Kept[str, str] = Kept(config.routing.remembered_images)
         """Kept results, which are at one worker alone, and its address."""
         self._calls: dict[str, EditCall] = {}
         """Edits under way by request id."""

@@ -100,7 +100,7 @@ class Front:
         if message.model_name == "control":
             return await self._control.infer(message, client)
         if message.model_name in self._workflows.plans:
-            return await self._workflows.infer(message, headers, timeout, client, self.infer)
+            return await self._workflows.infer(message, headers, timeout, client, self)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
             return await self._dispatcher.infer(call, client)
@@ -120,7 +120,7 @@ class Front:
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
         if message.model_name in self._workflows.plans:
-            run = self._workflows.stream(message, headers, timeout, client, self.infer)
+            run = self._workflows.stream(message, headers, timeout, client, self)
             async with aclosing(run) as events:
                 async for event in events:
                     yield await self._turns.run(client, event.ByteSize(), _in_stream, event)

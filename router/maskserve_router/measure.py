@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -18,6 +16,7 @@ from maskserve_core.imaging.canvas import canvas_size
 from maskserve_core.imaging.images import Size, model_size, read_size
 from maskserve_core.imaging.masks import active_tokens, cover_a_side, edit_region, select
 from maskserve_core.imaging.view import see
+from maskserve_core.kept import Kept
 from maskserve_core.planning.own_anchors import own_steps
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
@@ -32,9 +31,6 @@ _LONG = 2**30
 _MOST_PIXELS = 2**24
 """Of a mask that is decoded here, which takes up to six bytes each. An edit of a larger one, whose
 worker decodes it in any case, counts as one of the whole picture."""
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 class MaskTokens(NamedTuple):
@@ -55,36 +51,13 @@ def _least_share(settings: EditSettings, served: Served) -> float:
     return min((level.work for levels in each for level in levels), default=1.0)
 
 
-class Remembered(Generic[K, V]):
-    """The values of the keys that were last asked for."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K) -> V | None:
-        value = self._values.get(key)
-        if value is not None:
-            self._values.move_to_end(key)
-        return value
-
-    def put(self, key: K, value: V) -> None:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self._most:
-            self._values.popitem(last=False)
-
-    def drop(self, key: K) -> None:
-        self._values.pop(key, None)
-
-
 class Measure:
     """Makes edits of requests. Used from the event loop; masks are decoded in turns."""
 
     def __init__(self, config: RouterConfig, turns: Turns) -> None:
         self._limits = config.limits
-        self._tokens: Remembered[bytes, MaskTokens] = Remembered(_MASKS)
-        self._templates: Remembered[bytes, str] = Remembered(config.routing.remembered_images)
+        self._tokens: Kept[bytes, MaskTokens] = Kept(_MASKS)
+        self._templates: Kept[bytes, str] = Kept(config.routing.remembered_images)
         self._turns = turns
 
     async def edit(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import EngineFailed
+from maskserve_core.kept import Kept
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.run import Task
@@ -25,6 +26,7 @@ from maskserve_core.workflows.wire import (
     nbytes,
     picked_up,
 )
+from maskserve_router.config import WorkflowFiles
 from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyHolder
 from maskserve_router.turns import InTurn, Turns
@@ -39,6 +41,8 @@ _UNKNOWN = "unknown model"
 """Triton's words of a model that it does not run."""
 _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one is run, the next is there."""
+_SMALL = 512
+"""Bytes that a kept answer takes beside its values."""
 _REMEMBERED = 0.2
 """Weight of the last call in what a node's calls take."""
 
@@ -52,19 +56,35 @@ class Made(NamedTuple):
     """That the node ran."""
     tries: int
     """2 where a server was lost, or had to be waited for."""
+    kept: bool = False
+    """Whether it was made for an earlier call."""
+
+
+class _Asked(NamedTuple):
+    """Which answer of whom."""
+
+    scope: str
+    digest: bytes
 
 
 class NodePool:
     """Calls nodes; used from the event loop only. Keys have the servers in turn: a server answers
     in the order in which it was asked, so no more calls wait there than keep it busy.
 
+    A key's answers are kept: an equal call has them, and one that comes meanwhile waits for them.
+
     Args:
-        addresses: gRPC ports of the servers.
+        files: addresses of the servers, and how much is kept.
         turns: makes messages of values, and values of messages.
     """
 
-    def __init__(self, addresses: Sequence[str], turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, files: WorkflowFiles, turns: Turns) -> None:
+        self._turns, addresses = turns, files.nodes
+        self._kept: Kept[_Asked, Made] = Kept(
+            files.kept_bytes, _nbytes, lambda asked: asked.scope, files.kept_s
+        )
+        self._coming: dict[_Asked, asyncio.Future[Made]] = {}
+        """Answers that are being made."""
         self._places: dict[str, InTurn] = {}
         """By Triton model."""
         self._servers = {address: Upstream(address) for address in addresses}
@@ -99,9 +119,30 @@ class NodePool:
             EngineFailed: no server runs it; the same call may succeed again.
         """
         kind = NODE_TYPES[task.call.node]
+        raw, digest = await self._turns.run(client, nbytes(task.inputs), _message, task, kind)
+        if not kind.deterministic:
+            return await self._made(raw, kind, client)
+        asked = _Asked(client.scope, digest)
+        while (made := self._kept.get(asked)) is None and asked in self._coming:
+            await asyncio.wait([coming := self._coming[asked]])
+            if not coming.cancelled():
+                made = coming.result()
+                break
+        if made is not None:
+            return made._replace(kept=True)
+        coming = self._coming[asked] = asyncio.get_running_loop().create_future()
+        try:
+            made = await self._made(raw, kind, client)
+            self._kept.put(asked, made)
+            coming.set_result(made)
+            return made
+        finally:
+            del self._coming[asked]
+            coming.cancel()  # no effect once there is an answer; else whoever waits tries itself
+
+    async def _made(self, raw: bytes, kind: NodeType, client: KeyHolder) -> Made:
         places = max(1, _AT_A_SERVER * len(self._servers))
         async with self._places.setdefault(kind.model, InTurn(places)).place(client.scope):
-            raw = await self._turns.run(client, nbytes(task.inputs), _asked, task, kind)
             answer, address, tries = await self._answer(raw, kind)
             return await self._turns.run(client, len(answer), _made, answer, address, tries)
 
@@ -140,15 +181,19 @@ class NodePool:
         return answer
 
 
-def _asked(task: Task, kind: NodeType) -> bytes:
-    """The message that asks for a node."""
+def _message(task: Task, kind: NodeType) -> tuple[bytes, bytes]:
+    """The message that asks for a node, and its digest: of node, settings and inputs."""
     layout, elements = laid_out(task.inputs, kind.inputs)
-    asked = msgspec.json.encode(NodeTask(kind.name, layout, task.call.settings))
+    asked = msgspec.json.encode(NodeTask(kind.name, layout, task.call.settings), order="sorted")
     request = pb.ModelInferRequest(model_name=kind.model)
     bytes_tensor.add_input(request, "TASK", [asked])
     bytes_tensor.add_input(request, "VALUES", elements)
-    raw: bytes = request.SerializeToString()
-    return raw
+    raw: bytes = request.SerializeToString(deterministic=True)
+    return raw, hashlib.sha256(raw).digest()
+
+
+def _nbytes(made: Made) -> int:
+    return nbytes(made.outputs) + _SMALL
 
 
 def _made(answer: bytes, address: str, tries: int) -> Made:

@@ -78,7 +78,7 @@ class Router:
             config, self.pool, self.pending, self.admission, turns, self.metrics
         )
         self._tracing = Tracing(config)
-        self._nodes = NodePool(config.workflows.nodes, turns)
+        self._nodes = NodePool(config.workflows, turns)
         workflows = Workflows(
             _plans(config), self._nodes, self.pool.ready, self.admission, turns, config.limits
         )

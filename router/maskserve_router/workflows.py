@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
     Coroutine,
     Iterator,
@@ -24,7 +23,7 @@ from collections.abc import (
 )
 from contextlib import ExitStack, aclosing, contextmanager
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 from msgspec import structs
@@ -46,7 +45,7 @@ from maskserve_core.errors import (
 from maskserve_core.worker.logs import about
 from maskserve_core.workflows.node_types import EDIT, WorkflowError
 from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step
+from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step, output_kinds
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Judgement
 from maskserve_core.workflows.wire import nbytes
@@ -56,13 +55,35 @@ from maskserve_router.failures import Failure
 from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.node_pool import NodePool
 from maskserve_router.turns import Turns
+from maskserve_router.unread import Message, Unread
 from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker
 
 log = logging.getLogger("maskserve.router")
-EditNode = Callable[
-    [pb.ModelInferRequest, int, Mapping[str, str], float | None, str], Awaitable[bytes]
-]
+
+
+class Edits(Protocol):
+    """Who answers edits (`Front`)."""
+
+    async def infer(
+        self,
+        message: pb.ModelInferRequest,
+        size: int,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+    ) -> bytes: ...
+
+    def stream(
+        self,
+        message: pb.ModelInferRequest,
+        size: int,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+    ) -> AsyncGenerator[bytes, None]: ...
+
+
 _Called: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """Outputs of a node, and what META says of it."""
 _TRIES: Final = 3
@@ -70,6 +91,14 @@ _TRIES: Final = 3
 _LONGEST_NAME: Final = 60
 """Of a request's id in those of its edits."""
 _SEED_BITS: Final = 32
+_ROUTE: Final = "workflow"
+_PASSING: Final = ("progress", "preview")
+_OF_EVENTS: Final = ("event", "step", "steps", "restarts")
+"""What such an event of an edit says beside whose it is."""
+_OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache")
+"""What META says of an edit, of its own META."""
+_OF_NODES: Final = ("server", "seconds", "kept", "tries")
+"""What META says of another node (`node_pool.Made`)."""
 _EARLY_S: Final = 60.0
 
 
@@ -125,16 +154,20 @@ class Workflows:
         headers: Mapping[str, str],
         timeout: float | None,
         client: KeyHolder,
-        edit: EditNode,
+        edits: Edits,
+        *,
+        watched: bool = True,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """The events of a run: with `progress` one for each node that has ended, then the answer.
+        """The events of a run: with `progress` one for each node that has ended and the edits' own,
+        with `preview_every` their previews, then the answer.
 
         Args:
             message: the request, checked.
             headers: of the call.
             timeout: seconds that the client waits.
             client: who calls.
-            edit: answers an edit, as `Front.infer` does.
+            edits: answers edits.
+            watched: whether the client sees events beside the answer.
 
         Raises:
             MaskserveError: it cannot be run, a node failed, or it was cancelled or late.
@@ -148,41 +181,65 @@ class Workflows:
             settings, inputs = await turn(
                 message.ByteSize(), _asked, message, plan, client, self._limits.max_prompt_chars
             )
+            if not watched:
+                settings = structs.replace(settings, progress=False, preview_every=0)
             client.check_adapters(plan.early, f"{plan.name}.loras")
             assert settings.request_id is not None
             if settings.request_id in self._runs:
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
-            events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+            unread = Unread()
+
+            def tell(
+                meta: Mapping[str, Any], outputs: Mapping[str, Any] | None = None, **more: bool
+            ) -> None:
+                event = _event(plan, {**meta, "request_id": _own(settings)}, outputs)
+                unread.put(Message(event.SerializeToString(), **more))
+
             limit_s = min(
                 (x for x in (timeout, _seconds(settings.limit_ms)) if x is not None), default=None
             )
 
-            async def call(task: Task) -> _Called:
-                if task.call.node != EDIT:
-                    node = await self._nodes.call(task, client)
-                    said = {"server": node.server, "seconds": node.seconds, "tries": node.tries}
-                    made = node.outputs
+            streams = bool(settings.progress or settings.preview_every)
+            shows = "image" in plan.outputs
+
+            async def edited(task: Task) -> _Called:
+                begin = time.monotonic()
+                request = await turn(nbytes(task.inputs), _edit_request, task, settings, streams)
+                sent = request, request.ByteSize(), headers, limit_s, _ROUTE
+                if streams:
+
+                    def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
+                        told = {**meta, "key": task.key, "node": EDIT}
+                        tell(told, picture if shows else None, passing=True)
+
+                    made, meta = await _followed(edits.stream(*sent), turn, passing)
                 else:
-                    started = time.monotonic()
-                    request = await turn(nbytes(task.inputs), _edit_request, task, settings)
-                    answer = await edit(request, request.ByteSize(), headers, limit_s, "workflow")
-                    made, said = await turn(len(answer), _edited, answer)
-                    said["seconds"] = round(time.monotonic() - started, 4)
+                    answer = await edits.infer(*sent)
+                    made, meta = await turn(len(answer), _edited, answer)
+                told = {name: meta[name] for name in _OF_EDITS if name in meta}
+                told["seconds"] = round(time.monotonic() - begin, 4)
+                return {"picture": made["image"]}, told
+
+            async def call(task: Task) -> _Called:
+                if task.call.node == EDIT:
+                    made, told = await edited(task)
+                else:
+                    node = await self._nodes.call(task, client)
+                    made, told = node.outputs, {name: getattr(node, name) for name in _OF_NODES}
                 held.enter_context(self._admission.hold(client, nbytes(made)))
-                return made, said
+                return made, told
 
             early = asyncio.create_task(self._bring(plan.early))
-            driven = _Driven(plan, inputs, call, events.put_nowait)
+            driven = _Driven(plan, inputs, call, tell if settings.progress else lambda told: None)
             work = asyncio.create_task(driven.run(limit_s))
-            work.add_done_callback(lambda _: events.put_nowait(None))
+            work.add_done_callback(unread.end)
             self._runs[settings.request_id] = work
             try:
                 with _logged(plan, settings, client, driven.told):
-                    while (event := await events.get()) is not None:
-                        if settings.progress:
-                            yield _event(plan, {**event, "request_id": _own(settings)})
+                    async for event in unread:
+                        yield pb.ModelInferResponse.FromString(event)
                     try:
                         outputs = work.result()
                     except asyncio.CancelledError:
@@ -200,6 +257,7 @@ class Workflows:
                     "workflow": plan.name,
                     "digest": plan.digest,
                     "seconds": round(time.monotonic() - begin, 4),
+                    "outputs": output_kinds(plan),
                     "nodes": driven.told,
                 }
                 yield await turn(nbytes(outputs), _event, plan, meta, outputs)
@@ -215,14 +273,13 @@ class Workflows:
         headers: Mapping[str, str],
         timeout: float | None,
         client: KeyHolder,
-        edit: EditNode,
+        edits: Edits,
     ) -> bytes:
         """The answer alone; raises as `stream`."""
-        last = b""
-        async with aclosing(self.stream(message, headers, timeout, client, edit)) as events:
-            async for event in events:
-                last = await self._turns.run(client, event.ByteSize(), event.SerializeToString)
-        return last
+        run = self.stream(message, headers, timeout, client, edits, watched=False)
+        async with aclosing(run) as events:
+            (answer,) = [event async for event in events]
+        return await self._turns.run(client, answer.ByteSize(), answer.SerializeToString)
 
     async def _bring(self, names: Sequence[str]) -> None:
         """Have the workers' hosts load LoRAs, each once at a time however many runs want it; one
@@ -303,11 +360,38 @@ class _Driven:
 
 
 def _edited(answer: bytes) -> _Called:
-    """What a worker answered."""
-    response = bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))
-    meta = msgspec.json.decode(response["META"])
-    told = {name: meta[name] for name in ("worker", "seed", "cache") if name in meta}
-    return {"picture": bytes(response["IMAGE"])}, told
+    """A worker's answer: its picture and META."""
+    return _parts(pb.ModelInferResponse.FromString(answer))
+
+
+def _heard(message: bytes) -> _Called:
+    """The same of one message of a stream; nothing of one that only ends it."""
+    return _parts(pb.ModelStreamInferResponse.FromString(message).infer_response)
+
+
+async def _followed(
+    answers: AsyncGenerator[bytes, None],
+    turn: Callable[..., Coroutine[Any, Any, _Called]],
+    passing: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> _Called:
+    """The last of an edit's messages; `passing` is told of progress and previews before it."""
+    last: _Called = {}, {}
+    async with aclosing(answers):
+        async for answer in answers:
+            picture, meta = await turn(len(answer), _heard, answer)
+            if meta.get("event") in _PASSING:
+                passing({name: meta[name] for name in _OF_EVENTS if name in meta}, picture)
+            elif meta:
+                last = picture, meta
+    return last
+
+
+def _parts(response: pb.ModelInferResponse) -> _Called:
+    if not response.outputs:
+        return {}, {}
+    found = bytes_tensor.outputs(response)
+    picture = {"image": bytes(found["IMAGE"])} if len(found["IMAGE"]) else {}
+    return picture, msgspec.json.decode(found["META"])
 
 
 @contextmanager
@@ -389,7 +473,7 @@ def _asked(
     return settings, inputs
 
 
-def _edit_request(task: Task, settings: EditSettings) -> pb.ModelInferRequest:
+def _edit_request(task: Task, settings: EditSettings, streams: bool) -> pb.ModelInferRequest:
     """An edit of a run: its node's settings over those of the request."""
     assert settings.request_id is not None
     assert settings.seed is not None
@@ -402,10 +486,9 @@ def _edit_request(task: Task, settings: EditSettings) -> pb.ModelInferRequest:
         "seed": seed_of(settings.seed, task.key),
         **task.call.settings,
         "request_id": f"{name}/{place}",
-        "progress": False,
         "output_format": "png",
     }
-    request = pb.ModelInferRequest(model_name=EDIT)
+    request = pb.ModelInferRequest(model_name=f"{EDIT}_stream" if streams else EDIT)
     inputs = task.inputs
     bytes_tensor.add_input(request, "IMAGE", [inputs["image"]])
     bytes_tensor.add_input(request, "MASK", [inputs["mask"]])

@@ -155,6 +155,27 @@ def every_step(steps: Sequence[Step]) -> Iterator[Step]:
             yield from every_step(step.body)
 
 
+def all_kinds(plan: WorkflowPlan) -> dict[str, str]:
+    """The kind of every value by reference, those of bodies among them."""
+    known = {f"{INPUTS}.{each.name}": each.kind for each in plan.inputs}
+
+    def add(steps: Sequence[Step]) -> None:
+        for step in steps:
+            if not isinstance(step, NodeCall):
+                known.update(round_kinds(step))
+                add(step.body)
+            known.update({f"{step.id}.{n}": kind for n, kind in kinds_of(step, known).items()})
+
+    add(plan.steps)
+    return known
+
+
+def output_kinds(plan: WorkflowPlan) -> dict[str, str]:
+    """The kind of each output."""
+    known = all_kinds(plan)
+    return {name: known[ref] for name, ref in plan.outputs.items()}
+
+
 def check_plan(plan: WorkflowPlan) -> None:
     """Refuse a plan that cannot run.
 

@@ -25,9 +25,8 @@ from maskserve_core.workflows.plan import (
     Repeat,
     Step,
     WorkflowPlan,
-    kinds_of,
+    all_kinds,
     references,
-    round_kinds,
 )
 from maskserve_core.workflows.values import Areas, Judgement
 
@@ -97,7 +96,7 @@ class WorkflowRun:
 
     def __init__(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> None:
         self._plan = plan
-        self._kinds = _all_kinds(plan)
+        self._kinds = all_kinds(plan)
         self._ready: list[Task] = []
         self._under_way: dict[str, tuple[Task, _Scope | _Rounds]] = {}
         self.tries: dict[str, int] = {}
@@ -284,18 +283,3 @@ def _taken(step: Step) -> list[str]:
             own.add(each.id)
             bodies += [] if isinstance(each, NodeCall) else each.body
     return [ref for ref in references(step) if ref.partition(".")[0] not in own]
-
-
-def _all_kinds(plan: WorkflowPlan) -> dict[str, str]:
-    """The kind of every value, those of bodies among them."""
-    known = {f"{INPUTS}.{each.name}": each.kind for each in plan.inputs}
-
-    def add(steps: Sequence[Step]) -> None:
-        for step in steps:
-            if not isinstance(step, NodeCall):
-                known.update(round_kinds(step))
-                add(step.body)
-            known.update({f"{step.id}.{n}": kind for n, kind in kinds_of(step, known).items()})
-
-    add(plan.steps)
-    return known

@@ -21,9 +21,9 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.meta import with_decoded
 from maskserve_core.contracts.postprocess_context import request_in
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.kept import Kept
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.latents import to_model
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_batches import shares_calls, vae_batches

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import scope_of
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.kept import Kept
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
@@ -36,7 +37,6 @@ from maskserve_engine.stages.encoded import (
     EncodeReport,
     TokensRead,
 )
-from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
 from maskserve_engine.stages.vae_pieces import Pieces, PixelBox

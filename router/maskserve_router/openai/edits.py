@@ -38,7 +38,12 @@ from maskserve_router.openai.answers import (
 )
 from maskserve_router.openai.form import EditForm, Fields, read_form
 from maskserve_router.openai.image_urls import ImageUrls
-from maskserve_router.openai.workflow_form import check_form, texts_of, workflow_message
+from maskserve_router.openai.workflow_form import (
+    PICTURE,
+    check_form,
+    texts_of,
+    workflow_message,
+)
 from maskserve_router.pool import Pool
 from maskserve_router.turns import Turns
 
@@ -305,24 +310,27 @@ def _picture_of_event(raw: bytes) -> Picture | None:
 def _picture_of(response: pb.ModelInferResponse) -> Picture:
     found = bytes_tensor.outputs(response)
     meta = msgspec.json.decode(found["META"], type=dict[str, Any])
-    further = found.keys() - {"IMAGE", "META"}
-    if further:  # of a workflow
-        meta["outputs"] = {name.lower(): _readable(found[name]) for name in sorted(further)}
+    if "outputs" in meta:  # of a workflow: their kinds
+        meta["outputs"] = {
+            name: _readable(kind, bytes(found[name.upper()]))
+            for name, kind in meta["outputs"].items()
+            if name != PICTURE
+        }
     if "warnings" in meta:
         meta["warnings"] = [in_openais_words(told) for told in meta["warnings"]]
     return bytes(found["IMAGE"]), meta
 
 
-def _readable(value: bytes | memoryview) -> Any:
-    """A text or verdict of a workflow as it is, a picture as base64."""
-    try:
-        return msgspec.json.decode(bytes(value))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        pass
-    try:
-        return bytes(value).decode()
-    except UnicodeDecodeError:
-        return text_of_picture(bytes(value))
+def _readable(kind: str, value: bytes) -> Any:
+    """A further output of a workflow: a text as it is, a verdict as an object, a picture or mask as
+    base64.
+    """
+    match kind:
+        case "text":
+            return value.decode()
+        case "verdict":
+            return msgspec.json.decode(value)
+    return text_of_picture(value)
 
 
 def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:

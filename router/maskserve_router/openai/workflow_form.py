@@ -38,8 +38,6 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
         raise InvalidRequest("output_format", f"is {form.fields.output_format}", "png")
     if form.fields.size != "auto":
         raise InvalidRequest("size", f"is {form.fields.size[:20]}", "auto with a workflow")
-    if form.fields.partial_images:
-        raise InvalidRequest("partial_images", "is given with a workflow", "0")
     wanted = sum(each.kind == "picture" for each in plan.inputs)
     given = bool(form.image) + len(form.control)
     if given != wanted:

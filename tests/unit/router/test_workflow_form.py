@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
@@ -15,6 +16,7 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.definition import Workflow
 from maskserve_core.workflows.nodes import edit, find, outline, shows
 from maskserve_core.workflows.passes import compiled
+from maskserve_router.openai.edits import _picture
 from maskserve_router.openai.form import EditForm, Fields, convert
 from maskserve_router.openai.workflow_form import check_form, texts_of, workflow_message
 
@@ -83,9 +85,22 @@ def test_texts_beside_the_prompt_are_fields():
         (NAMED, form(control=(b"more",), texts={"name": "a"}), "image"),
         (NAMED, form(texts={"name": "a"}, output_format="jpeg"), "output_format"),
         (NAMED, form(texts={"name": "a"}, size="640x640"), "size"),
-        (NAMED, form(texts={"name": "a"}, stream=True, partial_images=1), "partial_images"),
     ],
 )
 def test_what_a_workflow_does_not_take_is_refused_by_name(plan, given: EditForm, field: str):
     with pytest.raises(InvalidRequest, match=rf"\] {field}: "):
         check_form(plan, given)
+
+
+def test_further_outputs_are_of_the_plans_kinds():
+    """A text that looks like a number came as a number."""
+    response = pb.ModelInferResponse()
+    kinds = {"image": "picture", "said": "text", "verdict": "verdict", "rims": "mask"}
+    for name, raw in {
+        "IMAGE": b"image", "SAID": b"7", "VERDICT": b'{"passed": true}', "RIMS": b"rims",
+        "META": json.dumps({"event": "final", "outputs": kinds}).encode(),
+    }.items():  # fmt: skip
+        bytes_tensor.add_output(response, name, [raw])
+    picture, meta = _picture(response.SerializeToString())
+    assert picture == b"image"
+    assert meta["outputs"] == {"said": "7", "verdict": {"passed": True}, "rims": "cmltcw=="}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc
@@ -23,7 +23,7 @@ from maskserve_core.workflows.run import Task, seed_of
 from maskserve_core.workflows.values import Judgement
 from maskserve_router import workflows as served_workflows
 from maskserve_router.admission import Admission
-from maskserve_router.config import AdmissionBounds
+from maskserve_router.config import AdmissionBounds, WorkflowFiles
 from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Failure, RetryLater
 from maskserve_router.keys import KeyHolder
@@ -73,7 +73,21 @@ class Edits:
     def __init__(self, *, never: bool = False) -> None:
         self.never, self.asked, self.left = never, [], 0
 
-    async def __call__(self, message: Any, size: int, *_: Any) -> bytes:
+    async def infer(self, message: Any, size: int, *_: Any) -> bytes:
+        return (await self._answer(message)).SerializeToString()
+
+    async def stream(self, message: Any, size: int, *_: Any) -> AsyncGenerator[bytes, None]:
+        assert message.model_name == "edit_stream"
+        events = [
+            answer_of(b"", event="progress", step=1, steps=2),
+            answer_of(b"half", event="preview", step=1, steps=2),
+            await self._answer(message),
+            pb.ModelInferResponse(model_name="edit_stream"),  # it ends the request
+        ]
+        for event in events:
+            yield pb.ModelStreamInferResponse(infer_response=event).SerializeToString()
+
+    async def _answer(self, message: Any) -> Any:
         check_request(message)
         inputs = dict(
             zip((x.name for x in message.inputs), message.raw_input_contents, strict=True)
@@ -85,11 +99,15 @@ class Edits:
                 await asyncio.Event().wait()
             finally:
                 self.left += 1
-        answer = pb.ModelInferResponse(model_name="edit")
-        bytes_tensor.add_output(answer, "IMAGE", [b"made of %d" % settings["seed"]])
-        meta = {"worker": "w", "seed": settings["seed"], "cache": "hit", "steps": 3}
-        bytes_tensor.add_output(answer, "META", [json.dumps(meta).encode()])
-        return answer.SerializeToString()
+        made = b"made of %d" % settings["seed"]
+        return answer_of(made, worker="w", seed=settings["seed"], cache="hit", steps=3)
+
+
+def answer_of(picture: bytes, **meta: Any) -> Any:
+    answer = pb.ModelInferResponse(model_name="edit")
+    bytes_tensor.add_output(answer, "IMAGE", [picture])
+    bytes_tensor.add_output(answer, "META", [json.dumps(meta).encode()])
+    return answer
 
 
 def request(prompt: bytes = b"a star", **settings: Any) -> Any:
@@ -187,7 +205,24 @@ async def test_a_stream_tells_of_each_node() -> None:
     served = workflows(Nodes())
     events = served.stream(request(progress=True), {}, None, CLIENT, Edits())
     told = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
-    assert [each["event"] for each in told] == ["node"] * 6 + ["final"]
+    assert [each["event"] for each in told if each["event"] != "progress"] == [
+        *["preview"] * 2, *["node"] * 6, "final",
+    ]  # fmt: skip
+
+
+async def test_edits_own_progress_and_previews_are_in_the_stream() -> None:
+    events = workflows(Nodes()).stream(request(preview_every=1), {}, None, CLIENT, Edits())
+    seen = [bytes_tensor.outputs(event) async for event in events]
+    told = [json.loads(bytes(each["META"])) for each in seen]
+    assert [each["event"] for each in told] == [*["progress", "preview"] * 2, "final"]
+    assert [bytes(each["IMAGE"]) for each in seen if "IMAGE" in each][:2] == [b"half"] * 2
+    assert {each["key"] for each in told[:-1]} == {"each-1[0]/edit-1", "each-1[1]/edit-1"}
+    assert told[-1]["outputs"] == {"image": "picture", "verdict": "verdict"}
+    assert (told[0]["step"], told[0]["steps"]) == (1, 2)
+    alone = await workflows(Nodes()).infer(
+        request(progress=True, preview_every=1), {}, None, CLIENT, Edits()
+    )
+    assert b"final" in alone
 
 
 async def test_what_cannot_be_read_is_named() -> None:
@@ -221,19 +256,62 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
             bytes_tensor.add_output(answer, "MADE", [b"made"])
             return answer.SerializeToString()
 
-    pool = Slow(["127.0.0.1:1"], Turns(1))
+    pool = Slow(WorkflowFiles(nodes=("127.0.0.1:1",)), Turns(1))
 
     def call(key: str) -> asyncio.Task[Made]:
         task = Task("invert-1", NodeCall("invert-1", "invert"), {"mask": key.encode()})
-        return asyncio.create_task(pool.call(task, holder(key)))
+        return asyncio.create_task(pool.call(task, holder(key.split()[0])))
 
-    greedy = [call("greedy") for _ in range(100)]
+    greedy = [call(f"greedy {i}") for i in range(100)]
     await until("the server is busy", lambda: len(sent) == 2)
     modest = call("modest")
     goes_on.set()
     assert (await modest).outputs == {"mask": b"made"}
     assert sent.index(b"modest") == 2
     await asyncio.gather(*greedy)
+    await pool.close()
+
+
+async def test_answers_of_nodes_are_kept_for_their_key() -> None:
+    """One picture and name, five edit prompts: one `find`, also of runs at once."""
+    asked, goes_on = [], asyncio.Event()
+
+    class Served(NodePool):
+        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+            asked.append(kind.name)
+            await goes_on.wait()
+            if asked.count("find") == 1:
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.INVALID_ARGUMENT, None, None, "[INVALID_REQUEST] no"
+                )
+            answer = pb.ModelInferResponse()
+            result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
+            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+            bytes_tensor.add_output(answer, "MADE", [bytes(1000)])
+            return answer.SerializeToString()
+
+    pool = Served(WorkflowFiles(nodes=("127.0.0.1:1",), kept_bytes=20_000), Turns(1))
+
+    def call(name: str, key: str = "a", **settings: float) -> asyncio.Task[Made]:
+        node = NodeCall("find-1", "find", settings=settings)
+        task = Task("find-1", node, {"picture": b"p", "name": name})
+        return asyncio.create_task(pool.call(task, holder(key)))
+
+    first, rest = call("star"), [call("star") for _ in range(4)]
+    await until("it is asked", lambda: len(asked) == 1)
+    goes_on.set()
+    with pytest.raises(Failure, match="no"):  # it alone: who waited for it asks again
+        await first
+    assert [(await each).kept for each in rest] == [False, True, True, True]
+    assert asked == ["find", "find"]
+    for other in (call("boat"), call("star", key="b"), call("star", threshold=0.4)):
+        assert not (await other).kept
+    assert (await call("star")).kept
+    assert asked.count("find") == 5
+    for i in range(20):
+        await call(f"cat {i}")  # there is no room for all
+    assert pool._kept.held_bytes <= 20_000
+    assert (await call("star", key="b")).kept
     await pool.close()
 
 
@@ -286,12 +364,9 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
     message.raw_input_contents[0] = bytes_tensor.pack([bytes(2**17)])
 
     class Same(Edits):
-        async def __call__(self, message: Any, size: int, *_: Any) -> bytes:
-            await super().__call__(message, size)
-            answer = pb.ModelInferResponse(model_name="edit")
-            bytes_tensor.add_output(answer, "IMAGE", [bytes(2**17)])
-            bytes_tensor.add_output(answer, "META", [b"{}"])
-            return answer.SerializeToString()
+        async def _answer(self, message: Any) -> Any:
+            await super()._answer(message)
+            return answer_of(bytes(2**17))
 
     await workflows(Nodes(), most_bytes=2**23).infer(message, {}, None, CLIENT, Same())
     assert sorted(threads) == sorted(copying)

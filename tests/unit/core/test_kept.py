@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_engine.stages.kept import Kept
+from maskserve_core.kept import Kept
 
 
 @given(
@@ -36,3 +36,28 @@ def test_it_does_what_a_list_in_order_of_use_does(
                 order.pop(0)
         assert kept.held_bytes == sum(1 + 3 * each for each in order) <= budget
         assert len(kept) == len(order)
+
+
+def test_owners_share_the_budget() -> None:
+    kept: Kept[tuple[str, int], bytes] = Kept(100, len, owner=lambda key: key[0])
+    for i in range(10):
+        kept.put(("greedy", i), bytes(10))
+    assert kept.held_bytes == 50  # alone it leaves as much as it has
+    for i in range(10):
+        kept.put(("modest", i), bytes(10))
+    assert {("modest", 9), ("greedy", 9)} <= set(kept._values)
+    assert kept.put(("third", 0), bytes(40)) == [("greedy", 5)]
+    assert kept.held_bytes <= 100
+
+
+def test_after_its_time_a_value_goes() -> None:
+    now = 0.0
+    kept: Kept[str, str] = Kept(10, expires_s=5.0, now=lambda: now)
+    kept.put("a", "x")
+    kept.put("b", "y")
+    now = 4.0
+    assert kept.get("a") == "x"
+    now = 6.0
+    assert (kept.get("b"), len(kept)) == (None, 1)
+    now = 9.1
+    assert (kept.get("a"), kept.held_bytes) == (None, 0)
