@@ -1,10 +1,27 @@
-"""A plain interpreter of plans: one node after the other, as a reader would. The oracle of runs."""
+"""A plain interpreter of plans: one node after the other, as a reader would. The oracle of runs;
+and random plans.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hypothesis import strategies as st
+
+from maskserve_core.workflows.definition import Workflow, each, repeat
+from maskserve_core.workflows.node_types import WorkflowError
+from maskserve_core.workflows.nodes import (
+    best,
+    compose,
+    edit,
+    enlarge,
+    find,
+    invert,
+    outline,
+    shows,
+    split,
+)
 from maskserve_core.workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
 from maskserve_core.workflows.values import Areas
 
@@ -35,6 +52,8 @@ def _steps(steps: Sequence[Step], values: dict[str, Any], path: str, node: Node)
 def _each(step: Each, values: Mapping[str, Any], key: str, node: Node) -> dict[str, Any]:
     areas = values[step.over] if step.over is not None else None
     rounds = len(areas.masks) if areas is not None else step.most
+    if rounds > step.most:
+        raise WorkflowError(f"{step.id}: {rounds} regions are too many")
     waves = areas.waves if areas is not None and step.side_by_side else range(rounds)
     current = values[step.carry] if step.carry is not None else None
     seen: dict[int, dict[str, Any]] = {}
@@ -76,3 +95,66 @@ def _repeat(step: Repeat, values: Mapping[str, Any], key: str, node: Node) -> di
             break
     assert best is not None
     return {name: best[1][ref] for name, ref in step.gives.items()}
+
+
+@st.composite
+def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = False) -> WorkflowPlan:
+    """A definition of random nodes and loops that are wired as their kinds allow.
+
+    Args:
+        draw: hypothesis's.
+        deep: loops in one another.
+        rounds: of a loop without regions, at most.
+        sized: all pictures stay as large as masks are.
+    """
+
+    def pick(values: Sequence[Any]) -> Any:
+        return draw(st.sampled_from(values))
+
+    with Workflow("random") as flow:
+        pictures, masks, verdicts = [flow.picture("image")], [flow.mask("mask")], []
+        texts = [flow.text("name"), "a red star"]
+
+        def calls(pictures: list[Any], masks: list[Any], verdicts: list[Any], depth: int) -> None:
+            for _ in range(draw(st.integers(1, 4))):
+                kind = draw(st.integers(0, 7 if depth < deep else 4))
+                if kind == 0:
+                    seed = {"seed": 3} if draw(st.booleans()) else {}
+                    pictures.append(edit(pick(pictures), pick(masks), pick(texts), **seed))
+                elif kind == 1:
+                    masks.append(find(pick(pictures), pick(texts)))
+                elif kind == 2:
+                    masks.append(invert(pick(masks)))
+                elif kind == 3:
+                    verdicts.append(shows(pick(pictures), pick(masks), pick(texts)))
+                elif kind == 4 and not sized:
+                    pictures.append(enlarge(pick(pictures)))
+                elif kind == 4:
+                    pictures.append(outline(pick(pictures)))
+                elif kind == 5:
+                    with each(split(pick(masks)), most=4, carry=pick(pictures)) as one:
+                        inner = [*pictures, one.picture]
+                        calls(inner, [*masks, one.mask], list(verdicts), depth + 1)
+                        one.carried = inner[-1]
+                        parts = one.all(pick(inner))
+                    pictures.append(one.carried)
+                    pictures.append(compose(pick(pictures), parts))
+                elif kind == 6:
+                    with each(draw(st.integers(1, rounds))) as one:
+                        inner, said = list(pictures), list(verdicts)
+                        calls(inner, list(masks), said, depth + 1)
+                        said.append(shows(inner[-1], pick(masks), pick(texts)))
+                        made, told = one.all(inner[-1]), one.all(said[-1])
+                    chosen = best(made, told)
+                    pictures.append(chosen.picture)
+                    verdicts.append(chosen.verdict)
+                else:
+                    with repeat(most=draw(st.integers(1, rounds))) as tries:
+                        inner, said = list(pictures), list(verdicts)
+                        calls(inner, list(masks), said, depth + 1)
+                        tries.until(shows(inner[-1], pick(masks), pick(texts)))
+                        pictures.append(tries.best(inner[-1]))
+
+        calls(pictures, masks, verdicts, 0)
+        flow.gives(image=pictures[-1], other=pick(pictures))
+    return flow.plan

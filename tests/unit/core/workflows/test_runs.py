@@ -12,12 +12,9 @@ from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
     NODE_TYPES,
-    best,
-    compose,
     edit,
     enlarge,
     find,
-    invert,
     shows,
     split,
 )
@@ -26,7 +23,7 @@ from maskserve_core.workflows.plan import dump_plan, parse_plan
 from maskserve_core.workflows.run import WorkflowRun, seed_of
 from maskserve_core.workflows.values import Areas, Judgement
 from tests.support.examples import examples
-from tests.support.workflows import interpret
+from tests.support.workflows import interpret, plans
 
 
 def node(key, call, inputs):
@@ -62,57 +59,6 @@ def run_in_any_order(plan, inputs, rng, lose=0.0):
         run.done(task.key, node(task.key, task.call, task.inputs))
     assert not waiting
     return run.outputs, calls, run.tries
-
-
-@st.composite
-def plans(draw):
-    """A definition of random nodes and loops that are wired as their kinds allow."""
-    pick = lambda values: draw(st.sampled_from(values))  # noqa: E731
-    with Workflow("random") as flow:
-        pictures, masks, verdicts = [flow.picture("image")], [flow.mask("mask")], []
-        texts = [flow.text("name"), "a red star"]
-
-        def calls(pictures, masks, verdicts, depth):
-            for _ in range(draw(st.integers(1, 4))):
-                kind = draw(st.integers(0, 7 if depth < 2 else 4))
-                if kind == 0:
-                    seed = {"seed": 3} if draw(st.booleans()) else {}
-                    pictures.append(edit(pick(pictures), pick(masks), pick(texts), **seed))
-                elif kind == 1:
-                    masks.append(find(pick(pictures), pick(texts)))
-                elif kind == 2:
-                    masks.append(invert(pick(masks)))
-                elif kind == 3:
-                    verdicts.append(shows(pick(pictures), pick(masks), pick(texts)))
-                elif kind == 4:
-                    pictures.append(enlarge(pick(pictures)))
-                elif kind == 5:
-                    with each(split(pick(masks)), most=4, carry=pick(pictures)) as one:
-                        inner = [*pictures, one.picture]
-                        calls(inner, [*masks, one.mask], list(verdicts), depth + 1)
-                        one.carried = inner[-1]
-                        parts = one.all(pick(inner))
-                    pictures.append(one.carried)
-                    pictures.append(compose(pick(pictures), parts))
-                elif kind == 6:
-                    with each(draw(st.integers(1, 3))) as one:
-                        inner, said = list(pictures), list(verdicts)
-                        calls(inner, list(masks), said, depth + 1)
-                        said.append(shows(inner[-1], pick(masks), pick(texts)))
-                        made, told = one.all(inner[-1]), one.all(said[-1])
-                    chosen = best(made, told)
-                    pictures.append(chosen.picture)
-                    verdicts.append(chosen.verdict)
-                else:
-                    with repeat(most=draw(st.integers(1, 3))) as tries:
-                        inner, said = list(pictures), list(verdicts)
-                        calls(inner, list(masks), said, depth + 1)
-                        tries.until(shows(inner[-1], pick(masks), pick(texts)))
-                        pictures.append(tries.best(inner[-1]))
-
-        calls(pictures, masks, verdicts, 0)
-        flow.gives(image=pictures[-1], other=pick(pictures))
-    return flow.plan
 
 
 INPUTS = {"image": "image", "mask": "mask", "name": "name"}
