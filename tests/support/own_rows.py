@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_harness.benchmarks.replay import plan_of_kinds
+from tests.fakes.jobs import tolerance
 
 
 def plan(*dense: int, text: bool = True, format: str = "model") -> OwnPlan:
@@ -30,6 +34,29 @@ def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[OwnPlan | None]) 
         reads: Any = [None if own is None or row.step in own.anchors else reader.turn_to(row.step)
                       for row, own, reader in live]  # fmt: skip
         adapter.step([row for row, _, _ in live], kinds if any(reads) else None, reads)
+
+
+def assert_as_alone(
+    rows: Sequence[Any], plans: Sequence[OwnPlan | None], alone: Callable[[int, Any], Any]
+) -> None:
+    """Rows that have run together are what each is alone.
+
+    Of a format that rounds, a value that lies on an edge goes to either side for a difference in
+    its last digit. Few values do, so such a row differs by less than the format makes of it; one
+    that reads what is not its own differs by eight times that and more.
+
+    Args:
+        rows: at their ends.
+        plans: theirs.
+        alone: [C, h, w] latents of the row of a number, run alone with a plan.
+    """
+    for number, (row, own) in enumerate(zip(rows, plans, strict=True)):
+        expected = alone(number, own)
+        room = tolerance(expected)
+        if own is not None and own.format != "model":
+            exact = alone(number, replace(own, format="model"))
+            room += float(np.abs(expected - exact).max())
+        assert np.abs(row.result().array() - expected).max() <= room, own
 
 
 def result(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:

@@ -24,7 +24,7 @@ from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import NOISE_SEED, Primed, assert_equal
-from tests.support.own_rows import plan, result, row_of, run
+from tests.support.own_rows import assert_as_alone, plan, result, row_of, run
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
@@ -304,17 +304,15 @@ def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(
     plans = [replace(plan(0, 3, format="int8"), lifts=True), None, lifts, plan(0, 4)]
     primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
 
-    def rows() -> list[FlowRow]:
-        return [begun(replay, *each) for each in zip(jobs, primed, plans, strict=True)]
-
-    together, alone = rows(), rows()
-    run_hits(replay, together)
-    for row, beside in zip(alone, together, strict=True):
+    def alone(number: int, own: OwnPlan | None) -> Any:
+        row = begun(replay, jobs[number], primed[number], own)
         run_hits(replay, [row])
-        assert_equal(beside.result().array(), row.result().array())
-    plain = begun(replay, jobs[2], primed[2], None)
-    run_hits(replay, [plain])
-    assert np.abs(plain.result().array() - alone[2].result().array()).max() > 1e-3
+        return row.result().array()
+
+    together = [begun(replay, *each) for each in zip(jobs, primed, plans, strict=True)]
+    run_hits(replay, together)
+    assert_as_alone(together, plans, alone)
+    assert np.abs(alone(2, None) - alone(2, lifts)).max() > 1e-3
 
 
 @pytest.mark.parametrize("seed", range(2))
