@@ -19,10 +19,11 @@ from maskserve_router.turns import Turns
 
 _PATIENCE_S = 10.0
 _ACCEPTED_ENCODINGS = ("", "identity", "gzip", "deflate")
-_INFLATED_AT_A_TIME = 4 * 2**20
-_INFLATED_FREELY, _MOST_INFLATION = 16 * 2**20, 100
-"""Bytes that any body may become, and how many times its size a larger one may: pictures in JSON
-become 1.3 times as large, numbers as text some five times. What grows more is made to cost time.
+_INFLATED_AT_A_TIME = 2**20
+_INFLATED_FREELY, _MOST_INFLATION = 4 * 2**20, 100
+"""Bytes that any body may become, and how many times what was read of it a larger one may:
+pictures in JSON become 1.3 times as large, numbers as text some five times. What grows more is
+made to cost time.
 """
 
 
@@ -107,12 +108,13 @@ class Bodies:
                     told = "is not compressed as Content-Encoding says"
                     raise InvalidRequest("body", told) from None
                 became += len(plain)
-                if became > max(_INFLATED_FREELY, _MOST_INFLATION * came):
-                    told = f"becomes over {became - 1} bytes from {came} that came"
+                part = inflater.unconsumed_tail
+                read = came - len(part)
+                if became > max(_INFLATED_FREELY, _MOST_INFLATION * read):
+                    told = f"becomes over {became - 1} bytes from {read}"
                     raise InvalidRequest(
                         "body", told, f"up to {_MOST_INFLATION} times what is sent"
                     )
-                part = inflater.unconsumed_tail
                 yield plain
         if not inflater.eof:
             raise InvalidRequest("body", "is cut short")
