@@ -178,6 +178,17 @@ def retry_after(error: MaskserveError | Failure) -> int | None:
     return None
 
 
+def let_go(error: BaseException | None) -> None:
+    """An error has been told: nobody needs its traceback, which holds whatever its call held.
+
+    It often leads back to the error, by way of a task that failed with it, so that a message of
+    many megabytes would stay until Python looks for cycles.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
 def guarded(request_id: str, error: BaseException) -> MaskserveError:
     """What a client is told of an exception that nobody foresaw; the log has the rest."""
     log.error("%s: %s", type(error).__name__, error, exc_info=error, extra=about(request_id))

@@ -25,6 +25,7 @@ from maskserve_router.failures import (
     NotSupported,
     grpc_status,
     guarded,
+    let_go,
     retry_after,
     text_of,
 )
@@ -405,10 +406,12 @@ def _refuse(context: Context, error: MaskserveError | Failure) -> None:
         context.set_trailing_metadata((("retry-after", str(seconds)),))
     context.set_code(grpc_status(error))
     context.set_details(text_of(error))
+    let_go(error)
 
 
 def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:
     """An error as Triton's streams carry it: as text, with the request's id."""
+    let_go(error)
     if isinstance(error, Failure) and error.message and error.coded:
         return error.message
     answer = pb.ModelStreamInferResponse(error_message=text_of(error))

@@ -12,7 +12,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from maskserve_core.errors import MaskserveError
-from maskserve_router.failures import Failure, guarded, http_status, retry_after, text_of
+from maskserve_router.failures import (
+    Failure,
+    guarded,
+    http_status,
+    let_go,
+    retry_after,
+    text_of,
+)
 from maskserve_router.json_values import values_of
 
 JSON = "application/json"
@@ -59,6 +66,7 @@ def error_response(error: MaskserveError | Failure) -> Response:
 
 
 def error_json(error: MaskserveError | Failure) -> bytes:
+    let_go(error)
     return msgspec.json.encode({"error": text_of(error)})
 
 

@@ -40,6 +40,8 @@ class OpenCall:
             if self._ended_for is not None:
                 raise self._ended_for from None
             raise
+        finally:
+            self._reading = None  # it has the message, which is its reader's alone
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from maskserve_router.failures import (
     Unauthorized,
     guarded,
     http_status,
+    let_go,
     retry_after,
     text_of,
 )
@@ -74,6 +75,7 @@ def in_openais_words(text: str, sources: int = 1) -> str:
 
 def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
     """OpenAI's error object; `param` is the field that the message names."""
+    let_go(error)
     code, text = split_code(text_of(error))
     text = in_openais_words(text)
     field = _FIELD.match(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import logging
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import grpc
@@ -56,6 +58,7 @@ from tests.support.router import (
     picture,
     until,
 )
+from tests.support.router_requests import edit_request
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -83,26 +86,50 @@ def http_parts(raw: bytes) -> tuple[bytes, dict[str, str]]:
 # What a client sent goes when it is answered.
 
 
-async def test_a_message_that_was_refused_is_kept_by_nobody(monkeypatch: pytest.MonkeyPatch):
-    """Kept by grpc: what `context.abort` raised, and by its traceback the message, of 40 MiB."""
+@pytest.mark.parametrize("size", [0, 2**18], ids=["on the loop", "in a thread"])
+@pytest.mark.parametrize("door", ["grpc", "http", "openai"])
+async def test_a_message_that_was_refused_is_kept_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, door: str, size: int
+):
+    """Kept by grpc: what `context.abort` raised, and by its traceback the message, of 40 MiB. Then
+    by the error itself, whose traceback led to who waited for it, until the next look for cycles.
+    """
 
     class Large:
         """What has come of the message when it is refused."""
 
     held: list[weakref.ref[Large]] = []
 
-    def parse(raw: bytes, models: object) -> pb.ModelInferRequest:
+    def parse(*_: object) -> pb.ModelInferRequest:
         large = Large()
         held.append(weakref.ref(large))
         raise InvalidRequest("inputs", "are refused")
 
     monkeypatch.setattr(front, "parse_request", parse)
-    async with cluster() as (router, _), calling(router) as call:
-        for _ in range(3):
-            with pytest.raises(grpc.aio.AioRpcError, match="inputs: are refused") as refused:
-                await call(edit())
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await until("what came of them goes", lambda: all(each() is None for each in held))
+    monkeypatch.setattr(http_inference, "_checked_infer", parse)
+    monkeypatch.setattr(edits, "read_form", AsyncMock())
+    monkeypatch.setattr(edits.ImageEdits, "_checked", parse)
+    message = edit_request(bytes(size), b"")
+    path = {"http": "/v2/models/edit/infer", "openai": "/v1/images/edits"}
+    async with (
+        cluster() as (router, _),
+        calling(router) as call,
+        aiohttp.ClientSession(url_of(router)) as session,
+    ):
+        gc.disable()
+        try:
+            for _ in range(3):
+                if door != "grpc":
+                    async with session.post(path[door], data=bytes(size)) as answer:
+                        assert "inputs: are refused" in await answer.text()
+                        assert answer.status == 400
+                    continue
+                with pytest.raises(grpc.aio.AioRpcError, match="inputs: are refused") as refused:
+                    await call(message)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await until("what came of them goes", lambda: all(each() is None for each in held))
+        finally:
+            gc.enable()
     assert len(held) == 3
 
 
