@@ -303,9 +303,10 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         is_open = handler_call_details.method in _OPEN
 
-        async def serve(requests: AsyncIterator[Any], context: Context) -> None:
+        async def serve(_: AsyncIterator[Any], context: Context) -> None:
             try:
-                with self._open_calls.enter(self._client(context, is_open), requests) as call:
+                client = self._client(context, is_open)
+                with self._open_calls.enter(client, context.read) as call:
                     if handler.stream_stream is not None:
                         async with aclosing(handler.stream_stream(call, context)) as answers:
                             async for answer in answers:

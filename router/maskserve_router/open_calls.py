@@ -5,14 +5,19 @@ message and does nothing for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
+
+import grpc.aio
 
 from maskserve_core.errors import MaskserveError
 from maskserve_router.config import Grpc
 from maskserve_router.metrics import Metrics
 from maskserve_router.places import Places
+
+Read: TypeAlias = Callable[[], Awaitable[Any]]
+"""Gives a call's next message, `grpc.aio.EOF` behind the last."""
 
 
 class OpenCall:
@@ -21,8 +26,8 @@ class OpenCall:
     It raises what the router ended the call for: DeadlineExceeded or RetryLater.
     """
 
-    def __init__(self, requests: AsyncIterator[Any], places: Places) -> None:
-        self._requests, self._places = requests, places
+    def __init__(self, read: Read, places: Places) -> None:
+        self._read, self._places = read, places
         self._working = 0
         self._reading: asyncio.Future[Any] | None = None
         self._ended_for: MaskserveError | None = None
@@ -33,15 +38,18 @@ class OpenCall:
     async def __anext__(self) -> Any:
         if self._ended_for is not None:
             raise self._ended_for
-        self._reading = asyncio.ensure_future(anext(self._requests))
+        self._reading = asyncio.ensure_future(self._read())
         try:
-            return await self._reading
+            message = await self._reading
         except asyncio.CancelledError:
             if self._ended_for is not None:
                 raise self._ended_for from None
             raise
         finally:
             self._reading = None  # it has the message, which is its reader's alone
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -70,17 +78,18 @@ class OpenCalls(Places):
         super().__init__("calls", bounds.max_calls, bounds.silence_s, metrics, shared=True)
 
     @contextmanager
-    def enter(self, client: str, requests: AsyncIterator[Any]) -> Iterator[OpenCall]:
+    def enter(self, client: str, read: Read) -> Iterator[OpenCall]:
         """A call is open.
 
         Args:
             client: whose it is.
-            requests: its messages, as they come.
+            read: its messages. (The iterator that grpc has for them keeps the last one until
+                Python looks for cycles.)
 
         Raises:
             RetryLater: the client has as many as it may, or all places are taken by others.
         """
-        call = OpenCall(requests, self)
+        call = OpenCall(read, self)
         self.take(call, client)
         try:
             yield call

@@ -50,6 +50,7 @@ from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
 from tests.support.router import (
     FAST,
+    SIDE,
     calling,
     cluster,
     control_request,
@@ -58,7 +59,7 @@ from tests.support.router import (
     picture,
     until,
 )
-from tests.support.router_requests import edit_request
+from tests.support.router_requests import edit_request, mask_of
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -84,6 +85,8 @@ def http_parts(raw: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 # What a client sent goes when it is answered.
+
+MIB = 2**20
 
 
 @pytest.mark.parametrize("size", [0, 2**18], ids=["on the loop", "in a thread"])
@@ -131,6 +134,28 @@ async def test_a_message_that_was_refused_is_kept_by_nobody(
         finally:
             gc.enable()
     assert len(held) == 3
+
+
+async def test_a_message_goes_with_its_call():
+    """Twenty of 10 MiB took 200 MiB, with nothing under way: what reads a call's messages one by
+    one kept the last.
+    """
+    taken = edit_request(bytes(MIB), mask_of(100, SIDE), template_id="0" * 32)
+    refused = edit_request(bytes(MIB), b"", mask_mode="none")
+    async with cluster() as (router, _), calling(router) as call:
+        await call(edit())
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(8):
+                await call(taken)
+                with pytest.raises(grpc.aio.AioRpcError, match=r"SETTINGS\.mask_mode"):
+                    await call(refused)
+            await until("they go", lambda: tracemalloc.get_traced_memory()[0] < 4 * MIB)
+        finally:
+            tracemalloc.stop()
+            gc.enable()
 
 
 # What the client sent is never the worker's fault.
@@ -238,8 +263,6 @@ async def _streamed(router: Router) -> str:
 
 
 # Work that grows with what a client sends is counted, bounded, off the loop and in turns.
-
-MIB = 2**20
 
 
 def holder(name: str) -> KeyHolder:

@@ -89,23 +89,22 @@ async def test_a_call_that_stays_silent_is_ended_and_one_that_is_served_is_not()
 async def test_the_longest_silent_call_of_who_has_most_gives_way():
     calls = OpenCalls(Grpc(max_calls=6), Metrics())
 
-    async def never() -> AsyncIterator[bytes]:
+    async def never() -> None:
         await asyncio.Event().wait()
-        yield b""
 
     full = "6 calls are open"
-    with calls.enter("a", never()) as oldest, calls.enter("a", never()) as busy, busy.working():
+    with calls.enter("a", never) as oldest, calls.enter("a", never) as busy, busy.working():
         reading = asyncio.ensure_future(anext(oldest))
         await asyncio.sleep(0)
-        with calls.enter("a", never()), calls.enter("b", never()), calls.enter("c", never()):
+        with calls.enter("a", never), calls.enter("b", never), calls.enter("c", never):
             told = "3 calls of this client are open"
-            with pytest.raises(RetryLater, match=told), calls.enter("a", never()):
+            with pytest.raises(RetryLater, match=told), calls.enter("a", never):
                 pass
-            with calls.enter("d", never()):
-                with pytest.raises(RetryLater, match=full), calls.enter("a", never()):
+            with calls.enter("d", never):
+                with pytest.raises(RetryLater, match=full), calls.enter("a", never):
                     pass
-                with calls.enter("e", never()):
+                with calls.enter("e", never):
                     with pytest.raises(RetryLater, match="needed its place"):
                         await reading
-                    with pytest.raises(RetryLater, match=full), calls.enter("b", never()):
+                    with pytest.raises(RetryLater, match=full), calls.enter("b", never):
                         pass
