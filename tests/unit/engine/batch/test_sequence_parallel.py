@@ -61,25 +61,28 @@ class Model:
         return encode_case(self.encoder, random_case(rng, **settings), f"edit-{seed}")
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint"])
+MODELS = ("fill", "inpaint")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(
     request: pytest.FixtureRequest,
-    tiny_fill: Path,
-    tiny_inpaint: Path,
+    tiny_flux: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Model:
-    tiny = tiny_fill if request.param == "fill" else tiny_inpaint
-    return Model(tiny, tmp_path_factory.mktemp("heads") / request.param)
+    return Model(tiny_flux[request.param], tmp_path_factory.mktemp("heads") / request.param)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [*((name, count) for name in MODELS for count in (2, 4)), ("reference", 4)],
+    indirect=["model"],
+)
 def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
-    from diffusers import FluxFillPipeline, FluxInpaintPipeline
+    from diffusers import DiffusionPipeline
 
     fill = model.adapter.facts.semantics.masked_picture
-    pipeline: Any = (FluxFillPipeline if fill else FluxInpaintPipeline).from_pretrained(
-        model.folder
-    )
+    pipeline: Any = DiffusionPipeline.from_pretrained(model.folder)
     pipeline.set_progress_bar_config(disable=True)
     rng = np.random.default_rng(count)
     asked = [{}, {} if fill else guided(rng), {}]
@@ -148,7 +151,11 @@ MIXES = [
 """How blocks run and what entries are stored in."""
 
 
-@pytest.mark.parametrize(("kinds", "format"), MIXES)
+@pytest.mark.parametrize(
+    ("model", "kinds", "format"),
+    [(name, *mix) for name in MODELS for mix in MIXES] + [("reference", *MIXES[-2])],
+    indirect=["model"],
+)
 def test_a_mixed_batch_equals_that_of_one_rank(
     model: Model, kinds: tuple[str, ...], format: str
 ) -> None:

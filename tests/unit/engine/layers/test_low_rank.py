@@ -38,6 +38,9 @@ Asked = Sequence[tuple[int, float]]
 """Numbers of LoRAs, and their scales."""
 
 
+MODELS = ("fill", "inpaint", *EACH_SORT)
+
+
 class Model:
     """A tiny model and random LoRAs of every layer that one may change: in diffusers, and here."""
 
@@ -113,21 +116,19 @@ class Model:
         return self.ran([self.row(case, loras)])[0]
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint", *EACH_SORT])
+@pytest.fixture(scope="module", params=MODELS)
 def model(
-    request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path, tiny_unets: dict[str, Path]
+    request: pytest.FixtureRequest, tiny_flux: dict[str, Path], tiny_unets: dict[str, Path]
 ) -> Model:
     from diffusers import (
-        FluxFillPipeline,
-        FluxInpaintPipeline,
+        DiffusionPipeline,
         StableDiffusionInpaintPipeline,
         StableDiffusionXLInpaintPipeline,
     )
 
-    flux = {"fill": (FluxFillPipeline, tiny_fill), "inpaint": (FluxInpaintPipeline, tiny_inpaint)}
-    if request.param in flux:
-        cls, folder = flux[request.param]
-        return Model(folder, cls.from_pretrained(folder), "transformer")
+    if request.param in tiny_flux:
+        folder = tiny_flux[request.param]
+        return Model(folder, DiffusionPipeline.from_pretrained(folder), "transformer")
     folder = tiny_unets[request.param]
     if request.param.startswith("sdxl"):
         return Model(folder, StableDiffusionXLInpaintPipeline.from_pretrained(folder), "unet")
@@ -144,7 +145,12 @@ MIXES: tuple[Asked, ...] = (
 )
 
 
-@pytest.mark.parametrize("loras", MIXES, ids=str)
+@pytest.mark.parametrize(
+    ("model", "loras"),
+    [*((name, mix) for name in MODELS for mix in MIXES), ("reference", MIXES[3])],
+    ids=str,
+    indirect=["model"],
+)
 def test_a_row_equals_the_pipeline_with_its_loras(model: Model, loras: Asked) -> None:
     case = model.case(np.random.default_rng())
     expected = model.oracle(case, loras)
@@ -153,6 +159,7 @@ def test_a_row_equals_the_pipeline_with_its_loras(model: Model, loras: Asked) ->
         assert np.abs(model.oracle(case, []) - expected).max() > 100 * tolerance(expected)
 
 
+@pytest.mark.parametrize("model", [*MODELS, "reference"], indirect=True)
 def test_rows_with_other_loras_share_a_batch(model: Model) -> None:
     """Each is as it is by itself, and one without any is bit for bit what it is among its like."""
     rng = np.random.default_rng()
@@ -196,7 +203,11 @@ def test_with_all_tokens_active_a_cached_row_with_loras_equals_a_dense_one(
     cached_rows.assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [*((name, kind) for name in MODELS for kind in KINDS), ("reference", "kv")],
+    indirect=["model"],
+)
 def test_cached_rows_with_other_loras_share_a_batch(model: Model, kind: str) -> None:
     """Cached and dense rows, with one LoRA, two, the same one, and none: each as by itself."""
     case = model.case(np.random.default_rng())
