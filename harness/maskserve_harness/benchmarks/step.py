@@ -42,7 +42,6 @@ from torch.profiler import ProfilerActivity, profile
 from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flow.rows import FlowRow
-from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_harness.benchmarks.step_rig import NO_TEXT, PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
@@ -59,9 +58,9 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FlowRow], kind: str) ->
     loading and decoding entries, packing, embedders, final layer, sampler.
     """
     spent = {"blocks": 0.0, "fill": 0.0}
-    parts = (
-        (FluxStep, "pre", "blocks"),
-        (FluxStep, "post", "blocks"),
+    parts: tuple[tuple[Any, str, str], ...] = (
+        (bench.family.step, "pre", "blocks"),
+        (bench.family.step, "post", "blocks"),
         (forward_module.State, "attend", "blocks"),
         (forward_module.State, "_load", "fill"),
     )
@@ -206,7 +205,11 @@ def _line(r: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=(*PRESETS, *UNETS), default="flux-1024")
-    parser.add_argument("--blocks", help="double+single blocks to keep, such as 1+1; all if absent")
+    parser.add_argument(
+        "--blocks",
+        help="double+single blocks to keep, such as 1+1; all if absent "
+        "(Z-Image: the picture's own + joint)",
+    )
     parser.add_argument("--mask-ratios", type=float, nargs="+", default=[0.05, 0.11, 0.2, 0.35])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument(

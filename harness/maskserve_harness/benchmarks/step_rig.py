@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import STILL, Anchor
-from maskserve_core.models import flux, flux2
+from maskserve_core.models import z_image
+from maskserve_core.models.registry import FAMILIES as FACTS
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
+from maskserve_engine.families.flow.batch import FlowBatch
 from maskserve_engine.families.flow.preparation import FlowTemplate
 from maskserve_engine.families.flow.rows import (
     FlowInactive,
@@ -28,15 +30,84 @@ from maskserve_engine.families.flow.rows import (
 )
 from maskserve_engine.families.flow.schedule import Schedule, Walk
 from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.flux.blocks import AHEAD
-from maskserve_engine.families.flux.weights import FluxWeights, places_of
+from maskserve_engine.families.flux.blocks import AHEAD, FluxStep
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.flux.weights import places_of as flux_places
 from maskserve_engine.families.flux2.adapter import ids_of
-from maskserve_engine.families.flux2.weights import weights_of
-from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
+from maskserve_engine.families.flux2.weights import places_of as flux2_places
+from maskserve_engine.families.flux2.weights import weights_of as flux2_weights
+from maskserve_engine.families.qwen_image.adapter import QwenImageBatch
+from maskserve_engine.families.qwen_image.weights import places_of as qwen_places
+from maskserve_engine.families.qwen_image.weights import weights_of as qwen_weights
+from maskserve_engine.families.z_image.adapter import ZImageBatch, positions_of, rotary
+from maskserve_engine.families.z_image.blocks import ZImageStep
+from maskserve_engine.families.z_image.weights import ZImageWeights
+from maskserve_engine.families.z_image.weights import places_of as z_image_places
+from maskserve_engine.layers.low_rank import Factors, LowRankSet, Place, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.published_models import KLEIN_4B, KLEIN_9B
+from maskserve_harness.published_models import KLEIN_4B, KLEIN_9B, QWEN_IMAGE, Z_IMAGE
 
+
+def _angles(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[N, head_dim / 2] complex factors of FLUX's positions."""
+    cos, sin = model.pos_embed(ids)
+    return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
+
+
+def _flux_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    ids = torch.zeros(text + pictures * height * width, 3)
+    ids[text:] = torch.cartesian_prod(*map(torch.arange, (pictures, height, width)))
+    return _angles(model, ids.to(model.device))
+
+
+def _flux2_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    return _angles(model, ids_of(pictures, height, width, text).to(model.device))
+
+
+def _qwen_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    size = [(1, height, width)] * pictures
+    image, words = model.pos_embed(size, device=model.device, max_txt_seq_len=text)
+    return torch.cat((words, image))
+
+
+def _z_image_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    return rotary(model, positions_of(height, width, text, 0), model.device)
+
+
+class Family(NamedTuple):
+    """What of a bench is its family's."""
+
+    model: str
+    """Its class in diffusers."""
+    weights: Callable[[Any], Any]
+    batch: type[FlowBatch[Any]]
+    step: type
+    places: Callable[[Any], Mapping[str, Place]]
+    cis: Callable[[Any, int, int, int, int], torch.Tensor]
+    """[T + pictures · height · width, head_dim / 2] of a model, pictures, height, width, text."""
+    blocks: tuple[str, str] = ("num_layers", "num_single_layers")
+    """Of its config.json, what says how many blocks of two sorts there are."""
+
+
+FAMILIES = {
+    "flux": Family(
+        "FluxTransformer2DModel", FluxWeights.of, FluxBatch, FluxStep, flux_places, _flux_cis
+    ),
+    "flux2": Family(
+        "Flux2Transformer2DModel", flux2_weights, FluxBatch, FluxStep, flux2_places, _flux2_cis
+    ),
+    "qwen_image": Family(
+        "QwenImageTransformer2DModel", qwen_weights, QwenImageBatch, FluxStep, qwen_places,
+        _qwen_cis,
+    ),
+    "z_image": Family(
+        "ZImageTransformer2DModel", ZImageWeights.of, ZImageBatch, ZImageStep, z_image_places,
+        _z_image_cis, ("n_refiner_layers", "n_layers"),
+    ),
+}  # fmt: skip
+
+_KLEIN: dict[str, Any] = {"grid": (64, 64), "text": 512, "references": 1, "family": "flux2"}
 PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
     "flux-512": {"grid": (32, 32), "text": 512},
@@ -46,15 +117,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "small": {"grid": (24, 24), "text": 32},
     "medium": {"grid": (24, 24), "text": 32},
     "kontext-1024": {"grid": (64, 64), "text": 512, "references": 1},
-    "klein-4b-1024": {"grid": (64, 64), "text": 512, "references": 1, "flux2": KLEIN_4B},
-    "klein-9b-1024": {"grid": (64, 64), "text": 512, "references": 1, "flux2": KLEIN_9B},
-    "klein-9b-kv-1024": {
+    "klein-4b-1024": {**_KLEIN, "config": KLEIN_4B},
+    "klein-9b-1024": {**_KLEIN, "config": KLEIN_9B},
+    "klein-9b-kv-1024": {**_KLEIN, "config": KLEIN_9B, "exact": True},
+    "qwen-image-1024": {
         "grid": (64, 64),
-        "text": 512,
-        "references": 1,
-        "exact": True,
-        "flux2": KLEIN_9B,
+        "text": 64,
+        "family": "qwen_image",
+        "config": QWEN_IMAGE,
     },
+    "z-image-1024": {"grid": (64, 64), "text": 64, "family": "z_image", "config": Z_IMAGE},
 }
 
 NO_TEXT = "no-text"
@@ -101,24 +173,24 @@ class Bench:
         steps: int = AHEAD,
     ) -> None:
         own = PRESETS[preset]
-        self.grid, self.text, self.flux2 = own["grid"], own["text"], "flux2" in own
+        self.grid, self.text, name = own["grid"], own["text"], own.get("family", "flux")
+        self.family = FAMILIES[name]
         self.references: int = own.get("references", 0)
         self.exact: bool = own.get("exact", False)
         self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         self.model = model or build_model(preset, blocks, dtype, device)
         self.config = dict(self.model.config)
         room = CacheConfig().placed_on(device.type)
-        weights = weights_of(self.model) if self.flux2 else FluxWeights.of(self.model)
-        self.weights = replace(weights, placed_bytes=room)
-        self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
-        count = flux2.count if self.flux2 else flux.count
+        self.weights = replace(self.family.weights(self.model), placed_bytes=room)
+        self.blocks = len(self.weights.blocks)
         size = 2 * self.grid[0], 2 * self.grid[1]
-        self.work = count(
-            self.config, *size, 0, recorded=False, references=self.references, exact=self.exact
+        counted = z_image.as_flux(self.config) if name == "z_image" else self.config
+        self.work = FACTS[name].count(
+            counted, *size, 0, recorded=False, references=self.references, exact=self.exact
         )
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self._still: dict[str, AnchorEntry] = {}
-        self.batch: FluxBatch | None = None
+        self.batch: FlowBatch[Any] | None = None
 
     def fill_entry(self, kind: str) -> None:
         """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
@@ -126,7 +198,7 @@ class Bench:
 
     def _made(self, anchor: Anchor, kind: str, tokens: int, format: str) -> AnchorEntry:
         def coded() -> Any:
-            return encode(self._random(tokens, self.model.inner_dim), format)
+            return encode(self._random(tokens, self.weights.width), format)
 
         blocks = []
         for _ in range(self.blocks):
@@ -142,13 +214,12 @@ class Bench:
         count, own = self.work.still, self._still
         if format not in own:
             own[format] = self._made(STILL, "kv", count, format)
-        tokens = self._random(count, self.config["in_channels"])
+        tokens = self._random(count, self._channels[0])
         return References(tokens, self._cis[-count:], own[format])
 
     def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
         """A dense row (None), or a cached one with random active tokens."""
-        tokens, channels = self.grid[0] * self.grid[1], self.config["in_channels"]
-        out = self.config.get("out_channels") or channels
+        tokens, (channels, out) = self.grid[0] * self.grid[1], self._channels
         cis = self._cis[: self.text + self.work.tokens[0]]
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
@@ -161,9 +232,9 @@ class Bench:
                 (Walk(500.0, 0.5, -0.05 / self.steps),) * self.steps,
             ),
             grid=self.grid,
-            text=self._random(self.text, self.model.inner_dim),
+            text=self._random(self.text, self.weights.width),
             pooled=self._pooled(),
-            guidance=3.5 if self.config["guidance_embeds"] else None,
+            guidance=3.5 if self.config.get("guidance_embeds") else None,
             cis=cis,
             latents=self._random(tokens, out),
             condition=condition,
@@ -225,14 +296,14 @@ class Bench:
         """A random one of every linear layer of the blocks."""
         factors = {
             name: Factors(self._random(rank, place.shape[1]), self._random(place.shape[0], rank))
-            for name, place in places_of(self.model).items()
+            for name, place in self.family.places(self.model).items()
             if "transformer_blocks" in name
         }
-        return low_rank_set(factors, places_of(self.model), self.device, self.dtype)
+        return low_rank_set(factors, self.family.places(self.model), self.device, self.dtype)
 
     def guided(self, row: FlowRow) -> FlowRow:
         """The row with a negative prompt: it takes a second pass."""
-        text = self._random(self.text, self.model.inner_dim)
+        text = self._random(self.text, self.weights.width)
         row.negative = Negative(text, self._pooled(), 3.0)
         return row
 
@@ -268,7 +339,7 @@ class Bench:
         with torch.inference_mode():
             for row in rows:
                 row.step %= row.steps
-            self.batch = FluxBatch.of(rows, self.batch)
+            self.batch = self.family.batch.of(rows, self.batch)
             self.batch.step(self.weights, kinds, exchange)
 
     def walk(self, rows: Sequence[FlowRow], kind: str) -> None:
@@ -286,41 +357,41 @@ class Bench:
         return dense / self.work.step_flops(cached, kind)
 
     def _pooled(self) -> torch.Tensor | None:
-        return None if self.flux2 else self._random(self.config["pooled_projection_dim"])
+        width = self.config.get("pooled_projection_dim")
+        return None if width is None else self._random(width)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     @cached_property
     def _cis(self) -> torch.Tensor:
-        pictures, (height, width) = 1 + self.references, self.grid
-        if self.flux2:
-            ids = ids_of(pictures, height, width, self.text)
-        else:
-            ids = torch.zeros(self.text + pictures * height * width, 3)
-            ids[self.text :] = torch.cartesian_prod(*map(torch.arange, (pictures, height, width)))
-        cos, sin = self.model.pos_embed(ids.to(self.device))
-        return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
+        return self.family.cis(self.model, 1 + self.references, *self.grid, self.text)
+
+    @property
+    def _channels(self) -> tuple[int, int]:
+        """Of a token, as the model takes and gives it."""
+        out = self.weights.proj_out.out_features
+        extra = self.config["in_channels"] - out if self.family is FAMILIES["flux"] else 0
+        return out + extra, out
 
 
 def build_model(
     preset: str, blocks: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """The preset's transformer with random weights."""
-    from diffusers import Flux2Transformer2DModel, FluxTransformer2DModel
+    import diffusers
 
-    cls: Any = FluxTransformer2DModel
+    family = FAMILIES[PRESETS[preset].get("family", "flux")]
+    cls: Any = getattr(diffusers, family.model)
     if preset in ("demo", "demo-narrow"):
-        config = FluxTransformer2DModel.load_config(DEMO_MODEL / "transformer")
+        config = cls.load_config(DEMO_MODEL / "transformer")
         config = {**config, **(NARROW if preset == "demo-narrow" else {})}
     elif preset in ("small", "medium"):
         config = {"small": SMALL, "medium": MEDIUM}[preset]
-    elif "flux2" in PRESETS[preset]:
-        cls, config = Flux2Transformer2DModel, PRESETS[preset]["flux2"]
     else:  # FLUX.1-dev is the class's own default configuration
-        config = {"guidance_embeds": True}
+        config = PRESETS[preset].get("config", {"guidance_embeds": True})
     if blocks is not None:
-        config = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
+        config = {**config, **dict(zip(family.blocks, blocks, strict=True))}
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
