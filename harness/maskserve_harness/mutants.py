@@ -354,8 +354,8 @@ MUTATIONS = (
     Mutation(
         "a template of Qwen-Image serves prompts of one length",
         f"{_CORE}/models/qwen_image.py",
-        "keys_know_text=False",
-        "keys_know_text=True",
+        "padded_to=1",
+        "padded_to=0",
         f"{_QWEN}::test_entries_do_not_depend_on_how_long_a_prompt_is",
     ),
 )

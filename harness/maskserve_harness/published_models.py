@@ -54,6 +54,16 @@ QWEN_IMAGE: dict[str, Any] = {
 }
 """transformer/config.json of Qwen-Image, which is its class's own default."""
 
+Z_IMAGE: dict[str, Any] = {
+    "in_channels": 16,
+    "dim": 3840,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "cap_feat_dim": 2560,
+}
+"""transformer/config.json of Z-Image and Z-Image-Turbo, which is their class's own default."""
+
 FLUX_DEV_SAMPLER: dict[str, Any] = {
     "base_image_seq_len": 256,
     "base_shift": 0.5,

@@ -1,11 +1,12 @@
-"""Models that see the source as reference, each through a Triton of its own."""
+"""Families of which no other file starts a worker, each model through a Triton of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import blended_edit, diffusers_edit
 from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
+from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support.calls import (
     Grpc,
     InferenceServerException,
@@ -29,8 +32,28 @@ SIDE, CELL = 64, 8
 SOURCE = scene(SIDE, SIDE)
 # Of whole tokens: others are grown to them, where the pipelines take a share.
 MASK = np.kron(blob_mask(SIDE // CELL, SIDE // CELL), np.ones((CELL, CELL), np.uint8))
-MODELS = ("tiny-kontext", "klein", "klein-kv")
 STEPS = 4
+
+
+class Model(NamedTuple):
+    """What is asked of a model's pipeline, and what it refuses."""
+
+    build: Callable[[Path], Path] | None
+    """Writes its folder; None: a fixture does."""
+    length: int
+    """`max_sequence_length` of its configuration."""
+    guidance: float | None
+    """Of an edit that names none; distilled models and Qwen-Image ignore it."""
+    refused: dict[str, Any]
+
+
+MODELS = {
+    "tiny-kontext": Model(None, 16, 3.0, {"first_block_threshold": 0.1}),
+    "klein": Model(build_tiny_flux2, 48, 4.0, {"negative_prompt": "x"}),
+    "klein-kv": Model(partial(build_tiny_flux2, exact=True), 48, 4.0, {"guidance_scale": 4.0}),
+    "qwen-image": Model(build_tiny_qwen_image, 320, None, {"guidance_scale": 4.0}),
+    "z-image": Model(build_tiny_z_image, 320, 5.0, {"true_cfg_scale": 2.0}),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -39,9 +62,8 @@ def served(
 ) -> Iterator[tuple[Path, Grpc]]:
     """A model's folder, and a client of its worker."""
     root, name = tmp_path_factory.mktemp("serving"), request.param
-    folder = tiny_kontext
-    if name != MODELS[0]:
-        folder = build_tiny_flux2(root / name, exact=name == MODELS[2])
+    build = MODELS[name].build
+    folder = tiny_kontext if build is None else build(root / name)
     config = root / "worker.toml"
     config.write_text('[model]\noutside_noise = "edit"  # as the pipelines draw it\n')
     options = ServeOptions(
@@ -58,10 +80,10 @@ def expected(folder: Path, settings: EditSettings) -> Pixels:
 
     pipeline: Any = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    asked: dict[str, Any] = {"max_sequence_length": 48}
+    asked: dict[str, Any] = {"max_sequence_length": MODELS[folder.name].length}
     run = blended_edit if type(pipeline).__name__.endswith("KVPipeline") else diffusers_edit
     if type(pipeline).__name__.startswith("FluxKontext"):
-        asked = {"max_sequence_length": 16, "_auto_resize": False}
+        asked["_auto_resize"] = False
     [image] = run(pipeline, SOURCE, MASK, "a red star", settings, 1, **asked)
     return np.asarray(image)
 
@@ -70,7 +92,7 @@ def test_an_edit_is_the_pipelines_and_spares_the_outside(served: tuple[Path, Grp
     folder, client = served
     asked: dict[str, Any] = {"num_inference_steps": STEPS, "strength": 1.0}
     picture, meta = client.edit(edit_inputs(SOURCE, MASK, **asked))
-    scale = 3.0 if folder.name == MODELS[0] else 4.0  # which distilled models do not have
+    scale = MODELS[folder.name].guidance
     found, at = pixels(picture), MASK > 0
     wanted = expected(folder, EditSettings(guidance_scale=scale, **asked))
     assert np.array_equal(found[~at], SOURCE[~at])
@@ -92,11 +114,7 @@ def test_a_cached_edit_computes_its_mask_and_repeats_itself(served: tuple[Path, 
 
 def test_what_a_model_does_not_take_is_refused(served: tuple[Path, Grpc]) -> None:
     folder, client = served
-    refused = {
-        MODELS[0]: {"first_block_threshold": 0.1},
-        MODELS[1]: {"negative_prompt": "x"},
-        MODELS[2]: {"guidance_scale": 4.0},
-    }[folder.name]
+    refused = MODELS[folder.name].refused
     with pytest.raises(InferenceServerException) as error:
         client.edit(edit_inputs(SOURCE, MASK, **refused))
     [field] = refused

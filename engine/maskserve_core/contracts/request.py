@@ -269,11 +269,11 @@ def _check_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> Non
         if not facts.negative_prompts:
             raise _no_negative_prompt()
         _check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
-        if _guidance(settings, facts, config) <= 1:
+        if not _two_passes(settings, facts, config):
             raise InvalidRequest(
                 "SETTINGS.negative_prompt",
                 "has no effect at this guidance_scale",
-                "a guidance_scale above 1 beside it",
+                f"a guidance_scale above {facts.guides_above:g} beside it",
             )
 
 
@@ -358,6 +358,11 @@ def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> floa
     return facts.guidance_default(config.model.guidance_scale) if given is None else given
 
 
+def _two_passes(settings: EditSettings, facts: ModelFacts, config: Config) -> bool:
+    """Of an edit with classifier-free guidance: whether it is led away from a negative prompt."""
+    return _guidance(settings, facts, config) > facts.guides_above
+
+
 def check_prompt(raw: bytes, config: Config) -> str:
     """The prompt's text. An empty prompt is allowed: it asks for whatever fits.
 
@@ -391,7 +396,7 @@ def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> 
     if threshold is None:
         threshold = 0.0 if settings.reproducible else config.model.first_block_threshold
     negative = settings.negative_prompt
-    if negative is None and facts.guidance == "cfg" and _guidance(settings, facts, config) > 1:
+    if negative is None and facts.guidance == "cfg" and _two_passes(settings, facts, config):
         negative = ""  # classifier-free guidance leads away from it
     return replace(
         settings,

@@ -130,14 +130,15 @@ class EditSettings(Table, frozen=True):
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; the model's by default."""
     guidance_scale: Guidance | None = None
-    """How closely the prompt is followed; the model's by default. With SDXL and SD 2.1 it is
-    classifier-free guidance: above 1 each step runs the model twice."""
+    """How closely the prompt is followed; the model's by default. With SDXL, SD 2.1, klein's base
+    models and Z-Image it is classifier-free guidance: above 1 (Z-Image: 0) each step runs the model
+    twice."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
-    """FLUX dev and schnell: how strongly the negative prompt is steered away from; above 1 each
-    step runs the model twice, 1 is off."""
+    """FLUX.1 (not Fill) and Qwen-Image: how strongly the negative prompt is steered away from;
+    above 1 each step runs the model twice, 1 is off."""
     negative_prompt: Text | None = None
-    """What to steer away from. FLUX Fill takes none; FLUX dev and schnell take it together with
-    `true_cfg_scale`."""
+    """What to steer away from. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image take it
+    together with `true_cfg_scale`."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the schedule that is run: below 1 fewer steps."""
     mask_mode: MaskMode = "auto"

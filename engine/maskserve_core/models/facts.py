@@ -124,9 +124,12 @@ class ModelFacts:
     negative_prompts: bool = True
     """Whether an edit may name what classifier-free guidance leads away from; else it is the empty
     prompt."""
-    keys_know_text: bool = True
-    """Whether where a picture's tokens lie, and so what entries hold, depends on how long a prompt
-    is, or all prompts are equally long."""
+    guides_above: float = 1.0
+    """Where guidance is classifier-free, the `guidance_scale` above which a step has two passes."""
+    padded_to: int = 0
+    """Where a picture's tokens lie alike beside prompts of any length: to which multiple the model
+    pads pictures and prompts (1: it pads none). 0: how they lie, and so what entries hold, depends
+    on a prompt's length, or all prompts are equally long."""
     mask_latents: int = 1
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
     skips_steps: bool = False
@@ -152,6 +155,14 @@ class ModelFacts:
     def text_tokens(self, configured: int) -> int:
         """Text tokens of a prompt, given `[model] max_sequence_length`."""
         return self.tokenizer_length or configured
+
+    def key_text(self, words: int, tokens: int) -> int:
+        """Of a prompt's words, as many as what entries hold of a picture of so many tokens depends
+        on: 0 where it does not, since no pads stand among them.
+        """
+        if not self.padded_to:
+            return words
+        return 0 if tokens % self.padded_to == 0 else words + -words % self.padded_to
 
     def guidance_default(self, configured: float) -> float:
         """The scale of an edit that names none, given `[model] guidance_scale`."""

@@ -250,11 +250,7 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     apart, as of `lora_work`.
     """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    streams = (
-        ("to_q", "to_k", "to_v", "to_out.0"),
-        ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-    )
-    double = {f"attn.{layer}": 2 * h for each in streams for layer in each}
+    double = joint_attention(h)
     double |= {f"{ff}.net.{n}": 5 * h for ff in ("ff", "ff_context") for n in ("0.proj", "2")}
     single = {
         "attn.to_q": 2 * h,
@@ -263,10 +259,27 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
         "proj_mlp": 5 * h,
         "proj_out": 6 * h,
     }
-    counts = int(config["num_layers"]), int(config["num_single_layers"])
+    return by_block(
+        {
+            "transformer_blocks": (int(config["num_layers"]), double),
+            "single_transformer_blocks": (int(config["num_single_layers"]), single),
+        }
+    )
+
+
+def joint_attention(width: int) -> dict[str, int]:
+    """Numbers per rank of a LoRA of the attention of a block of two streams."""
+    layers = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    )  # fmt: skip
+    return {f"attn.{layer}": 2 * width for layer in layers}
+
+
+def by_block(stacks: Mapping[str, tuple[int, Mapping[str, int]]]) -> dict[str, int]:
+    """By dotted names, of stacks of so many blocks with these layers."""
     return {
-        f"{blocks}.{number}.{layer}": numbers
-        for blocks, count, layers in zip(_BLOCKS, counts, (double, single), strict=True)
+        f"{stack}.{number}.{layer}": numbers
+        for stack, (count, layers) in stacks.items()
         for number in range(count)
         for layer, numbers in layers.items()
     }

@@ -103,21 +103,16 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     inner = int(h * float(config.get("mlp_ratio", 3.0)))
-    attention = (
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-    )  # fmt: skip
-    double = {f"attn.{layer}": 2 * h for layer in attention}
+    double = flux.joint_attention(h)
     for stream in ("ff", "ff_context"):
         double |= {f"{stream}.linear_in": h + 2 * inner, f"{stream}.linear_out": inner + h}
     single = {
         "attn.to_qkv_mlp_proj": 4 * h + 2 * inner,
         "attn.to_out": 2 * h + inner,
     }
-    counts = int(config["num_layers"]), int(config["num_single_layers"])
-    stacks = ("transformer_blocks", "single_transformer_blocks")
-    return {
-        f"{stack}.{number}.{layer}": numbers
-        for stack, count, layers in zip(stacks, counts, (double, single), strict=True)
-        for number in range(count)
-        for layer, numbers in layers.items()
-    }
+    return flux.by_block(
+        {
+            "transformer_blocks": (int(config["num_layers"]), double),
+            "single_transformer_blocks": (int(config["num_single_layers"]), single),
+        }
+    )

@@ -52,7 +52,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,
         keeps_placed=True,
-        keys_know_text=False,
+        padded_to=1,
         least_steps=2 if sampler.get("shift_terminal") else 1,
     )
 
@@ -83,13 +83,6 @@ def count(
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    attention = (
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-    )  # fmt: skip
-    block = {f"attn.{layer}": 2 * h for layer in attention}
+    block = flux.joint_attention(h)
     block |= {f"{mlp}.net.{n}": 5 * h for mlp in ("img_mlp", "txt_mlp") for n in ("0.proj", "2")}
-    return {
-        f"transformer_blocks.{number}.{layer}": numbers
-        for number in range(int(config["num_layers"]))
-        for layer, numbers in block.items()
-    }
+    return flux.by_block({"transformer_blocks": (int(config["num_layers"]), block)})

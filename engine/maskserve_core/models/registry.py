@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maskserve_core.config import Config, ConfigError, EngineConfig
-from maskserve_core.models import flux, flux2, qwen_image, unet
+from maskserve_core.models import flux, flux2, qwen_image, unet, z_image
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
 
@@ -62,6 +62,7 @@ FAMILIES: dict[str, FamilyFacts] = {
     "flux2": flux2,
     "qwen_image": qwen_image,
     "unet": unet,
+    "z_image": z_image,
 }
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
 

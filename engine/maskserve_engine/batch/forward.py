@@ -37,6 +37,13 @@ class Transformer(Protocol):
         ...
 
     @property
+    def alone(self) -> int:
+        """Of the first blocks, those that are the image's alone: of the text there is in them what
+        stands beside it (`RowInput.pads`). A model that has some has one stream.
+        """
+        ...
+
+    @property
     def placed_bytes(self) -> int:
         """That all blocks' keys and values of a batch may take to stay in place (`PlacedKV`)."""
         ...
@@ -187,37 +194,57 @@ class State:
         streams: tuple[Tensor, Tensor] | None = None,
         asking: AtOnce | None = None,
     ) -> None:
-        self.model, self.packed, self.kinds = model, packed, kinds
+        self.model, self.kinds = model, kinds
         self.asking = asking or AtOnce()
-        self.layout, self.rest_cis = packed.layout, packed.rest_cis
-        self.cached = packed.rest_cis is not None
+        self.rest_cis, self.cached = packed.rest_cis, packed.rest_cis is not None
         self.sees_fixed = packed.sees_fixed
         self.wide = not self.cached  # without cached rows both packings are the same
-        self.packing: Packing = self.layout.narrow
-        self.cis = packed.cis
+        self.packed: Packed
+        self._lie_as(packed.alone if model.alone else packed)
+        self.whole = packed
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
         self.ahead: Any = None  # what the last block has left for the next one
         self.room: Tensor | None = None  # where the present block's keys and values lie already
-        packed.placed_kv.keep_for(packed.entries)
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
+        self.text: Tensor
+        self.image: Tensor
         self.text, self.image = streams or (
-            packed.text,
+            self.packed.text,
             model.embed(packed.tokens, self.stream.spans),
         )
+
+    def _lie_as(self, packed: Packed) -> None:
+        """Have the rows lie as they are packed there."""
+        self.packed, self.layout = packed, packed.layout
+        widened = self.cached and self.wide
+        self.packing: Packing = self.layout.wide if widened else self.layout.narrow
+        self.cis = packed.wide_cis if widened else packed.cis
+        packed.placed_kv.keep_for(packed.entries)
+
+    def _meet_text(self) -> None:
+        """Behind the image's own blocks: from here on all see the text."""
+        pads, image = self.packing.split(self.image)
+        self._lie_as(self.whole)
+        text, places = self.packed.text, self.whole.pads
+        if places is not None:
+            text = text.index_copy(0, places, pads)
+        self.image = self.packing.rows_from(text, image)
 
     def run(self, begin: int, end: int) -> None:
         """Blocks `begin` to `end`."""
         two_streams, residuals = self.model.two_streams, self.packed.residuals
         kinds = self.kinds if self.cached else ("dense",) * end
         for number in range(begin, end):
+            if number and number == self.model.alone:
+                self._meet_text()
             if number >= two_streams and not self.joined:
                 self.join_streams()
             # Whether the next block is given what this one leaves, as it is.
             goes_on = (
                 number + 1 < end
                 and not residuals
-                and number + 1 != two_streams
+                and number + 1 not in (two_streams, self.model.alone)
                 and (kinds[number] == "dense") == (kinds[number + 1] == "dense")
             )
             self.text, self.image = self._block(number, goes_on=goes_on)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.batch.transfer import moved, to_device
-from maskserve_engine.layers.attention import Segments, Span, ends, spans, uniform
+from maskserve_engine.layers.attention import Segments, Span, segments, spans, uniform
 from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.modulation import PerRow, Vector
 from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, slots_of
@@ -158,11 +158,6 @@ def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
     return Stream(spans(lengths), row_of, tuple(lengths), common, broadcasts)
 
 
-def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
-    q_spans, k_spans = spans(queries), spans(keys)
-    return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
-
-
 Parts = tuple[tuple[int, ...], ...]
 """Per row, the lengths of what `InactiveTokens.parts` or `RowInput.fixed` are; (0,) of a row that
 has none."""
@@ -215,8 +210,8 @@ def _pack(
         from_rows=torch.from_numpy(inverse),
         stream_of=torch.from_numpy((order >= n_text).astype(np.int64)),
         image_in_rows=None if one else torch.from_numpy(inverse[n_text:]),
-        computed=_segments(core, core),
-        all_keys=_segments(core, keys),
+        computed=segments(core, core),
+        all_keys=segments(core, keys),
         core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
         slots=slots(at_rest, parts),
         fixed_slots=slots(at_fixed, fixed),
@@ -424,6 +419,15 @@ class RowInput:
     """Of the computed tokens, how many of the last ones no step moves."""
     fixed: tuple[FixedTokens, ...] = ()
     """That its tokens see besides, in every block."""
+    pads: int = 0
+    """Of the text, how many of the last ones stand beside the image in blocks that are its alone
+    (`forward.Transformer.alone`)."""
+
+    @property
+    def alone(self) -> RowInput:
+        """Without what such blocks do not have."""
+        words = len(self.text) - self.pads
+        return replace(self, text=self.text[words:], cis=self.cis[words:])
 
 
 class Packed:
@@ -444,11 +448,15 @@ class Packed:
         self.primes = any(capture is not None for capture in self.captures)
         self.placed_kv = PlacedKV()
         rest_cis = [rest.cis for rest in self.rests if rest is not None]
+        self._lengths: tuple[Parts, Parts] = (
+            tuple((0,) if r is None else tuple(len(p.cis) for p in r.parts) for r in self.rests),
+            tuple(tuple(map(len, row.fixed)) or (0,) for row in rows),
+        )
+        """Of what is inactive, and of what is fixed."""
         self.layout: SparseLayout = sparse_layout(
             tuple(len(row.text) for row in rows),
             tuple(len(row.tokens) for row in rows),
-            tuple((0,) if r is None else tuple(len(p.cis) for p in r.parts) for r in self.rests),
-            tuple(tuple(map(len, row.fixed)) or (0,) for row in rows),
+            *self._lengths,
             rows[0].tokens.device,
         )
         self.tokens = torch.cat([row.tokens for row in rows])
@@ -474,6 +482,27 @@ class Packed:
     def sees_fixed(self) -> bool:
         """Whether any of its rows does."""
         return any(each is not None for each in self.fixed)
+
+    @cached_property
+    def alone(self) -> Packed:
+        """The same rows in blocks that are the image's alone, with its tokens."""
+        own = copy(self)
+        vars(own).pop("wide_cis", None)
+        own.rows, own.placed_kv = tuple([row.alone for row in self.rows]), PlacedKV()
+        own.text = torch.cat([row.text for row in own.rows])
+        own.cis = torch.cat([row.cis for row in own.rows])
+        narrow = self.layout.narrow
+        texts = tuple([row.pads for row in self.rows])
+        own.layout = sparse_layout(texts, narrow.image, *self._lengths, self.tokens.device)
+        return own
+
+    @cached_property
+    def pads(self) -> Tensor | None:
+        """Where in the text stream the tokens lie that `alone` has of it; None: it has none."""
+        ends = [end for _, end in self.layout.narrow.text_stream.spans]
+        own = [torch.arange(end - row.pads, end) for end, row in zip(ends, self.rows, strict=True)]
+        places = torch.cat(own)
+        return to_device([places], self.tokens.device)[0] if len(places) else None
 
     @property
     def shapes(self) -> Hashable:

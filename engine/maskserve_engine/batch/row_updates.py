@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import has_kernels
-from maskserve_engine.layers.linear import Linear
+from maskserve_engine.layers.linear import Linear, map_linears
 from maskserve_engine.layers.low_rank import (
     Adapters,
     LowRank,
@@ -216,3 +216,26 @@ ByRow = LowRank | FusedLowRank
 """A product that differs by row."""
 ByPass = LowRankConv | FusedLowRankConv
 """A convolution that differs by pass."""
+
+
+class RowWeights:
+    """Weights of a model whose products may differ by row; a dataclass of them (`map_linears`)."""
+
+    device: torch.device
+    by_row: bool
+    """Whether they are those `with_adapters`."""
+
+    def with_adapters(self, rows: Sequence[Adapters]) -> Self:
+        """The same for packed rows of which each has adapters of its own, or none."""
+        if not any(rows):
+            return self
+        changed: Any = map_linears(self, RowUpdates(rows, self.device).linear)
+        return cast(Self, replace(changed, by_row=True, graphs=None))
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Of weights for packed rows, those for some of them."""
+
+        def taken(place: str, own: Linear) -> Linear:
+            return own.take(rows) if isinstance(own, ByRow) else own
+
+        return map_linears(self, taken) if self.by_row else self

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maskserve_engine.batch.forward import CaptureKeys, FillRest, State, Transformer
-from maskserve_engine.batch.packing import Capture, InactiveTokens, Packed, Packing, RowInput
+from maskserve_engine.batch.packing import (
+    Capture,
+    FixedTokens,
+    InactiveTokens,
+    Packed,
+    Packing,
+    RowInput,
+)
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.layers.attention import Span, spans
@@ -157,14 +165,59 @@ def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> R
 
 
 @dataclass(frozen=True, slots=True)
+class _OwnHeads:
+    """A rank's heads of what lies in entries."""
+
+    heads: Span
+    """Of all heads, the rank's."""
+    all_heads: int
+    cis: Tensor
+    """[n, head_dim / 2] of any tokens, where they are computed."""
+
+    def of(self, found: KvSource) -> KvSource:
+        parts, slopes = (tuple(map(self._cut, own)) for own in (found.parts, found.slopes))
+        return replace(found, parts=parts, slopes=slopes)
+
+    def _cut(self, coded: Coded) -> Coded:
+        head_dim = 2 * self.cis.shape[1]
+        if coded.channels < head_dim * self.all_heads:
+            return coded  # it came without the others (`Selection.of_heads`)
+        try:
+            own = coded.columns(*self.heads, self.all_heads)
+        except ValueError:  # a format that has no such cut
+            decoded = self.cis.real.new_empty(len(coded.data), coded.channels)
+            coded.into(decoded)
+            begin, end = self.heads
+            own = Coded("model", decoded[:, begin * head_dim : end * head_dim])
+        # Where a kernel reads them, each token's lie side by side.
+        return own.map(Tensor.contiguous) if self.cis.is_cuda else own
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedShare:
+    """`FixedTokens` of which a rank reads its heads."""
+
+    whole: FixedTokens
+    heads: _OwnHeads
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    @property
+    def entry(self) -> object:
+        return self.whole.entry
+
+    def source(self, block: int) -> KvSource:
+        return self.heads.of(self.whole.source(block))
+
+
+@dataclass(frozen=True, slots=True)
 class _RestShare:
     """`InactiveTokens` of which a rank computes a part, and reads its heads."""
 
     whole: InactiveTokens
     own: slice
-    heads: Span
-    """Of all heads, the rank's."""
-    all_heads: int
+    heads: _OwnHeads
 
     @property
     def cis(self) -> Tensor:
@@ -187,29 +240,10 @@ class _RestShare:
         """`kv` is of all tokens and the rank's heads, `h` of the rank's tokens."""
         found = self.whole.source(block, part)
         if part == "kv":
-            parts, slopes = map(self._own_heads, (found.parts, found.slopes))
-            return replace(found, parts=parts, slopes=slopes)
+            return self.heads.of(found)
         if found.ids is not None:
             return replace(found, ids=found.ids[self.own])
         return KvSource(tuple([coded.map(lambda t: t[self.own]) for coded in found.parts]))
-
-    def _own_heads(self, parts: Sequence[Coded]) -> tuple[Coded, ...]:
-        heads = [self._cut(coded) for coded in parts]
-        if self.whole.cis.is_cuda:  # where a kernel reads them, each token's side by side
-            heads = [coded.map(Tensor.contiguous) for coded in heads]
-        return tuple(heads)
-
-    def _cut(self, coded: Coded) -> Coded:
-        head_dim = 2 * self.whole.cis.shape[1]
-        if coded.channels < head_dim * self.all_heads:
-            return coded  # it came without the others (`Selection.of_heads`)
-        try:
-            return coded.columns(*self.heads, self.all_heads)
-        except ValueError:  # a format that has no such cut
-            decoded = self.whole.cis.real.new_empty(len(coded.data), coded.channels)
-            coded.into(decoded)
-            begin, end = self.heads
-            return Coded("model", decoded[:, begin * head_dim : end * head_dim])
 
 
 class RankShare:
@@ -230,9 +264,9 @@ class RankShare:
             raise ValueError(f"{count} ranks cannot share {heads} heads: use {heads} at most")
         if whole.residuals:
             raise ValueError("rows with a ControlNet take their steps on one device")
-        if whole.sees_fixed:
-            raise ValueError("rows whose references see nothing of them do so, too")
-        self.whole, self.exchange = whole, exchange
+        if any(row.pads for row in whole.rows):
+            raise ValueError("rows whose picture is padded take their steps on one device")
+        self.whole, self.exchange, self._all_heads = whole, exchange, heads
         self.heads = [share_of(heads, rank, count) for rank in range(count)]
         self.packed = Packed([self._part(row, heads) for row in whole.rows])
         narrow = whole.layout.narrow
@@ -256,18 +290,26 @@ class RankShare:
         ]
         self._own: Tensor = moved((torch.from_numpy(np.concatenate(own)),), device)[0]
 
+    @cached_property
+    def alone(self) -> RankShare:
+        """Of the same rows in blocks that are the image's alone."""
+        return RankShare(self.whole.alone, self.exchange, self._all_heads)
+
     def _part(self, row: RowInput, heads: int) -> RowInput:
         rank, count = self.exchange.rank, self.exchange.count
 
         def own(length: int) -> slice:
             return slice(*share_of(length, rank, count))
 
-        texts, rest = len(row.text), row.rest
+        texts, rest, heads_of = len(row.text), row.rest, _OwnHeads(self.heads[rank], heads, row.cis)
         tokens, text = own(len(row.tokens)), own(texts)
         if rest is not None:
-            rest = _RestShare(rest, own(len(rest.cis)), self.heads[rank], heads)
+            rest = _RestShare(rest, own(len(rest.cis)), heads_of)
+        fixed = tuple([_FixedShare(each, heads_of) for each in row.fixed])
         cis = torch.cat((row.cis[text], row.cis[texts:][tokens]))
-        return replace(row, tokens=row.tokens[tokens], text=row.text[text], cis=cis, rest=rest)
+        return replace(
+            row, tokens=row.tokens[tokens], text=row.text[text], cis=cis, rest=rest, fixed=fixed
+        )
 
     def refresh(self) -> None:
         """Take the rank's tokens from the batch as it is now."""
@@ -337,8 +379,12 @@ class _SharedState(State):
     """`State` of a rank's share."""
 
     def __init__(self, model: Transformer, share: RankShare, kinds: Sequence[str]) -> None:
-        self.share = share
+        self.share, self._behind = share.alone if model.alone else share, share
         super().__init__(model, share.packed, kinds)
+
+    def _meet_text(self) -> None:
+        self.share = self._behind
+        super()._meet_text()
 
     @property
     def _of_all(self) -> Packing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from maskserve_core.config import Config
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
+from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, TokensRead
 from maskserve_engine.stages.loader import load_part, load_plain
-from maskserve_engine.stages.vae import is_tiled, moments_of
+from maskserve_engine.stages.vae import is_tiled, load_vae, moments_of
 from maskserve_engine.stages.vae_pieces import (
     CellSums,
     MixedNorm,
@@ -89,6 +90,25 @@ class TextEncoder:
     def read_of(self, prompt: str) -> TokensRead:
         """How much of a prompt is read."""
         whole = len(self.tokenizer(prompt, verbose=False).input_ids)
+        used = min(whole, self.length)
+        return TokensRead(used, whole - used)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEncoder(TextEncoder):
+    """Whose prompts stand in a chat template."""
+
+    thinking: ClassVar[bool] = False
+    """Whether the template leaves the model room to think."""
+
+    def read_of(self, prompt: str) -> TokensRead:
+        said = [{"role": "user", "content": prompt}]
+        whole = len(
+            self.tokenizer.apply_chat_template(
+                said, tokenize=True, add_generation_prompt=True, enable_thinking=self.thinking,
+                return_dict=True,
+            )["input_ids"]
+        )  # fmt: skip
         used = min(whole, self.length)
         return TokensRead(used, whole - used)
 
@@ -276,6 +296,41 @@ class Encoder(ABC):
             maps = [encoder.mid_block(middle)]
         maps = [encoder.conv_out(F.silu(x)) for x in norm(encoder.conv_norm_out, maps, 0)]
         return maps if self.vae.quant_conv is None else [self.vae.quant_conv(x) for x in maps]
+
+
+class OneTextEncoder(Encoder):
+    """An encoder with one text model, which no adapter changes: diffusers applies LoRAs of such
+    models to the transformer alone.
+
+    Args:
+        facts: what the folder says.
+        vae: of the class that they name.
+        text: with its tokenizer.
+    """
+
+    def __init__(self, facts: ModelFacts, vae: Any, text: TextEncoder) -> None:
+        super().__init__(facts, vae)
+        self.text = text
+
+    @classmethod
+    def load(cls, facts: ModelFacts, config: Config) -> Self:
+        """Raises ConfigError when a part cannot be loaded."""
+        limit_threads(config)
+        text = cls.load_text(config, config.model.max_sequence_length)
+        return cls(facts, load_vae(config, facts), text)
+
+    @staticmethod
+    @abstractmethod
+    def load_text(config: Config, length: int) -> TextEncoder:
+        """The folder's, for prompts of up to so many tokens."""
+
+    @property
+    def text_encoders(self) -> dict[str, TextEncoder]:
+        return {"text_encoder": self.text}
+
+    @property
+    def text_models(self) -> dict[str, Any]:
+        return {}
 
 
 def _laid(whole: Tensor, maps: list[Tensor], pieces: Pieces) -> Tensor:

@@ -61,11 +61,19 @@ def _unet() -> FamilyLoaders:
     return FamilyLoaders(UnetEncoder.load, UnetAdapter.load, Decoder.load)
 
 
+def _z_image() -> FamilyLoaders:
+    from maskserve_engine.families.z_image.adapter import ZImageAdapter
+    from maskserve_engine.families.z_image.encode import ZImageEncoder
+
+    return FamilyLoaders(ZImageEncoder.load, ZImageAdapter.load, Decoder.load)
+
+
 FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "flux": _flux,
     "flux2": _flux2,
     "qwen_image": _qwen_image,
     "unet": _unet,
+    "z_image": _z_image,
 }
 """By the name in ModelFacts.family; imported when first asked for."""
 

@@ -75,6 +75,12 @@ def uniform(lengths: Sequence[int]) -> int:
     return lengths[0] if len(set(lengths)) == 1 else 0
 
 
+def segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
+    """Of rows with so many of each, on the host."""
+    q_spans, k_spans = spans(queries), spans(keys)
+    return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
+
+
 def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:
     """Scaled dot-product attention, row by row.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,9 +12,9 @@ from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.modulation import EPS
 
 
-def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
+def norm_heads(x: Tensor, norms: Tensor, epsilon: float = EPS) -> Tensor:
     """`x` [N, P, heads, head_dim], each head through its norm: float32, as `rotate` takes it."""
-    return F.rms_norm(x, x.shape[-1:], None, EPS) * norms
+    return F.rms_norm(x, x.shape[-1:], None, epsilon) * norms
 
 
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
@@ -21,7 +23,13 @@ def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
 
 
-def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None = None) -> None:
+def qk_norm_rope(
+    x: Tensor,
+    norms: Tensor,
+    cis: Tensor,
+    stream_of: Tensor | None = None,
+    epsilon: float = EPS,
+) -> None:
     """`norm_heads`, then `rotate`, in place.
 
     Args:
@@ -29,11 +37,13 @@ def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None
         norms: [P, 1, head_dim] weights, float32, or [S, P, 1, head_dim] of each stream.
         cis: [N, head_dim / 2] complex rotary factors.
         stream_of: [N] of each token, where `norms` are of streams.
+        epsilon: of the norms.
     """
     if has_kernels(x.device) and x.shape[-1].bit_count() == 1:
-        fused(x, norms, cis, stream_of)
+        fused(x, norms, cis, stream_of, epsilon)
         return
-    normed = norm_heads(x, norms if stream_of is None else norms.index_select(0, stream_of))
+    own = norms if stream_of is None else norms.index_select(0, stream_of)
+    normed = norm_heads(x, own, epsilon)
     if x.dtype == torch.float32:
         pairs = *x.shape[:-1], x.shape[-1] // 2, 2  # each two numbers of a head as a complex one
         to = torch.view_as_complex(x.view(pairs))
@@ -42,13 +52,21 @@ def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None
         x.copy_(rotate(normed, cis, x.dtype))
 
 
-def fused(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None = None) -> None:
+def fused(
+    x: Tensor,
+    norms: Tensor,
+    cis: Tensor,
+    stream_of: Tensor | None = None,
+    epsilon: float = EPS,
+) -> None:
     """`qk_norm_rope` as one kernel; a token's heads are adjacent, head_dim is a power of two."""
-    torch.ops.maskserve.qk_norm_rope(x, norms, torch.view_as_real(cis), stream_of)
+    torch.ops.maskserve.qk_norm_rope(x, norms, torch.view_as_real(cis), stream_of, epsilon)
 
 
 @torch.library.custom_op("maskserve::qk_norm_rope", mutates_args=("x",))
-def _qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None) -> None:
+def _qk_norm_rope(
+    x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None, epsilon: float
+) -> None:
     import triton
 
     from maskserve_engine.layers.qk_norm_rope_kernel import qk_norm_rope_kernel
@@ -60,7 +78,7 @@ def _qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | Non
         cis,
         x if stream_of is None else stream_of,
         x.stride(0),
-        EPS,
+        epsilon,
         heads=heads,
         head_dim=head_dim,
         block=triton.next_power_of_2(heads),
@@ -69,5 +87,5 @@ def _qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | Non
 
 
 @_qk_norm_rope.register_fake
-def _(*_: Tensor | None) -> None:
+def _(*_: Any) -> None:
     return None

@@ -271,7 +271,7 @@ class TemplateCache:
             noise_seed=job.request.template_noise_seed,
             priming_prompt=PRIMING_PROMPT,
             guidance=guidance,
-            text_tokens=length if self.adapter.facts.keys_know_text else 0,
+            text_tokens=self.adapter.facts.key_text(length, self.adapter.tokens(job).total),
             dtype=self.dtype,
             entry_kind=self._kept,
             entry_format=self.config.entry_format,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,9 @@ from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.control import OpenedRows, RowControl
+from maskserve_engine.families.control import NetBatch, NetRow, OpenedRows, RowControl
 from maskserve_engine.families.flow.batch import FlowBatch, FlowWeights
 from maskserve_engine.families.flow.preparation import (
     FlowInputs,
@@ -76,8 +78,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     batches: ClassVar[type[FlowBatch[Any]]]
     """Of the family's rows."""
-    text_places: ClassVar[frozenset[str]]
-    """Places of the weights that `text` reads."""
+    text_places: ClassVar[tuple[str, ...]]
+    """How places of the weights begin that `text` reads."""
     preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
     """With what its pipeline draws, in its order."""
     anchor_tolerance = 1.0
@@ -163,15 +165,23 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def places_of(model: Any) -> Mapping[str, Place]:
         """Where the layers that a LoRA may change lie in the weights."""
 
-    @abstractmethod
     def blank_prompt(self, tokens: int) -> Conditioning:
-        """Of zeros, so many tokens long."""
+        width = self.facts.denoiser["joint_attention_dim"]
+        return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
 
     @abstractmethod
-    def text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
-        """[T, width] text tokens at the first block, of a prompt's states [T, in]: the same at
-        every step.
+    def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
+        """[T, width] text tokens at the first block, of a prompt's states [words, in], with the
+        `pads` of a picture of so many rows and columns of tokens: the same at every step.
         """
+
+    def pads(self, grid: tuple[int, int]) -> int:
+        """Tokens that stand beside such a picture in its own blocks (`RowInput.pads`)."""
+        return 0
+
+    def text_tokens(self, words: int, grid: tuple[int, int]) -> int:
+        """How many `text` makes of so many."""
+        return words
 
     @abstractmethod
     def positions(self, height: int, width: int, text: int) -> Tensor:
@@ -197,8 +207,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         text = own is None or not own.text
         _, height, width = job.moments.shape
         prompts = [each for each in (job.conditioning, job.negative) if each is not None]
-        active = (float(self.tokens(job).active),)
-        lengths = [float(len(each["prompt_embeds"])) for each in prompts]
+        active, grid = (float(self.tokens(job).active),), grid_of(job)
+        lengths = [float(self.text_tokens(len(p["prompt_embeds"]), grid)) for p in prompts]
         return self.work(height, width).totals(
             [RowTokens(active, text * n, text_read=(not text) * n) for n in lengths]
         )
@@ -299,7 +309,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             own = self._preparation.template(job, noise_seed)
             there = (own, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
-            text = self.text(inputs.embeds)
+            text = self.text(inputs.embeds, grid_of(job))
             return FlowPrimingRow(
                 request_id=job.request.request_id,
                 template=self._filled(template),
@@ -313,6 +323,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 kinds=kinds,
                 format=format,
                 references=self._references(job, len(text)),
+                pads=self.pads(grid_of(job)),
             )
 
     def _own_positions(self, job: EditJob, text: int) -> Tensor:
@@ -334,7 +345,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         (`batch.cfg_parallel`).
         """
         request = job.request
-        if request.settings.first_block_threshold or self.facts.semantics.exact:
+        if request.settings.first_block_threshold:
             return 1
         if request.loras or job.controls:
             return 1 if job.negative is None else 2
@@ -369,18 +380,35 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         both, row.adapters = (*row.adapters, *adapters), adapters
         if row.references is not None and isinstance(row.references.entry, AnchorEntry):
             row.references.entry = None  # made without them
-        if not any(self.text_places & own.updates.keys() for own, _ in both):
+        changed = {place for own, _ in both for place in own.updates}
+        if not any(place.startswith(self.text_places) for place in changed):
             return  # what the row keeps of its prompt is as it was
+        grid = grid_of(job)
         with torch.inference_mode():
             if isinstance(row, FlowPrimingRow):
-                row.text = self.text(row.embeds, adapters)
+                row.text = self.text(row.embeds, grid, adapters)
                 return
             inputs = moved(self._preparation.prepared(job).inputs, self.device)
-            row.text = self.text(inputs.prompt.embeds, adapters)
+            row.text = self.text(inputs.prompt.embeds, grid, adapters)
             if row.negative is not None:
                 assert inputs.negative is not None
-                negative = self.text(inputs.negative.embeds, adapters)
+                negative = self.text(inputs.negative.embeds, grid, adapters)
                 row.negative = replace(row.negative, text=negative)
+
+    def control_net(self, model: Any) -> Any:
+        """A family without ControlNets has no more to say of them than this; its folders refuse
+        them (`ModelFacts.control`).
+        """
+        raise ValueError("is a ControlNet, and this model takes none")
+
+    def opening(self, row: Any, job: EditJob) -> Opening | None:
+        return None
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> NetRow:
+        raise ValueError("this model takes no ControlNets")
+
+    def net_batch(self) -> NetBatch:
+        raise ValueError("this model takes no ControlNets")
 
     def _of_nets(self, row: FlowRow) -> OwnPlan:
         """As of `RowControl`: where a row has anchors of its own, the base computes all tokens at
@@ -398,8 +426,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def _row(self, job: EditJob, inputs: FlowInputs) -> FlowRow:
         """A row that computes the tokens of `inputs`, which lie on the device."""
-        text, start = self.text(inputs.prompt.embeds), inputs.start
-        grid = grid_of(job)
+        grid, start = grid_of(job), inputs.start
+        text = self.text(inputs.prompt.embeds, grid)
         threshold = job.request.settings.first_block_threshold
         return FlowRow(
             request_id=job.request.request_id,
@@ -414,7 +442,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             blend=start.blend,
             context=start.context,
             references=self._references(job, len(text)),
-            negative=self._negative(job, inputs.negative),
+            pads=self.pads(grid),
+            negative=self._negative(job, inputs.negative, len(text)),
             first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),
         )
@@ -426,13 +455,15 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         masked = self.facts.semantics.masked_picture
         return template.filled(self.facts.vae_scale_factor) if masked else template
 
-    def _negative(self, job: EditJob, prompt: FlowPrompt | None) -> Negative | None:
+    def _negative(self, job: EditJob, prompt: FlowPrompt | None, own: int) -> Negative | None:
+        """Of a row with so many text tokens of its own."""
         if prompt is None:
             return None
         settings = job.request.settings
         cfg = self.facts.guidance == "cfg"
         scale = settings.guidance_scale if cfg else settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
-        text, own = self.text(prompt.embeds), len(job.conditioning["prompt_embeds"])
-        cis = None if len(text) == own else self._positions(*grid_of(job), len(text))[: len(text)]
+        grid = grid_of(job)
+        text = self.text(prompt.embeds, grid)
+        cis = None if len(text) == own else self._positions(*grid, len(text))[: len(text)]
         return Negative(text, prompt.pooled, scale, cis=cis)

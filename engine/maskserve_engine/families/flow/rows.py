@@ -191,6 +191,8 @@ class FlowRow:
     """[R, 4C] of a dense row: the pictures that are only looked at."""
     references: References | None = None
     """Such pictures where they see nothing of the row."""
+    pads: int = 0
+    """Of its text's tokens (`RowInput.pads`)."""
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
@@ -319,7 +321,9 @@ class FlowRow:
 
     def _active_tokens(self, text: Tensor, pooled: Tensor | None, cis: Tensor) -> RowInput:
         tokens = model_inputs(self.latents, self.condition, self.context)
-        made = RowInput(tokens, text, pooled, self.guidance, cis, residuals=self.residuals)
+        made = RowInput(
+            tokens, text, pooled, self.guidance, cis, residuals=self.residuals, pads=self.pads
+        )
         if self.references is not None:
             made = replace(made, fixed=(self.references,))
         return made if self.context is None else replace(made, still=len(self.context))
@@ -461,6 +465,8 @@ class FlowPrimingRow:
     format: str
     references: References | None = None
     """Pictures that see nothing of a row, where the model takes any."""
+    pads: int = 0
+    """As of `FlowRow`."""
     step: int = 0
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
@@ -520,8 +526,9 @@ class FlowPrimingRow:
         tokens = self.template.at(self.sigmas[self.step])
         self.recorder = Recorder(self.kinds, self.format)
         made = RowInput(
-            tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder
-        )
+            tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder,
+            pads=self.pads,
+        )  # fmt: skip
         return made if own is None else replace(made, fixed=(own,))
 
     def settle(self, latents: Tensor, begin: int) -> None:

@@ -88,7 +88,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
     """Rows of FLUX edits over one FluxTransformer2DModel."""
 
     batches = FluxBatch
-    text_places = frozenset({_CONTEXT})
+    text_places = (_CONTEXT,)
 
     @staticmethod
     def transformer() -> Any:
@@ -104,13 +104,11 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         return places_of(model)
 
     def blank_prompt(self, tokens: int) -> Conditioning:
-        config = self.facts.denoiser
-        return {
-            "prompt_embeds": np.zeros((tokens, config["joint_attention_dim"]), np.float32),
-            "pooled": np.zeros(config["pooled_projection_dim"], np.float32),
-        }
+        width = self.facts.denoiser.get("pooled_projection_dim")
+        pooled = {} if width is None else {"pooled": np.zeros(width, np.float32)}
+        return {**super().blank_prompt(tokens), **pooled}
 
-    def text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
+    def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
         own = self.weights.context_embedder
         if adapters:
             own = low_rank(_CONTEXT, own, (adapters,))

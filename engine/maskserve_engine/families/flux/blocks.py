@@ -219,6 +219,7 @@ class FluxStep:
         self.weights, self.vectors = weights, vectors
         self.blocks, self.forms = weights.blocks, weights.forms
         self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
+        self.alone = 0
         self.placed_bytes, self.writes = weights.placed_bytes, weights.writes
         self.gated = weights.gated
 

@@ -5,8 +5,8 @@ The model's own parameters become parts of the joined ones: nothing is held twic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.row_updates import ByRow, RowUpdates
+from maskserve_engine.batch.row_updates import RowWeights
 from maskserve_engine.layers.fp8 import Fp8Linear
-from maskserve_engine.layers.linear import Linear, in_epilogues, linear, map_linears
+from maskserve_engine.layers.linear import Linear, in_epilogues, linear
 from maskserve_engine.layers.low_rank import (
-    Adapters,
     Place,
     is_layer,
     layer_shape,
@@ -91,7 +90,7 @@ Form = Literal["plain", "epilogues", "fp8"]
 
 
 @dataclass(frozen=True)
-class FluxWeights:
+class FluxWeights(RowWeights):
     """All of a FLUX transformer that a step needs."""
 
     x_embedder: Linear
@@ -153,21 +152,6 @@ class FluxWeights:
     @property
     def width(self) -> int:
         return self.x_embedder.out_features
-
-    def with_adapters(self, rows: Sequence[Adapters]) -> FluxWeights:
-        """The same for packed rows of which each has adapters of its own, or none."""
-        if not any(rows):
-            return self
-        changed = map_linears(self, RowUpdates(rows, self.device).linear)
-        return replace(changed, by_row=True, graphs=None)
-
-    def take(self, rows: Sequence[int]) -> FluxWeights:
-        """Of weights for packed rows, those for some of them."""
-
-        def taken(place: str, own: Linear) -> Linear:
-            return own.take(rows) if isinstance(own, ByRow) else own
-
-        return map_linears(self, taken) if self.by_row else self
 
 
 def _form(block: Double | Single, device: torch.device) -> Form:

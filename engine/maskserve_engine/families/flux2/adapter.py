@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.base.job import Conditioning
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flow.preparation import PATCH, FlowPreparation, unpack_latents
@@ -73,10 +71,6 @@ class Flux2Adapter(FluxAdapter):
     @staticmethod
     def places_of(model: Any) -> Mapping[str, Place]:
         return places_of(model)
-
-    def blank_prompt(self, tokens: int) -> Conditioning:
-        width = self.facts.denoiser["joint_attention_dim"]
-        return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
         ids = ids_of(1 + self.facts.semantics.reference, height, width, text)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_engine.base.job import Conditioning
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux.weights import FluxWeights
@@ -46,12 +44,8 @@ class QwenImageAdapter(FluxAdapter):
     def places_of(model: Any) -> Mapping[str, Place]:
         return places_of(model)
 
-    def blank_prompt(self, tokens: int) -> Conditioning:
-        width = self.facts.denoiser["joint_attention_dim"]
-        return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
-
-    def text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
-        return super().text(self.model.txt_norm(embeds), adapters)
+    def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
+        return super().text(self.model.txt_norm(embeds), grid, adapters)
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
         """The picture's from its middle on, the text's behind it on its diagonal."""

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning
-from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
-from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.stages.encoded import TokensRead
-from maskserve_engine.stages.vae import load_vae
 
 
 @lru_cache(maxsize=1)
@@ -42,39 +39,16 @@ class _TemplateEncoder(TextEncoder):
         return TokensRead(used, words - used)
 
 
-class QwenImageEncoder(Encoder):
-    """VAE encoder and text encoder of a Qwen-Image folder.
+class QwenImageEncoder(OneTextEncoder):
+    """VAE encoder and text encoder of a Qwen-Image folder: a Qwen2.5-VL."""
 
-    Args:
-        facts: what the folder says.
-        vae: AutoencoderKLQwenImage.
-        text: a Qwen2.5-VL.
-    """
+    text: _TemplateEncoder
 
-    def __init__(self, facts: ModelFacts, vae: Any, text: _TemplateEncoder) -> None:
-        super().__init__(facts, vae)
-        self.text = text
-
-    @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> QwenImageEncoder:
-        """Raises ConfigError when a part cannot be loaded."""
+    @staticmethod
+    def load_text(config: Config, length: int) -> TextEncoder:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
-        limit_threads(config)
-        text = _TemplateEncoder.load(
-            config, Qwen2_5_VLForConditionalGeneration, length=config.model.max_sequence_length
-        )
-        assert isinstance(text, _TemplateEncoder), "it is of the class that loads it"
-        return cls(facts, load_vae(config, facts), text)
-
-    @property
-    def text_encoders(self) -> dict[str, TextEncoder]:
-        return {"text_encoder": self.text}
-
-    @property
-    def text_models(self) -> dict[str, Any]:
-        """None: diffusers applies LoRAs of Qwen-Image to the transformer alone."""
-        return {}
+        return _TemplateEncoder.load(config, Qwen2_5_VLForConditionalGeneration, length=length)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """`prompt_embeds` [T, width] of each prompt, as long as it is."""

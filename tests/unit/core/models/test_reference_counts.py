@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.models import flux, flux2, qwen_image
+from maskserve_core.models import flux, flux2, qwen_image, z_image
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_core.planning.flops import ModelWork
-from maskserve_harness.published_models import FLUX_DEV, KLEIN_4B, KLEIN_9B, QWEN_IMAGE
+from maskserve_harness.published_models import (
+    FLUX_DEV,
+    KLEIN_4B,
+    KLEIN_9B,
+    QWEN_IMAGE,
+    Z_IMAGE,
+)
 
 ROOT = Path(__file__).parents[4]
 SIZE = (128, 128, 0)
@@ -23,6 +29,9 @@ WORK = {
         KLEIN_9B, *SIZE, recorded=False, references=1, exact=True
     ),
     "Qwen-Image, 64 text tokens": qwen_image.count(QWEN_IMAGE, *SIZE, recorded=False, references=0),
+    "Z-Image, 64 text tokens": z_image.count(
+        z_image.as_flux(Z_IMAGE), *SIZE, recorded=False, references=0
+    ),
 }
 
 

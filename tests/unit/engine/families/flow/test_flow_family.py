@@ -86,7 +86,8 @@ class ToyStep:
     model: Toy
     scale: Tensor
     """[R]"""
-    block_count, two_streams, placed_bytes, writes = BLOCKS, 0, 0, (False,) * BLOCKS
+    block_count, two_streams, alone, placed_bytes = BLOCKS, 0, 0, 0
+    writes = (False,) * BLOCKS
 
     def take(self, rows: Sequence[int]) -> ToyStep:
         return ToyStep(self.model, self.scale[list(rows)])
@@ -143,7 +144,7 @@ class ToyBatch(FlowBatch[ToyWeights]):
 
 class ToyAdapter(FlowAdapter[ToyWeights]):
     batches = ToyBatch
-    text_places = frozenset({"text"})
+    text_places = ("text",)
 
     @staticmethod
     def transformer() -> Any:
@@ -163,7 +164,7 @@ class ToyAdapter(FlowAdapter[ToyWeights]):
     def blank_prompt(self, tokens: int) -> Conditioning:
         return {"prompt_embeds": np.zeros((tokens, TEXT_IN), np.float32)}
 
-    def text(self, embeds: Tensor, adapters: Any = ()) -> Tensor:
+    def text(self, embeds: Tensor, grid: Any, adapters: Any = ()) -> Tensor:
         return self.model.text(embeds)
 
     def positions(self, height: int, width: int, text: int) -> Tensor:

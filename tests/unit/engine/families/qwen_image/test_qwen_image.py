@@ -111,7 +111,7 @@ def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
 
 def test_entries_do_not_depend_on_how_long_a_prompt_is(model: Model) -> None:
     """A picture's tokens lie where they do for any prompt: so the key does not say its length."""
-    assert not model.adapter.facts.keys_know_text
+    assert model.adapter.facts.key_text(300, 24) == 0
     for text in (1, 300):
         found = model.adapter.positions(4, 6, text)[text:]
         assert_equal(found.real.numpy(), model.adapter.positions(4, 6, 5)[5:].real.numpy())

@@ -1,0 +1,131 @@
+"""Z-Image: what of its rows is not every flow-matching transformer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskserve_core.models.z_image import PADDED_TO, pads_of
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.families.flow.adapter import FlowAdapter
+from maskserve_engine.families.flow.batch import FlowBatch
+from maskserve_engine.families.flow.preparation import FlowPreparation, FlowStart, grid_of
+from maskserve_engine.families.flow.schedule import Schedule
+from maskserve_engine.families.z_image.blocks import Vectors, ZImageStep, refined, vectors
+from maskserve_engine.families.z_image.weights import ZImageWeights, places_of
+from maskserve_engine.layers.low_rank import Adapters, Place
+
+_ZERO = torch.zeros(1, dtype=torch.int64)
+
+
+class ZImageBatch(FlowBatch[ZImageWeights]):
+    """Rows stepped by a ZImageTransformer2DModel."""
+
+    def vectors(self, weights: ZImageWeights, timesteps: Tensor) -> Sequence[Vectors]:
+        return vectors(weights, timesteps)
+
+    def at_step(self, weights: ZImageWeights, vectors: Vectors) -> ZImageStep:
+        return ZImageStep(weights, vectors)
+
+    @staticmethod
+    def guide(own: Tensor, away: Tensor, scale: float) -> None:
+        """Further along than the other families: a scale of 0 leaves the answer as it is."""
+        own.add_(own - away, alpha=scale)
+
+
+class ZImagePreparation(FlowPreparation):
+    """What ZImageInpaintPipeline draws, in its order."""
+
+    def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
+        """Latents stay in float32 from step to step, whatever the model computes in."""
+        start = super().start(job, schedule, generator)
+        return replace(start, latents=start.latents.float())
+
+
+class ZImageAdapter(FlowAdapter[ZImageWeights]):
+    """Rows of Z-Image's edits over one ZImageTransformer2DModel.
+
+    The model pads a prompt to a multiple of 32 tokens; behind it on the first axis of positions
+    stands the picture. Here the picture stands at 0 and the prompt before it, which is the same to
+    attention: so what entries hold of a picture does not depend on how long a prompt is. A picture
+    of another number of tokens is padded, too, and its pads stay where the model has them, before
+    the prompt.
+    """
+
+    batches = ZImageBatch
+    preparation = ZImagePreparation
+    text_places = ("context_embedder", "context_blocks.")
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers import ZImageTransformer2DModel
+
+        return ZImageTransformer2DModel
+
+    def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> ZImageWeights:
+        return ZImageWeights.of(model, placed_bytes)
+
+    @staticmethod
+    def places_of(model: Any) -> Mapping[str, Place]:
+        return places_of(model)
+
+    def pads(self, grid: tuple[int, int]) -> int:
+        return pads_of(grid[0] * grid[1])
+
+    def text_tokens(self, words: int, grid: tuple[int, int]) -> int:
+        return words + pads_of(words) + self.pads(grid)
+
+    def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
+        weights, words = self.weights.with_adapters((adapters,)), len(embeds)
+        told = self._rotary(words_at(words + pads_of(words)))
+        text = refined(weights, embeds, PADDED_TO, told)
+        return torch.cat((text, weights.image_pad.expand(self.pads(grid), -1)))
+
+    def positions(self, height: int, width: int, text: int) -> Tensor:
+        return self._rotary(positions_of(height, width, text, self.pads((height, width))))
+
+    def _own_positions(self, job: EditJob, text: int) -> Tensor:
+        """A priming row's pads lie where those of the edits do that read it."""
+        whole, grid = super()._own_positions(job, text), grid_of(job)
+        words, pads = len(job.conditioning["prompt_embeds"]), self.pads(grid)
+        own = self._rotary(pads_at(words + pads_of(words), pads))
+        return torch.cat((whole[: text - pads], own, whole[text:]))
+
+    def _rotary(self, places: Tensor) -> Tensor:
+        return rotary(self.model, places, self.device)
+
+    def most_ranks(self, job: EditJob) -> int:
+        """A picture's pads lie with the text, of which a rank has another share in its blocks."""
+        ranks = super().most_ranks(job)
+        passes = 1 if job.negative is None else 2
+        return min(ranks, passes) if self.pads(grid_of(job)) else ranks
+
+
+def words_at(count: int) -> Tensor:
+    """[count, 3] positions of a prompt's tokens, the last one next to the picture."""
+    return torch.cartesian_prod(torch.arange(-count, 0), _ZERO, _ZERO)
+
+
+def pads_at(words: int, count: int) -> Tensor:
+    """[count, 3] of a picture's pads, before a prompt of so many tokens."""
+    return torch.tensor([-1 - words, 0, 0]).expand(count, 3)
+
+
+def positions_of(height: int, width: int, text: int, pads: int) -> Tensor:
+    """[text + height · width, 3] of a prompt's tokens, so many pads behind it, and a picture's."""
+    words = text - pads
+    image = torch.cartesian_prod(_ZERO, torch.arange(height), torch.arange(width))
+    return torch.cat((words_at(words), pads_at(words, pads), image))
+
+
+def rotary(model: Any, places: Tensor, device: torch.device) -> Tensor:
+    """[N, head_dim / 2] complex factors of places [N, 3]; those before 0 turn the other way."""
+    own = model.rope_embedder(places.abs().to(device))
+    sizes = torch.tensor([size // 2 for size in model.axes_dims])
+    before = (places < 0).repeat_interleave(sizes, dim=1)
+    return torch.where(before.to(device), own.conj(), own).resolve_conj()

@@ -1,0 +1,233 @@
+"""Z-Image's blocks over packed rows, with the real model's weights and no patched forward.
+
+They compute what diffusers' ZImageTransformerBlock computes for every row by itself; attention is
+`batch.forward`'s. Picture and text are one stream. In the first blocks the picture is alone with
+the tokens that it is padded with (`RowInput.pads`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.batch.packing import Packing, Stream
+from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
+from maskserve_engine.families.z_image.weights import Layer, ZImageWeights
+from maskserve_engine.layers.attention import Span, attention, segments
+from maskserve_engine.layers.gelu import swiglu
+from maskserve_engine.layers.modulation import PerRow, Vector
+from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
+
+_PATCH = 4
+"""Latents of a token."""
+_TIMES = 256
+"""Sines and cosines that tell a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Of one step. Scales have 1 added, gates are through their tanh."""
+
+    blocks: tuple[Tensor, ...]
+    """Per block [R, 4 · width]: scale and gate of attention, and of the feed-forward part."""
+    last: Tensor
+    """[R, width] scale of the last layer."""
+
+    def take(self, rows: Sequence[int]) -> Vectors:
+        """Those of some rows."""
+        [at] = to_device([torch.tensor(rows)], self.last.device)
+        return Vectors(tuple(block[at] for block in self.blocks), self.last[at])
+
+
+def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
+    """The vectors of each step.
+
+    Args:
+        weights: of the model.
+        timesteps: [S, R] the sampler's, 0 to 1000, float32.
+    """
+    rows = [(row, row + 1) for row in range(timesteps.shape[1])]
+    half = _TIMES // 2
+    steps = torch.arange(half, dtype=torch.float32, device=timesteps.device)
+    # The model is told how much is done, not how much is left.
+    angles = (1000.0 - timesteps)[..., None] * torch.exp(-math.log(10000.0) * steps / half)
+    told = torch.cat((angles.cos(), angles.sin()), dim=-1).to(weights.dtype)
+    first, second = weights.time_embedder
+    emb = second(F.silu(first(told, rows)), rows)
+    of_blocks = []
+    for block in weights.blocks:
+        assert block.vectors is not None, "blocks of the picture know the time"
+        scale, gate, mlp_scale, mlp_gate = block.vectors(emb, rows).chunk(4, dim=-1)
+        parts = 1 + scale, gate.tanh(), 1 + mlp_scale, mlp_gate.tanh()
+        of_blocks.append(torch.cat(parts, dim=-1))
+    last = 1 + weights.last_vectors(F.silu(emb), rows)
+    return tuple(
+        Vectors(tuple(block[at] for block in of_blocks), last[at]) for at in range(len(timesteps))
+    )
+
+
+def _spread(stream: Stream, vectors: Tensor, parts: int) -> list[Tensor]:
+    """Per-row vectors [R, parts · D] as so many that go with `Stream.wide` tokens."""
+
+    def spread(each: Vector) -> Tensor:
+        return each.spread() if isinstance(each, PerRow) else each
+
+    return [spread(each) for each in stream.spread(vectors, parts)]
+
+
+class ZImageStep:
+    """A ZImageTransformer2DModel at one step (`forward.Transformer`)."""
+
+    def __init__(self, weights: ZImageWeights, vectors: Vectors) -> None:
+        self.weights, self.vectors, self.blocks = weights, vectors, weights.blocks
+        self.block_count, self.two_streams = len(self.blocks), 0
+        self.alone = len(weights.image_blocks)
+        self.placed_bytes, self.writes = weights.placed_bytes, (False,) * self.block_count
+
+    def take(self, rows: Sequence[int]) -> ZImageStep:
+        return ZImageStep(self.weights.take(rows), self.vectors.take(rows))
+
+    def copied(self) -> ZImageStep:
+        return ZImageStep(self.weights, mapped(self.vectors, Tensor.clone))
+
+    def follow(self, other: ZImageStep) -> None:
+        copy_tensors(self.vectors, other.vectors)
+
+    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
+        """The model has a patch's channels behind one another, not its pixels."""
+        patches = tokens.to(self.weights.dtype).unflatten(1, (-1, _PATCH))
+        return self.weights.x_embedder(patches.transpose(1, 2).flatten(1), rows)
+
+    def pre(
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        packing: Packing,
+        cis: Tensor,
+        ahead: Any,
+        room: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        block, stream = self.blocks[number], packing.row_stream
+        scale, *others = _spread(stream, self.vectors.blocks[number], 4)
+        qk, v = queries(self.weights, block, stream.wide(image), scale, cis, stream.spans)
+        return qk, v, others
+
+    def post(
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        attended: Tensor,
+        kept: Any,
+        packing: Packing,
+        *,
+        goes_on: bool,
+        image_alone: bool,
+    ) -> tuple[Tensor, Tensor, Any]:
+        stream = packing.row_stream
+        wide = stream.wide(image)
+        found = behind(self.weights, self.blocks[number], wide, attended, kept, stream.spans)
+        found = found.view_as(image)
+        return text, found[packing.text[0] :] if image_alone else found, None
+
+    def project(
+        self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        block, width, weights = self.blocks[number], hidden.shape[1], self.weights
+        scale, *_ = _spread(stream, self.vectors.blocks[number], 4)
+        normed = normed_by(block.norms[0], stream.wide(hidden), scale, weights.epsilon)
+        keys_values = block.qkv.columns(width, 3 * width)(normed, stream.spans)
+        k, v = (
+            each.unflatten(1, (-1, block.heads.shape[-1])) for each in keys_values.chunk(2, dim=1)
+        )
+        qk_norm_rope(k[:, None], block.heads[1:], cis, epsilon=weights.head_epsilon)
+        return k, v
+
+    def last(self, image: Tensor, stream: Stream) -> Tensor:
+        """In float32, as the latents are."""
+        [scale] = _spread(stream, self.vectors.last, 1)
+        normed = F.layer_norm(stream.wide(image), image.shape[-1:], eps=1e-6) * scale
+        said = self.weights.proj_out(normed.flatten(0, -2), stream.spans)
+        patches = said.unflatten(1, (_PATCH, -1)).transpose(1, 2)
+        return patches.flatten(1).float().neg_()
+
+
+def normed_by(norm: Tensor, x: Tensor, scale: Tensor | None, epsilon: float) -> Tensor:
+    """[N, width] of tokens through a norm, scaled."""
+    normed = F.rms_norm(x, x.shape[-1:], norm, epsilon)
+    return (normed if scale is None else normed * scale).flatten(0, -2)
+
+
+def queries(
+    weights: ZImageWeights,
+    block: Layer,
+    x: Tensor,
+    scale: Tensor | None,
+    cis: Tensor,
+    rows: Sequence[Span],
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim]."""
+    qkv = block.qkv(normed_by(block.norms[0], x, scale, weights.epsilon), rows)
+    qkv = qkv.unflatten(1, (3, -1, block.heads.shape[-1]))
+    qk_norm_rope(qkv[:, :2], block.heads, cis, epsilon=weights.head_epsilon)
+    return qkv[:, :2], qkv[:, 2]
+
+
+def behind(
+    weights: ZImageWeights,
+    block: Layer,
+    x: Tensor,
+    attended: Tensor,
+    vectors: Sequence[Tensor] | None,
+    rows: Sequence[Span],
+) -> Tensor:
+    """A block behind attention.
+
+    Args:
+        weights: of the model.
+        block: of them.
+        x: tokens before it, as wide as the vectors.
+        attended: [N, width]
+        vectors: gate of attention, scale and gate of the feed-forward part; None: it has none.
+        rows: where they lie.
+    """
+    gate, scale, mlp_gate = vectors or (None, None, None)
+    epsilon = weights.epsilon
+
+    def added(x: Tensor, norm: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
+        normed = F.rms_norm(y, y.shape[-1:], norm, epsilon).view_as(x)
+        return x + normed if gate is None else torch.addcmul(x, gate, normed)
+
+    x = added(x, block.norms[1], block.out(attended, rows), gate)
+    up = block.up(normed_by(block.norms[2], x, scale, epsilon), rows)
+    return added(x, block.norms[3], block.down(swiglu(up), rows), mlp_gate)
+
+
+def refined(weights: ZImageWeights, embeds: Tensor, multiple: int, cis: Tensor) -> Tensor:
+    """[T, width] a prompt's tokens at the first block that sees picture and text.
+
+    Args:
+        weights: of the model, with what the row's adapters add to them.
+        embeds: [words, in] the prompt's states.
+        multiple: to which they are padded.
+        cis: [T, head_dim / 2] of them.
+    """
+    words = len(embeds)
+    rows: Sequence[Span] = ((0, words),)
+    normed = F.rms_norm(embeds, embeds.shape[-1:], weights.context_norm, weights.epsilon)
+    x = weights.context_embedder(normed, rows)
+    x = torch.cat((x, weights.text_pad.expand(-words % multiple, -1)))
+    rows = ((0, len(x)),)
+    for block in weights.context_blocks:
+        qk, v = queries(weights, block, x, None, cis, rows)
+        q, k = qk.unbind(1)
+        found = attention(q, k, v, segments([len(x)], [len(x)])).flatten(1)
+        x = behind(weights, block, x, found, None, rows)
+    return x

@@ -1,0 +1,46 @@
+"""What Z-Image takes of a prompt: a Qwen3's states before its last layer, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from maskserve_core.config import Config
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
+
+
+@lru_cache(maxsize=1)
+def _pipeline_of(model: Any, tokenizer: Any) -> Any:
+    """The pipeline that reads prompts; it has no other parts."""
+    from diffusers import ZImageInpaintPipeline
+
+    return ZImageInpaintPipeline(
+        scheduler=None, vae=None, text_encoder=model, tokenizer=tokenizer, transformer=None
+    )
+
+
+class _ThinkingEncoder(ChatEncoder):
+    """Whose template leaves room to think."""
+
+    thinking = True
+
+
+class ZImageEncoder(OneTextEncoder):
+    """VAE encoder and text encoder of a Z-Image folder."""
+
+    @staticmethod
+    def load_text(config: Config, length: int) -> TextEncoder:
+        from transformers import Qwen3Model
+
+        return _ThinkingEncoder.load(config, Qwen3Model, length=length)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """`prompt_embeds` [words, width] of each prompt, as long as it is."""
+        pipeline = _pipeline_of(self.text.model, self.text.tokenizer)
+        with torch.inference_mode():
+            states = pipeline._encode_prompt(list(prompts), max_sequence_length=self.text.length)
+        return [{"prompt_embeds": to_numpy(each).copy()} for each in states]

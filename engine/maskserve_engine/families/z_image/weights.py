@@ -1,0 +1,166 @@
+"""The weights of a ZImageTransformer2DModel, found once and joined where one product serves
+several; the model's own parameters become parts of the joined ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.row_updates import RowWeights
+from maskserve_engine.families.flux.weights import TwoLayers, block_norms, places_in
+from maskserve_engine.layers.linear import Linear, linear
+from maskserve_engine.layers.low_rank import Place
+
+_SORT = "2-1"
+"""Of the embedders and last layers, which are by side and frames of a patch, the pictures'."""
+
+
+class Layer(NamedTuple):
+    """A ZImageTransformerBlock."""
+
+    vectors: Linear | None
+    """From the time's embedding: scale and gate of attention, and the same of the feed-forward
+    part. None: of a block of text alone, which knows no time."""
+    qkv: Linear
+    heads: Tensor
+    """[2, 1, head_dim] norms of queries and keys, float32."""
+    out: Linear
+    up: Linear
+    down: Linear
+    norms: tuple[Tensor, Tensor, Tensor, Tensor]
+    """[width] each: before and behind attention, and the same of the feed-forward part."""
+
+
+@dataclass(frozen=True)
+class ZImageWeights(RowWeights):
+    """All of a Z-Image transformer that a step needs."""
+
+    x_embedder: Linear
+    time_embedder: TwoLayers
+    context_norm: Tensor
+    """[in] of a prompt's states."""
+    context_embedder: Linear
+    context_blocks: tuple[Layer, ...]
+    """Of a prompt's tokens alone: they are computed once."""
+    image_blocks: tuple[Layer, ...]
+    """Of the picture's tokens alone."""
+    joint_blocks: tuple[Layer, ...]
+    last_vectors: Linear
+    proj_out: Linear
+    text_pad: Tensor
+    """[1, width] what a prompt is padded with."""
+    image_pad: Tensor
+    """[1, width] what a picture is."""
+    epsilon: float
+    """Of its norms."""
+    head_epsilon: float
+    """Of those of queries and keys."""
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+    placed_bytes: int = 0
+    """That all blocks' keys and values of a batch may take to stay in place (`PlacedKV`)."""
+    graphs: Graphs | None = None
+    """None: no steps are recorded."""
+    by_row: bool = False
+    """Whether they are those `with_adapters`."""
+
+    @classmethod
+    def of(cls, model: Any, placed_bytes: int = 0) -> ZImageWeights:
+        """Of a ZImageTransformer2DModel."""
+        last, words, time = model.all_final_layer[_SORT], model.cap_embedder, model.t_embedder.mlp
+        stacks = (model.context_refiner, model.noise_refiner, model.layers)
+        with torch.no_grad():
+            context, image, joint = (tuple(_layer(block) for block in own) for own in stacks)
+            return cls(
+                linear(model.all_x_embedder[_SORT]),
+                TwoLayers(linear(time[0]), linear(time[2])),
+                words[0].weight,
+                linear(words[1]),
+                context,
+                image,
+                joint,
+                linear(last.adaLN_modulation[1]),
+                linear(last.linear),
+                model.cap_pad_token,
+                model.x_pad_token,
+                float(model.config.norm_eps),
+                float(model.layers[0].attention.norm_q.eps),
+                model.layers[0].head_dim,
+                model.device,
+                model.dtype,
+                placed_bytes,
+            )
+
+    @cached_property
+    def blocks(self) -> tuple[Layer, ...]:
+        return (*self.image_blocks, *self.joint_blocks)
+
+    @property
+    def width(self) -> int:
+        return self.x_embedder.out_features
+
+
+def _layer(block: Any) -> Layer:
+    attn, ff = block.attention, block.feed_forward
+    return Layer(
+        linear(block.adaLN_modulation[0]) if block.modulation else None,
+        linear(attn.to_q, attn.to_k, attn.to_v),
+        block_norms(attn.norm_q, attn.norm_k),
+        linear(attn.to_out[0]),
+        linear(ff.w1, ff.w3),
+        linear(ff.w2),
+        (
+            block.attention_norm1.weight,
+            block.attention_norm2.weight,
+            block.ffn_norm1.weight,
+            block.ffn_norm2.weight,
+        ),
+    )
+
+
+_OF_BLOCK = {
+    "adaLN_modulation.0": ("vectors", 0),
+    "attention.to_q": ("qkv", 0),
+    "attention.to_k": ("qkv", 1),
+    "attention.to_v": ("qkv", 2),
+    "attention.to_out.0": ("out", 0),
+    "feed_forward.w1": ("up", 0),
+    "feed_forward.w2": ("down", 0),
+}
+"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+_STACKS = {
+    "context_refiner": "context_blocks",
+    "noise_refiner": "image_blocks",
+    "layers": "joint_blocks",
+}
+_OUTSIDE = {
+    f"all_x_embedder.{_SORT}": "x_embedder",
+    f"all_final_layer.{_SORT}.adaLN_modulation.1": "last_vectors",
+    f"all_final_layer.{_SORT}.linear": "proj_out",
+    "cap_embedder.1": "context_embedder",
+    "t_embedder.mlp.0": "time_embedder.linear_1",
+    "t_embedder.mlp.2": "time_embedder.linear_2",
+}
+
+
+def places_of(model: Any) -> dict[str, Place]:
+    """Where the layers that an adapter may change lie in the weights.
+
+    Args:
+        model: ZImageTransformer2DModel.
+    """
+    stacks = {name: (own, _OF_BLOCK) for name, own in _STACKS.items()}
+    places = places_in(model, model.dim, stacks, _OUTSIDE)
+    # Their outputs are no multiple of the model's width.
+    first = {name: place for name, place in places.items() if name.endswith("feed_forward.w1")}
+    for name, place in first.items():
+        third = name.replace("w1", "w3")
+        places[third] = place._replace(begin=place.shape[0])
+    return places
