@@ -56,6 +56,8 @@ _FLOW, _FLUX2 = f"{_ENGINE}/families/flow", f"{_ENGINE}/families/flux2/adapter.p
 _KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
 _PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
 _QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
+_Z_IMAGE = f"{_ENGINE}/families/z_image/adapter.py"
+_OF_Z_IMAGE = f"{_UNIT}/engine/families/z_image/test_z_image.py"
 _EXACT = f"{_UNIT}/engine/families/flow/test_exact_references.py"
 
 MUTATIONS = (
@@ -357,6 +359,48 @@ MUTATIONS = (
         "padded_to=1",
         "padded_to=0",
         f"{_QWEN}::test_entries_do_not_depend_on_how_long_a_prompt_is",
+    ),
+    Mutation(
+        "a prompt of Z-Image stands behind its picture",
+        _Z_IMAGE,
+        "torch.where(before.to(device), own.conj(), own)",
+        "torch.where(before.to(device), own, own)",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Z-Image pads no pictures",
+        _Z_IMAGE,
+        "return pads_of(grid[0] * grid[1])",
+        "return 0",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Z-Image is guided as other families are",
+        _Z_IMAGE,
+        "own.add_(own - away, alpha=scale)",
+        "own.sub_(away).mul_(scale).add_(away)",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "the key of a padded picture knows no prompt's length",
+        f"{_CORE}/models/facts.py",
+        "return 0 if tokens % self.padded_to == 0 else words + -words % self.padded_to",
+        "return 0",
+        f"{_OF_Z_IMAGE}::test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends",
+    ),
+    Mutation(
+        "a padded template is primed with its pads before the priming prompt",
+        _Z_IMAGE,
+        "own = self._rotary(pads_at(words + pads_of(words), pads))",
+        "own = whole[text - pads : text]",
+        f"{_OF_Z_IMAGE}::test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends",
+    ),
+    Mutation(
+        "ranks that share a picture's own blocks go on with its route",
+        f"{_ENGINE}/batch/sequence_parallel.py",
+        "self.share = self._behind",
+        "pass",
+        f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does[dense]",
     ),
 )
 

@@ -365,7 +365,8 @@ class Bench:
 
     @cached_property
     def _cis(self) -> torch.Tensor:
-        return self.family.cis(self.model, 1 + self.references, *self.grid, self.text)
+        height, width = self.grid
+        return self.family.cis(self.model, 1 + self.references, height, width, self.text)
 
     @property
     def _channels(self) -> tuple[int, int]:
