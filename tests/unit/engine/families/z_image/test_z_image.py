@@ -242,7 +242,7 @@ def test_ranks_answer_what_one_does(model: Model, kind: str) -> None:
     """Of pictures without pads; others keep to one rank, or to one for each pass."""
     jobs = [picture_of(model, 4, 8, "a red star"), picture_of(model, 8, 8, LONG)]
     padded = picture_of(model, 6, 6, "")
-    assert [model.adapter.most_ranks(job) for job in (*jobs, padded)] == [3, 3, 1]
+    assert [model.adapter.most_ranks(job) for job in (*jobs, padded)] == [4, 4, 1]
     assert model.adapter.most_ranks(replace(padded, negative=padded.conditioning)) == 2
     primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
 
