@@ -301,11 +301,11 @@ def _steady(cuda: FakeCuda, bench: UnetBench, rows: list[UnetRow], kind: str) ->
     return log
 
 
-def fake_bench(blocks: tuple[int, int], format: str) -> Bench:
-    """FLUX.1-dev with so many double and single blocks; call inside FakeCuda."""
+def fake_bench(blocks: tuple[int, int], format: str, preset: str = "flux-1024") -> Bench:
+    """A preset's model with so many double and single blocks; call inside FakeCuda."""
     sparse_layout.cache_clear()  # its tensors belong to the device before
-    model = fake_weights(build_model("flux-1024", blocks, torch.bfloat16, torch.device("meta")))
-    return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model, STEPS)
+    model = fake_weights(build_model(preset, blocks, torch.bfloat16, torch.device("meta")))
+    return Bench(preset, blocks, torch.bfloat16, DEVICE, format, model, STEPS)
 
 
 def make_rows(bench: Bench, case: Case) -> list[FlowRow | FlowPrimingRow]:

@@ -86,8 +86,8 @@ class Family(NamedTuple):
     places: Callable[[Any], Mapping[str, Place]]
     cis: Callable[[Any, int, int, int, int], torch.Tensor]
     """[T + pictures · height · width, head_dim / 2] of a model, pictures, height, width, text."""
-    blocks: tuple[str, str] = ("num_layers", "num_single_layers")
-    """Of its config.json, what says how many blocks of two sorts there are."""
+    blocks: tuple[str, ...] = ("num_layers", "num_single_layers")
+    """Of its config.json, what says how many blocks of each sort there are."""
 
 
 FAMILIES = {
@@ -99,7 +99,7 @@ FAMILIES = {
     ),
     "qwen_image": Family(
         "QwenImageTransformer2DModel", qwen_weights, QwenImageBatch, FluxStep, qwen_places,
-        _qwen_cis,
+        _qwen_cis, ("num_layers",),
     ),
     "z_image": Family(
         "ZImageTransformer2DModel", ZImageWeights.of, ZImageBatch, ZImageStep, z_image_places,
@@ -392,7 +392,7 @@ def build_model(
     else:  # FLUX.1-dev is the class's own default configuration
         config = PRESETS[preset].get("config", {"guidance_embeds": True})
     if blocks is not None:
-        config = {**config, **dict(zip(family.blocks, blocks, strict=True))}
+        config = {**config, **dict(zip(family.blocks, blocks, strict=False))}
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -16,6 +16,7 @@ from maskserve_engine.families.flow.adapter import FlowAdapter
 from maskserve_engine.families.flow.batch import FlowBatch
 from maskserve_engine.families.flow.preparation import FlowPreparation, FlowStart, grid_of
 from maskserve_engine.families.flow.schedule import Schedule
+from maskserve_engine.families.flux.blocks import steps_ahead
 from maskserve_engine.families.z_image.blocks import Vectors, ZImageStep, refined, vectors
 from maskserve_engine.families.z_image.weights import ZImageWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place
@@ -25,6 +26,10 @@ _ZERO = torch.zeros(1, dtype=torch.int64)
 
 class ZImageBatch(FlowBatch[ZImageWeights]):
     """Rows stepped by a ZImageTransformer2DModel."""
+
+    @staticmethod
+    def steps_ahead(passes: int) -> int:
+        return steps_ahead(passes)
 
     def vectors(self, weights: ZImageWeights, timesteps: Tensor) -> Sequence[Vectors]:
         return vectors(weights, timesteps)

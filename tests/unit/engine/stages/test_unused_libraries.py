@@ -15,6 +15,7 @@ from maskserve_engine.stages.unused_libraries import unused_libraries
 from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
+from tests.fakes.tiny_z_image import build_tiny_z_image
 
 ALL = {"peft", "torchao", "bitsandbytes", "gguf", "scipy"}
 
@@ -57,8 +58,11 @@ def test_a_sampler_with_beta_sigmas_has_scipy(tmp_path: Path) -> None:
 
 def test_a_process_does_without_the_others(tiny_fill: Path, tmp_path: Path) -> None:
     """Of each family; anchors, as rows, follow from the schedule."""
-    klein, qwen = build_tiny_flux2(tmp_path / "klein"), build_tiny_qwen_image(tmp_path / "qwen")
-    folders = [str(each) for each in (tiny_fill, klein, qwen)]
+    others = [
+        build(tmp_path / build.__name__)
+        for build in (build_tiny_flux2, build_tiny_qwen_image, build_tiny_z_image)
+    ]
+    folders = [str(each) for each in (tiny_fill, *others)]
     program = f"""
 import sys
 from maskserve_core.config import Config, ModelConfig
