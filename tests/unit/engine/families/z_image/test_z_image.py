@@ -29,6 +29,7 @@ from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support import cached_rows
 from tests.support.cached_rows import Primed, assert_equal, cached, result
+from tests.support.engines import edit, make_engine
 from tests.support.lora_oracle import read
 from tests.support.ranks import Rank, by_ranks
 
@@ -114,9 +115,9 @@ def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
     cached_rows.check_step_without_anchor(model.replay, model.encoder, jobs[0])
 
 
-def picture_of(model: Model, height: int, width: int, prompt: str) -> EditJob:
+def picture_of(model: Model, height: int, width: int, prompt: str, **asked: Any) -> EditJob:
     """An edit of a picture of so many tokens."""
-    case = model.case(4, num_inference_steps=2, strength=1.0)
+    case = model.case(4, num_inference_steps=2, strength=1.0, **asked)
     pixels = np.random.default_rng(7).integers(0, 256, (8 * height, 8 * width, 3), np.uint8)
     mask = np.zeros(pixels.shape[:2], np.uint8)
     mask[:12, :12] = 255
@@ -322,3 +323,16 @@ def test_what_is_not_served_is_said_in_a_sentence(model: Model, tmp_path: Path) 
         with pytest.raises(ConfigError, match=rf"{field}: .*not served"):
             load_facts(folder)
         shutil.copy(model.folder / "transformer" / "config.json", file)
+
+
+def test_an_engine_makes_one_template_for_all_prompts_or_one_for_each_length(model: Model) -> None:
+    engine = make_engine(model.folder, model.encoder, {"max_sequence_length": 320})
+    try:
+        for (height, width), expected in {(4, 8): 1, (6, 6): 1 + 2}.items():
+            for prompt in ("a red star", "", LONG):
+                hit = edit(engine, picture_of(model, height, width, prompt, cache="require"))
+                assert hit.meta["cache"] == "hit"
+            assert len(engine.cache.templates()) == expected
+        engine.cache.store.check_integrity()
+    finally:
+        engine.close(5.0)
