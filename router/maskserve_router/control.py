@@ -14,19 +14,19 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
-from maskserve_core.imaging.images import check_beginning
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation
+from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED
 from maskserve_router.admission import Admission
 from maskserve_router.dispatch import Dispatcher
-from maskserve_router.edit_call import read_input, request_id_of, view_input
+from maskserve_router.edit_call import request_id_of
 from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
 from maskserve_router.keys import KeyHolder
 from maskserve_router.missed_operations import MissedOperations, refused
+from maskserve_router.model_request import ModelRequest
+from maskserve_router.operations import check_image, control_request, image_size, read_operation
 from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions
 from maskserve_router.turns import Turns
-from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker
 from maskserve_router.workflows import Workflows
 
@@ -54,7 +54,7 @@ class ClusterControl:
         self._admission, self._turns, self._predictions = admission, turns, predictions
         self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
 
-    async def infer(self, message: pb.ModelInferRequest, client: KeyHolder) -> bytes:
+    async def infer(self, message: ModelRequest, client: KeyHolder) -> bytes:
         """The answer to a request of the model `control`.
 
         Raises:
@@ -62,22 +62,21 @@ class ClusterControl:
             Failure: as a worker said.
         """
         try:
-            size = len(view_input(message, "OP"))
+            text = message.view("OP")
         except LookupError:
             raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
-        with self._admission.hold(client, size):
-            operation = await self._turns.run(client, size, _operation_in, message)
+        operation = await self._turns.run(client, len(text), read_operation, text)
         result = msgspec.json.encode(await self.do(operation, client))
-        answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.id)
+        answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.head.id)
         bytes_tensor.add_output(answer, "RESULT", [result])
         encoded: bytes = answer.SerializeToString()
         return encoded
 
     async def do(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         """One operation's result; raises as `infer`."""
-        # Its image is there as text, as JSON and as a message, which each worker is sent.
-        copies = 3 + len(self._pool.workers)
-        with self._admission.operation(client, copies * len(operation.get("image", ""))):
+        # Its image is there once more as a message, of which gRPC has a copy for each worker.
+        copies = 1 + len(self._pool.workers)
+        with self._admission.operation(client, copies * image_size(operation)):
             done = await self._done(operation, client)
         if client.admin:
             return done
@@ -93,7 +92,7 @@ class ClusterControl:
         if name in SCOPED and not client.admin:
             operation = {**operation, "scope": client.scope}
         if name == "register":
-            check_beginning(operation["image"], "OP.image")
+            check_image(operation)
             # An admin's own registration is its own, too; it sees the others' all the same.
             operation["scope"] = client.scope
             operation["shared"] = operation.get("shared", False) or client.shares
@@ -170,7 +169,7 @@ class ClusterControl:
         workers = self._pool.up()
         if not workers:
             raise NoWorkerAvailable(Edit(1, 1, 1), [])
-        size = len(operation.get("image", ""))
+        size = image_size(operation)
         request = await self._turns.run(client, size, control_request, operation)
         answers = await asyncio.gather(
             *(_ask(worker, operation, request) for worker in workers), return_exceptions=True
@@ -188,11 +187,6 @@ class ClusterControl:
             unwell = (Blame.WORKER, Blame.UNKNOWN)
             raise min(failed.values(), key=lambda failure: failure.blame in unwell)
         return done, failed
-
-
-def _operation_in(message: pb.ModelInferRequest) -> dict[str, Any]:
-    """What a request asks for; raises as `parse_operation`."""
-    return parse_operation(read_input(message, "OP"))
 
 
 async def _ask(

@@ -12,17 +12,14 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from google.protobuf.message import DecodeError
 from msgspec import structs
-from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS, Contract
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import nearest
-from maskserve_router.structure import check_message
+from maskserve_router.model_request import MOST_ELEMENTS, ModelRequest
 from maskserve_router.upstream import Metadata
 
 EDITS = ("edit", "edit_stream")
@@ -30,13 +27,6 @@ PUBLIC = (*EDITS, "control")
 """The models that clients may call; the others are a worker's own."""
 _SEED_BITS = 32
 MODELS: Mapping[str, Contract] = {name: CONTRACTS[name] for name in PUBLIC}
-_DECLARED = {
-    tensor.name: (tensor.dtype, tensor.dims) for name in PUBLIC for tensor in CONTRACTS[name].inputs
-}
-_ONE = ("BYTES", (1,))
-"""An input of a workflow."""
-_MOST_ELEMENTS = 64
-"""Of a tensor of any number; an edit has three control pictures at most."""
 VERSIONS = ("", "1", "-1")
 """What Triton takes for the one version of a model: none, its number, and "the latest"."""
 
@@ -45,7 +35,7 @@ VERSIONS = ("", "1", "-1")
 class EditCall:
     """An edit, from a client's request to its answer."""
 
-    message: pb.ModelInferRequest
+    message: ModelRequest
     settings: EditSettings | None
     """With seed and request id; None where the request has another form than it should. A worker
     says what is wrong with it."""
@@ -84,8 +74,8 @@ class EditCall:
         if limit_ms is not None:
             limits.append(limit_ms / 1e3)
         # KServe's own; the worker keeps it too. Looked for first: a map makes what is asked of it.
-        if "timeout" in self.message.parameters:
-            asked_us = self.message.parameters["timeout"].int64_param
+        if "timeout" in self.message.head.parameters:
+            asked_us = self.message.head.parameters["timeout"].int64_param
             if asked_us > 0:
                 limits.append(asked_us / 1e6)
         return self.arrival + min(limits) if limits else None
@@ -97,8 +87,8 @@ class EditCall:
         limit_ms = None if self.settings is None else self.settings.limit_ms
         if limit_ms is not None:
             given["SETTINGS.deadline_ms"] = limit_ms / 1e3
-        if "timeout" in self.message.parameters:
-            asked_us = self.message.parameters["timeout"].int64_param
+        if "timeout" in self.message.head.parameters:
+            asked_us = self.message.head.parameters["timeout"].int64_param
             given["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
         limits = {name: seconds for name, seconds in given.items() if seconds is not None}
         return min(limits, key=limits.__getitem__)
@@ -121,9 +111,7 @@ class EditCall:
 
     def drop_pictures(self) -> None:
         """It is answered: what it was sent with is needed no more."""
-        del self.message.raw_input_contents[:]
-        for tensor in self.message.inputs:
-            tensor.ClearField("contents")
+        self.message.contents.clear()
         self.image, self.mask = memoryview(b""), b""
 
     def encoded(self) -> bytes:
@@ -135,27 +123,22 @@ class EditCall:
                 settings = structs.replace(
                     settings, deadline_ms=max(settings.deadline_ms - passed_ms, 1)
                 )
-            _write(self.message, "SETTINGS", dump_settings(settings))
-        encoded: bytes = self.message.SerializeToString()
-        return encoded
+            self.message.write("SETTINGS", dump_settings(settings))
+        return self.message.encoded()
 
 
-def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> pb.ModelInferRequest:
-    """A request's message, of one of these models.
+def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> ModelRequest:
+    """A request of one of these models.
 
     Raises:
         InvalidRequest: none that a worker should be given.
     """
-    check_message(raw)
-    try:
-        message = pb.ModelInferRequest.FromString(raw)
-    except DecodeError:
-        raise InvalidRequest("request", "is no ModelInferRequest") from None
+    message = ModelRequest.parse(raw)
     check_request(message, models)
     return message
 
 
-def check_request(message: pb.ModelInferRequest, models: Mapping[str, Contract] = MODELS) -> None:
+def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS) -> None:
     """Refuse what a worker should not be given.
 
     Raises:
@@ -163,28 +146,30 @@ def check_request(message: pb.ModelInferRequest, models: Mapping[str, Contract] 
             are not those of the model. Triton refuses those without a code, so that it could not
             be told from a failure of the worker.
     """
-    if message.model_name not in models:
-        raise UnknownModel(message.model_name, models=models)
-    if message.model_version not in VERSIONS:
-        raise UnknownModel(message.model_name, message.model_version)
-    if any("classification" in output.parameters for output in message.outputs):
+    head = message.head
+    if head.model_name not in models:
+        raise UnknownModel(head.model_name, models=models)
+    if head.model_version not in VERSIONS:
+        raise UnknownModel(head.model_name, head.model_version)
+    if any("classification" in output.parameters for output in head.outputs):
         # TRITON-2.51: it ends with SIGFPE when it is asked to classify text.
         raise InvalidRequest(
             "outputs", "ask for the classification extension", "outputs as they are"
         )
-    tensors = (*message.inputs, *message.outputs)
+    tensors = (*head.inputs, *head.outputs)
     if any("shared_memory_region" in tensor.parameters for tensor in tensors):
         raise InvalidRequest(
             "inputs or outputs", "are in shared memory, which ends at the host", "tensors as bytes"
         )
-    _check_tensors(message, models[message.model_name])
+    _check_tensors(message, models[head.model_name])
 
 
-def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
+def _check_tensors(message: ModelRequest, contract: Contract) -> None:
     """Raises InvalidRequest: the request's tensors are not the model's."""
+    head = message.head
     declared = {tensor.name: tensor for tensor in contract.inputs}
-    given = [tensor.name for tensor in message.inputs]
-    for tensor in message.inputs:
+    given = [tensor.name for tensor in head.inputs]
+    for tensor in head.inputs:
         known = declared.get(tensor.name)
         if known is None:
             raise InvalidRequest(
@@ -200,7 +185,7 @@ def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
             )
         shape = list(tensor.shape)
         fits = len(shape) == len(known.dims) and all(
-            size == dim or (dim == -1 and 0 <= size <= _MOST_ELEMENTS)
+            size == dim or (dim == -1 and 0 <= size <= MOST_ELEMENTS)
             for size, dim in zip(shape, known.dims, strict=True)
         )
         if not fits:
@@ -208,31 +193,30 @@ def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
     for name, known in declared.items():
         if not known.optional and name not in given:
             raise InvalidRequest(name, "is missing", ", ".join(declared))
-    if message.raw_input_contents:
-        if len(message.raw_input_contents) != len(given):
-            raise InvalidRequest(
-                "raw_input_contents",
-                f"has {len(message.raw_input_contents)} elements for {len(given)} inputs",
-                "one per input",
-            )
-        if any(tensor.HasField("contents") for tensor in message.inputs):
-            raise InvalidRequest("inputs", "have contents beside raw_input_contents", "one of them")
-    for tensor in message.inputs:
+    if len(message.contents) != len(given):
+        raise InvalidRequest(
+            "raw_input_contents",
+            f"has {len(message.contents)} elements for {len(given)} inputs",
+            "one per input",
+        )
+    if any(tensor.HasField("contents") for tensor in head.inputs):
+        raise InvalidRequest("inputs", "have contents beside raw_input_contents", "one of them")
+    for tensor in head.inputs:
         if declared[tensor.name].dims == (1,):
             try:
-                view_input(message, tensor.name)
+                message.view(tensor.name)
             except LookupError:
                 raise InvalidRequest(
                     tensor.name, "is not one element in BYTES form", "a length of 4 bytes, then it"
                 ) from None
-        elif count_input(message, tensor.name) != tensor.shape[0]:
+        elif message.count(tensor.name) != tensor.shape[0]:
             raise InvalidRequest(
                 tensor.name,
                 f"is not {tensor.shape[0]} elements in BYTES form",
                 "of each a length of 4 bytes, then it",
             )
     outputs = [tensor.name for tensor in contract.outputs]
-    for output in message.outputs:
+    for output in head.outputs:
         if output.name not in outputs:
             raise InvalidRequest(
                 "outputs", f"{output.name[:40]!r} is no output of the model", ", ".join(outputs)
@@ -253,7 +237,7 @@ class UnknownModel(InvalidRequest):
 
 
 def make_edit_call(
-    message: pb.ModelInferRequest,
+    message: ModelRequest,
     size: int,
     metadata: Metadata = (),
     timeout: float | None = None,
@@ -268,9 +252,9 @@ def make_edit_call(
         InvalidRequest: naming the setting.
     """
     try:
-        image = view_input(message, "IMAGE")
-        mask, raw = read_input(message, "MASK"), read_input(message, "SETTINGS")
-        prompted = len(view_input(message, "PROMPT")) > 0
+        image = message.view("IMAGE")
+        mask, raw = message.read("MASK"), message.read("SETTINGS")
+        prompted = len(message.view("PROMPT")) > 0
     except LookupError:
         nothing = memoryview(b"")
         name = scoped(scope, uuid.uuid4().hex)
@@ -303,63 +287,3 @@ def request_id_of(name: str, scope: str) -> str:
                 "SETTINGS.request_id", f"has a part {part}", "letters, digits, or any of . _ : / -"
             )
     return scoped(scope, name_of(name))
-
-
-def read_input(message: pb.ModelInferRequest, name: str) -> bytes:
-    """The one element of a BYTES input.
-
-    Raises:
-        LookupError: there is no such input, or not in that form.
-    """
-    return bytes(view_input(message, name))
-
-
-def view_input(message: pb.ModelInferRequest, name: str) -> memoryview:
-    """The same without a further copy, for what may be large."""
-    raw = _raw(message, name)
-    if raw is None:
-        contents = _input(message, name)[1].contents.bytes_contents
-        if len(contents) != 1:
-            raise LookupError(name)
-        return memoryview(contents[0])
-    try:
-        return bytes_tensor.only(raw)
-    except ValueError:
-        raise LookupError(name) from None
-
-
-def count_input(message: pb.ModelInferRequest, name: str) -> int:
-    """Elements of a BYTES input of any size; -1: it is in no such form."""
-    place = [tensor.name for tensor in message.inputs].index(name)
-    if not message.raw_input_contents:
-        return len(message.inputs[place].contents.bytes_contents)
-    return bytes_tensor.count(message.raw_input_contents[place], _MOST_ELEMENTS)
-
-
-def _write(message: pb.ModelInferRequest, name: str, value: bytes) -> None:
-    place, tensor = _input(message, name)
-    if message.raw_input_contents:
-        message.raw_input_contents[place] = bytes_tensor.pack([value])
-    else:
-        tensor.contents.bytes_contents[0] = value
-
-
-def _raw(message: pb.ModelInferRequest, name: str) -> bytes | None:
-    """The input's raw contents; None where the message has none."""
-    if not message.raw_input_contents:
-        return None
-    if len(message.raw_input_contents) != len(message.inputs):
-        raise LookupError(name)
-    raw: bytes = message.raw_input_contents[_input(message, name)[0]]
-    return raw
-
-
-def _input(
-    message: pb.ModelInferRequest, name: str
-) -> tuple[int, pb.ModelInferRequest.InferInputTensor]:
-    found = [(i, tensor) for i, tensor in enumerate(message.inputs) if tensor.name == name]
-    if len(found) != 1 or (found[0][1].datatype, tuple(found[0][1].shape)) != _DECLARED.get(
-        name, _ONE
-    ):
-        raise LookupError(name)
-    return found[0]

@@ -21,6 +21,7 @@ from maskserve_router.failures import Failure, guarded
 from maskserve_router.forwarded import known_headers
 from maskserve_router.keys import EditCounts, KeyHolder, KeyRing
 from maskserve_router.metrics import Metrics
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.tracing import Tracing
 from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows
@@ -61,9 +62,7 @@ class Front:
         """Who calls; see `KeyRing.client`."""
         return self._keys.client(headers)
 
-    async def parse(
-        self, raw: bytes, headers: Mapping[str, str], held: ExitStack
-    ) -> pb.ModelInferRequest:
+    async def parse(self, raw: bytes, headers: Mapping[str, str], held: ExitStack) -> ModelRequest:
         """The message of a call with these headers, held against its client's bytes until `held` is
         closed.
 
@@ -77,7 +76,7 @@ class Front:
 
     async def infer(
         self,
-        message: pb.ModelInferRequest,
+        message: ModelRequest,
         size: int,
         headers: Mapping[str, str],
         timeout: float | None,
@@ -97,9 +96,9 @@ class Front:
             Failure: the worker's.
         """
         client = self._keys.client(headers)
-        if message.model_name == "control":
+        if message.head.model_name == "control":
             return await self._control.infer(message, client)
-        if message.model_name in self._workflows.plans:
+        if message.head.model_name in self._workflows.plans:
             return await self._workflows.infer(message, headers, timeout, client, self)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
@@ -107,7 +106,7 @@ class Front:
 
     async def stream(
         self,
-        message: pb.ModelInferRequest,
+        message: ModelRequest,
         size: int,
         headers: Mapping[str, str],
         timeout: float | None,
@@ -115,11 +114,11 @@ class Front:
     ) -> AsyncGenerator[bytes, None]:
         """The answers to one request, ModelStreamInferResponses as bytes; as `infer` otherwise."""
         client = self._keys.client(headers)
-        if message.model_name == "control":
+        if message.head.model_name == "control":
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
-        if message.model_name in self._workflows.plans:
+        if message.head.model_name in self._workflows.plans:
             run = self._workflows.stream(message, headers, timeout, client, self)
             async with aclosing(run) as events:
                 async for event in events:
@@ -151,7 +150,7 @@ class Front:
         finally:
             code = error.code if error is not None else "OK"
             self._metrics.requests.labels(route, code).inc()
-            served = client.served.setdefault(call.message.model_name, EditCounts())
+            served = client.served.setdefault(call.message.head.model_name, EditCounts())
             served.add(time.monotonic() - begin, succeeded=error is None)
             worker = call.worker
             span.end(error if isinstance(error, MaskserveError) else None, worker=worker, code=code)
@@ -178,7 +177,7 @@ def _in_stream(event: pb.ModelInferResponse) -> bytes:
 
 
 def _edit_call(
-    message: pb.ModelInferRequest,
+    message: ModelRequest,
     size: int,
     headers: Mapping[str, str],
     timeout: float | None,

@@ -31,6 +31,7 @@ from maskserve_router.failures import (
 )
 from maskserve_router.front import Front
 from maskserve_router.keys import KeyHolder
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.open_calls import OpenCall, OpenCalls
 from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
 from maskserve_router.upstream import SERVICE
@@ -214,9 +215,10 @@ class GrpcServer:
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         headers = _headers(context)
         with ExitStack() as held:
-            message, size = await self._front.parse(raw, headers, held), len(raw)
-            del raw  # the message has a copy of it
-            return await self._front.infer(message, size, headers, context.time_remaining(), "grpc")
+            message = await self._front.parse(raw, headers, held)
+            return await self._front.infer(
+                message, len(raw), headers, context.time_remaining(), "grpc"
+            )
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
         answers: _Answers = asyncio.Queue(maxsize=1)
@@ -263,7 +265,7 @@ class GrpcServer:
 
     async def _events(self, raw: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages that answer one request of a stream; an error is one of them."""
-        message, held = pb.ModelInferRequest(), ExitStack()
+        message, held = ModelRequest(pb.ModelInferRequest()), ExitStack()
         try:
             headers = _headers(context)
             message = await self._front.parse(raw, headers, held)
@@ -274,9 +276,9 @@ class GrpcServer:
                 async for event in events:
                     yield event
         except (MaskserveError, Failure) as error:
-            yield _stream_error(message, error)
+            yield _stream_error(message.head, error)
         except Exception as error:
-            yield _stream_error(message, guarded("", error))
+            yield _stream_error(message.head, guarded("", error))
         finally:
             held.close()
 

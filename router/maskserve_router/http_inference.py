@@ -27,6 +27,7 @@ from maskserve_router.kserve_http import (
     infer_request,
     infer_response,
 )
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.turns import Turns
 
 _NUMBER = re.compile("[0-9]{1,18}")
@@ -91,16 +92,14 @@ class HttpInference:
         client = self._front.client(_headers(request))
         return client, await self._bodies.read(request, client, held)
 
-    async def _generation(
-        self, request: Request, held: ExitStack
-    ) -> tuple[pb.ModelInferRequest, int]:
+    async def _generation(self, request: Request, held: ExitStack) -> tuple[ModelRequest, int]:
         client, body = await self._body(request, held)
         size = len(body)
         work = _checked_generate, self._front.models, *model_of(request), body
         return await self._turns.run(client, size, *work), size
 
     async def _only_answer(
-        self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+        self, message: ModelRequest, size: int, headers: dict[str, str]
     ) -> bytes:
         """The answer of /generate, which has room for one.
 
@@ -130,11 +129,11 @@ class HttpInference:
             yield b"data: %b\n\n" % error_json(error)
 
     async def _answers(
-        self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+        self, message: ModelRequest, size: int, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
         """Each answer as JSON."""
         client = self._front.client(headers)
-        if not self._front.models[message.model_name].decoupled:
+        if not self._front.models[message.head.model_name].decoupled:
             answer = await self._front.infer(message, size, headers, None, "generate")
             yield await self._turns.run(client, len(answer), _as_json, answer)
             return
@@ -157,7 +156,7 @@ def _event_as_json(raw: bytes) -> bytes:
 
 def _checked_infer(
     models: Mapping[str, Contract], model: str, version: str, body: bytes, split: int | None
-) -> tuple[pb.ModelInferRequest, Wanted]:
+) -> tuple[ModelRequest, Wanted]:
     message, wanted = infer_request(model, version, body, split)
     check_request(message, models)
     return message, wanted
@@ -165,7 +164,7 @@ def _checked_infer(
 
 def _checked_generate(
     models: Mapping[str, Contract], model: str, version: str, body: bytes
-) -> pb.ModelInferRequest:
+) -> ModelRequest:
     message = generate_request(model, version, body, models)
     check_request(message, models)
     return message

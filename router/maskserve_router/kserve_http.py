@@ -18,6 +18,7 @@ from maskserve_core.contracts.tensors import Contract, Tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.edit_call import MODELS, UnknownModel
 from maskserve_router.failures import NotSupported
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.structure import check_json
 
 _MOST_PARAMETERS = 64
@@ -65,8 +66,8 @@ class Wanted(Struct):
 
 def infer_request(
     model: str, version: str, body: bytes, header_bytes: int | None
-) -> tuple[pb.ModelInferRequest, Wanted]:
-    """The message of an inference.
+) -> tuple[ModelRequest, Wanted]:
+    """The message of an inference; inputs that are binary stay in the body.
 
     Args:
         model: its name.
@@ -84,14 +85,15 @@ def infer_request(
         )
     view = memoryview(body)
     request = _parsed(view[:split])
-    message = pb.ModelInferRequest(model_name=model, model_version=version, id=request.id)
-    _put_parameters(message, request.parameters, without=("binary_data_output",))
+    head = pb.ModelInferRequest(model_name=model, model_version=version, id=request.id)
+    contents: list[bytes | memoryview] = []
+    _put_parameters(head, request.parameters, without=("binary_data_output",))
     at = split
     for tensor in request.inputs:
         _check_tensor(tensor)
         size = tensor.parameters.get("binary_data_size")
         if size is None:
-            raw = _from_json(tensor)
+            contents.append(_from_json(tensor))
         else:
             if type(size) is not int or not 0 <= size <= len(body) - at:
                 raise InvalidRequest(
@@ -99,22 +101,21 @@ def infer_request(
                     f"is {size}",
                     f"up to the {len(body) - at} bytes that follow",
                 )
-            raw = bytes(view[at : at + size])
+            contents.append(view[at : at + size])
             at += size
-        added = message.inputs.add(name=tensor.name, datatype=tensor.datatype)
+        added = head.inputs.add(name=tensor.name, datatype=tensor.datatype)
         added.shape.extend(tensor.shape)
-        message.raw_input_contents.append(raw)
     if at != len(body):
         raise InvalidRequest("body", f"has {len(body) - at} bytes more than its inputs")
     for output in request.outputs:
-        added_output = message.outputs.add(name=output.name)
+        added_output = head.outputs.add(name=output.name)
         rest = {k: v for k, v in output.parameters.items() if k != "binary_data"}
         _put_parameters(added_output, rest)
     wanted = Wanted(
         {o.name: bool(o.parameters.get("binary_data", False)) for o in request.outputs},
         bool(request.parameters.get("binary_data_output", False)),
     )
-    return message, wanted
+    return ModelRequest(head, contents), wanted
 
 
 def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
@@ -151,7 +152,7 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
 
 def generate_request(
     model: str, version: str, body: bytes, models: Mapping[str, Contract] = MODELS
-) -> pb.ModelInferRequest:
+) -> ModelRequest:
     """The message of /generate: keys that name inputs become tensors, the others parameters.
 
     Args:
@@ -170,19 +171,19 @@ def generate_request(
         values = _read_object(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest("body", f"is not a JSON object ({error})") from None
-    message = pb.ModelInferRequest(model_name=model, model_version=version)
+    message = ModelRequest(pb.ModelInferRequest(model_name=model, model_version=version))
     if isinstance(values.get("id"), str):
-        message.id = values.pop("id")
+        message.head.id = values.pop("id")
     nested = values.pop("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters", "is not a JSON object")
     for declared in models[model].inputs:
         if declared.name in values:
             elements = _elements(declared, values.pop(declared.name))
-            bytes_tensor.add_input(message, declared.name, list(map(_encoded, elements)))
+            message.add(declared.name, list(map(_encoded, elements)))
     if len(values) + len(nested) > _MOST_PARAMETERS:
         raise InvalidRequest("parameters", f"are over {_MOST_PARAMETERS}")
-    _put_parameters(message, {**values, **nested})
+    _put_parameters(message.head, {**values, **nested})
     return message
 
 

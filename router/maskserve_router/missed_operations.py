@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from maskserve_core.errors import EngineFailed
 from maskserve_core.shares import room
 from maskserve_router.failures import Blame, Failure
+from maskserve_router.operations import image_size
 from maskserve_router.pool import Pool
 from maskserve_router.worker import Worker
 
@@ -81,7 +82,7 @@ class MissedOperations:
         # What is on its way to a worker may arrive behind this one, which that has done already.
         crossing = {a for kept in undone for a in kept.missed_by if a in self._bringing}
         addresses = sorted(crossing.union(missed_by))
-        size = len(operation.get("image", ""))
+        size = image_size(operation)
         if not addresses:
             return []
         own = sum(kept.size for kept in self._kept if kept.operation.get("scope", "") == scope)

@@ -14,7 +14,7 @@ import grpc.aio
 from maskserve_core.errors import EngineFailed
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
-from maskserve_router.upstream import control_request
+from maskserve_router.operations import control_request
 from maskserve_router.worker import Worker, read_status
 
 log = logging.getLogger("maskserve.router")

@@ -56,7 +56,7 @@ async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
 
 def _is_whole(response: pb.ModelInferResponse, call: EditCall) -> bool:
     """Whether the response has the outputs that were asked for, each with its one element."""
-    wanted = {output.name for output in call.message.outputs} or {"IMAGE", "META"}
+    wanted = {output.name for output in call.message.head.outputs} or {"IMAGE", "META"}
     contents = response.raw_output_contents
     return (
         wanted <= {output.name for output in response.outputs}

@@ -25,6 +25,8 @@ _MOST_FIELDS = 1024
 """Of a message; an edit with three ControlNets has about fifty."""
 _MOST_FIELD_BYTES = 64 * 1024
 """Of a field that is no picture: a name, a shape, a parameter."""
+_CONTENTS, _BYTES = 7, 2
+"""Number of `raw_input_contents`, and what a field is on the wire that has a length."""
 _LARGE: tuple[dict[int, int | None], ...] = (
     {5: 1, 7: None},  # ModelInferRequest: inputs, raw_input_contents
     {5: 2},  # InferInputTensor: contents
@@ -47,13 +49,17 @@ def check_json(text: bytes | memoryview) -> None:
             raise InvalidRequest("body", "has millions of blanks or escapes", "JSON without them")
 
 
-def check_message(raw: bytes) -> None:
-    """Raises InvalidRequest: the ModelInferRequest would take longer to read than any needs."""
-    view, count = memoryview(raw), 0
+def raw_contents(raw: bytes) -> list[tuple[int, int, int]]:
+    """Where a ModelInferRequest has each of its raw contents: its tag, its begin and its end.
+
+    Raises:
+        InvalidRequest: it would take longer to read than any needs.
+    """
+    view, count, found = memoryview(raw), 0, []
     inside = [(0, len(raw), 0)]
     while inside:
         start, stop, level = inside.pop()
-        for number, begin, end in _fields(view, start, stop):
+        for number, kind, tag, begin, end in _fields(view, start, stop):
             count += 1
             if count > _MOST_FIELDS:
                 raise InvalidRequest("request", f"has over {_MOST_FIELDS} fields", "fewer")
@@ -63,15 +69,20 @@ def check_message(raw: bytes) -> None:
                     raise InvalidRequest("request", told, f"up to {_MOST_FIELD_BYTES}")
             elif (deeper := _LARGE[level][number]) is not None:
                 inside.append((begin, end, deeper))
+            elif (level, number, kind) == (0, _CONTENTS, _BYTES):
+                found.append((tag, begin, end))
+    return found
 
 
-def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Number, begin and end of each field of a message on the wire.
+def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Of each field of a message on the wire its number, what it is, and where its tag, its
+    content and what follows begin.
 
     Raises:
         InvalidRequest: it is none.
     """
     while at < stop:
+        start = at
         tag, at = _varint(view, at, stop)
         begin = end = at
         match tag & 7:
@@ -79,7 +90,7 @@ def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, in
                 _, at = _varint(view, at, stop)
             case 1:
                 at += 8
-            case 2:
+            case 2:  # _BYTES
                 size, begin = _varint(view, at, stop)
                 at = end = begin + size
             case 5:
@@ -88,7 +99,7 @@ def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, in
                 raise _no_message()
         if at > stop:
             raise _no_message()
-        yield tag >> 3, begin, end
+        yield tag >> 3, tag & 7, start, begin, end
 
 
 def _varint(view: memoryview, at: int, stop: int) -> tuple[int, int]:

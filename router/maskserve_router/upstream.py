@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc.aio
-import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core import transport
@@ -76,11 +75,3 @@ class Upstream:
     async def close(self) -> None:
         await self._channel.close()
         await self._aside.close()
-
-
-def control_request(operation: dict[str, Any]) -> bytes:
-    """The request of an operation."""
-    request = pb.ModelInferRequest(model_name="control")
-    bytes_tensor.add_input(request, "OP", [msgspec.json.encode(operation)])
-    encoded: bytes = request.SerializeToString()
-    return encoded

@@ -50,13 +50,14 @@ from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Judgement
 from maskserve_core.workflows.wire import nbytes
 from maskserve_router.admission import Admission
-from maskserve_router.edit_call import MODELS, read_input, request_id_of
+from maskserve_router.edit_call import MODELS, request_id_of
 from maskserve_router.failures import Failure
 from maskserve_router.keys import EditCounts, KeyHolder
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import NodePool
+from maskserve_router.operations import control_request
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
-from maskserve_router.upstream import control_request
 from maskserve_router.worker import Worker
 
 log = logging.getLogger("maskserve.router")
@@ -67,7 +68,7 @@ class Edits(Protocol):
 
     async def infer(
         self,
-        message: pb.ModelInferRequest,
+        message: ModelRequest,
         size: int,
         headers: Mapping[str, str],
         timeout: float | None,
@@ -76,7 +77,7 @@ class Edits(Protocol):
 
     def stream(
         self,
-        message: pb.ModelInferRequest,
+        message: ModelRequest,
         size: int,
         headers: Mapping[str, str],
         timeout: float | None,
@@ -150,7 +151,7 @@ class Workflows:
 
     async def stream(
         self,
-        message: pb.ModelInferRequest,
+        message: ModelRequest,
         headers: Mapping[str, str],
         timeout: float | None,
         client: KeyHolder,
@@ -174,12 +175,12 @@ class Workflows:
             Failure: a worker's or node's.
         """
         with ExitStack() as held:  # its request, and what is made of it
-            held.enter_context(self._admission.operation(client, message.ByteSize()))
-            plan = self.plans[message.model_name]
+            held.enter_context(self._admission.operation(client, message.size))
+            plan = self.plans[message.head.model_name]
             begin = time.monotonic()
             turn = partial(self._turns.run, client)
             settings, inputs = await turn(
-                message.ByteSize(), _asked, message, plan, client, self._limits.max_prompt_chars
+                message.size, _asked, message, plan, client, self._limits.max_prompt_chars
             )
             if not watched:
                 settings = structs.replace(settings, progress=False, preview_every=0)
@@ -207,7 +208,7 @@ class Workflows:
             async def edited(task: Task) -> _Called:
                 begin = time.monotonic()
                 request = await turn(nbytes(task.inputs), _edit_request, task, settings, streams)
-                sent = request, request.ByteSize(), headers, limit_s, _ROUTE
+                sent = request, request.size, headers, limit_s, _ROUTE
                 if streams:
 
                     def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
@@ -269,7 +270,7 @@ class Workflows:
 
     async def infer(
         self,
-        message: pb.ModelInferRequest,
+        message: ModelRequest,
         headers: Mapping[str, str],
         timeout: float | None,
         client: KeyHolder,
@@ -438,7 +439,7 @@ def contract_of(plan: WorkflowPlan) -> Contract:
 
 
 def _asked(
-    message: pb.ModelInferRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
+    message: ModelRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
 ) -> tuple[EditSettings, dict[str, Any]]:
     """The settings of all edits of a run, with seed and request id, and its inputs.
 
@@ -451,8 +452,8 @@ def _asked(
     Raises:
         InvalidRequest: naming what is wrong.
     """
-    given = {tensor.name for tensor in message.inputs}
-    settings = parse_settings(read_input(message, "SETTINGS") if "SETTINGS" in given else b"")
+    given = {tensor.name for tensor in message.head.inputs}
+    settings = parse_settings(message.read("SETTINGS") if "SETTINGS" in given else b"")
     settings = structs.replace(
         settings,
         request_id=request_id_of(settings.request_id or uuid.uuid4().hex, client.scope),
@@ -461,7 +462,7 @@ def _asked(
     inputs: dict[str, Any] = {}
     for each in plan.inputs:
         name = each.name.upper()
-        made: bytes | str = read_input(message, name)
+        made: bytes | str = message.read(name)
         if isinstance(made, bytes) and each.kind == "text":
             try:
                 made = made.decode()
@@ -473,7 +474,7 @@ def _asked(
     return settings, inputs
 
 
-def _edit_request(task: Task, settings: EditSettings, streams: bool) -> pb.ModelInferRequest:
+def _edit_request(task: Task, settings: EditSettings, streams: bool) -> ModelRequest:
     """An edit of a run: its node's settings over those of the request."""
     assert settings.request_id is not None
     assert settings.seed is not None
@@ -488,16 +489,17 @@ def _edit_request(task: Task, settings: EditSettings, streams: bool) -> pb.Model
         "request_id": f"{name}/{place}",
         "output_format": "png",
     }
-    request = pb.ModelInferRequest(model_name=f"{EDIT}_stream" if streams else EDIT)
+    model = f"{EDIT}_stream" if streams else EDIT
+    request = ModelRequest(pb.ModelInferRequest(model_name=model))
     inputs = task.inputs
-    bytes_tensor.add_input(request, "IMAGE", [inputs["image"]])
-    bytes_tensor.add_input(request, "MASK", [inputs["mask"]])
-    bytes_tensor.add_input(request, "PROMPT", [inputs["prompt"].encode()])
-    bytes_tensor.add_input(request, "SETTINGS", [msgspec.json.encode(whole)])
+    request.add("IMAGE", [inputs["image"]])
+    request.add("MASK", [inputs["mask"]])
+    request.add("PROMPT", [inputs["prompt"].encode()])
+    request.add("SETTINGS", [msgspec.json.encode(whole)])
     if "control" in inputs:
-        bytes_tensor.add_input(request, "CONTROL", [inputs["control"]])
+        request.add("CONTROL", [inputs["control"]])
     for output in ("IMAGE", "META"):
-        request.outputs.add(name=output)
+        request.head.outputs.add(name=output)
     return request
 
 

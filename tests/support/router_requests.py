@@ -11,6 +11,8 @@ import numpy as np
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_router.model_request import ModelRequest
+
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
@@ -28,6 +30,11 @@ def edit_request(image: bytes, mask: bytes, **settings: object) -> bytes:
         message.raw_input_contents.append(struct.pack("<I", len(value)) + value)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def parsed(message: pb.ModelInferRequest) -> ModelRequest:
+    """A message as the router has it."""
+    return ModelRequest.parse(message.SerializeToString())
 
 
 @lru_cache(maxsize=4096)

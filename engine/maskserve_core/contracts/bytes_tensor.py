@@ -19,7 +19,7 @@ def pack(elements: Iterable[bytes]) -> bytes:
     )
 
 
-def count(raw: bytes, most: int) -> int:
+def count(raw: bytes | memoryview, most: int) -> int:
     """Elements in a tensor's contents; -1: the lengths do not fit the bytes, or they are more than
     `most`.
     """
@@ -46,7 +46,7 @@ def elements(raw: bytes, most: int) -> list[bytes]:
     return found
 
 
-def only(raw: bytes) -> memoryview:
+def only(raw: bytes | memoryview) -> memoryview:
     """The one element of a tensor, where it lies.
 
     Raises:

@@ -26,6 +26,7 @@ from maskserve_router.front import Front
 from maskserve_router.http_body import Bodies
 from maskserve_router.http_inference import first_of, while_connected
 from maskserve_router.keys import KeyHolder
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.openai.answers import (
     ModelNotFound,
     completed_event,
@@ -209,7 +210,7 @@ class ImageEdits:
         self,
         client: KeyHolder,
         form: EditForm,
-        message: pb.ModelInferRequest,
+        message: ModelRequest,
         size: int,
         headers: dict[str, str],
     ) -> AsyncGenerator[Picture, None]:
@@ -223,7 +224,7 @@ class ImageEdits:
         except (MaskserveError, Failure) as error:
             raise _told(form, error) from None
 
-    def _message(self, model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:
+    def _message(self, model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
         plan = self._front.plans.get(form.fields.model or "")
         if plan is None:
             return _edit_message(model, form, own)
@@ -270,7 +271,7 @@ def _answer(asked: Fields, pictures: Sequence[Picture], request_id: str) -> Resp
     return json_answer(images_body(asked, pictures), request_id)
 
 
-def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:
+def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
     """The request to a worker; `own` are settings that are not the client's."""
     alpha = {} if "mask_mode" in form.settings else {"mask_mode": "alpha"}
     asked = form.fields
@@ -291,9 +292,9 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelIn
         "SETTINGS": [msgspec.json.encode(settings)],
         **({"CONTROL": form.control} if form.control else {}),
     }
-    message = pb.ModelInferRequest(model_name=model)
+    message = ModelRequest(pb.ModelInferRequest(model_name=model))
     for name, values in inputs.items():
-        bytes_tensor.add_input(message, name, values)
+        message.add(name, values)
     return message
 
 

@@ -19,8 +19,9 @@ from maskserve_router.control import ClusterControl
 from maskserve_router.front import Front
 from maskserve_router.http_body import Bodies
 from maskserve_router.keys import KeyHolder
-from maskserve_router.openai.answers import Handler, json_answer, text_of_picture
+from maskserve_router.openai.answers import Handler, json_answer
 from maskserve_router.openai.form import convert, read_multipart
+from maskserve_router.operations import registration
 from maskserve_router.turns import Turns
 
 
@@ -43,10 +44,7 @@ class TemplateRoutes:
             if len(images) != 1 or files:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
             asked = convert(values, _Registration)
-            operation: dict[str, Any] = {
-                "op": "register",
-                "image": await parse(text_of_picture, images[0]),
-            }
+            operation = await parse(registration, images[0])
             if asked.shared:
                 operation["shared"] = True
             if not asked.prime:

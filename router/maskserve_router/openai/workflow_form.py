@@ -9,11 +9,11 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import decode_mask, encode_image
 from maskserve_core.imaging.masks import selected
 from maskserve_core.workflows.plan import WorkflowPlan
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.openai.form import EditForm
 
 PICTURE = "image"
@@ -48,7 +48,7 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
 
 def workflow_message(
     plan: WorkflowPlan, form: EditForm, own: dict[str, Any], limits: LimitsConfig
-) -> pb.ModelInferRequest:
+) -> ModelRequest:
     """The request to the model of that name.
 
     Args:
@@ -61,7 +61,7 @@ def workflow_message(
         InvalidRequest: the mask is none.
     """
     pictures = iter((form.image, *form.control))
-    message = pb.ModelInferRequest(model_name=plan.name)
+    message = ModelRequest(pb.ModelInferRequest(model_name=plan.name))
     for each in plan.inputs:
         if each.kind == "picture":
             value = next(pictures)
@@ -70,9 +70,9 @@ def workflow_message(
         else:
             text = form.fields.prompt if each.name == "prompt" else form.texts[each.name]
             value = text.encode()
-        bytes_tensor.add_input(message, each.name.upper(), [value])
+        message.add(each.name.upper(), [value])
     settings = {**form.settings, "mask_mode": "white", "background": form.fields.background, **own}
-    bytes_tensor.add_input(message, "SETTINGS", [msgspec.json.encode(settings)])
+    message.add("SETTINGS", [msgspec.json.encode(settings)])
     return message
 
 

@@ -63,8 +63,9 @@ def test_attacks_that_were_not_answered_have_not_attacked() -> None:
 
 def test_attacks_are_requests_that_reach_what_they_attack() -> None:
     """One that is refused for another reason would attack nothing."""
-    assert parse_request(attacks.edit()).model_name == "edit"
-    assert parse_request(attacks.edit("edit_stream", progress=True)).model_name == "edit_stream"
-    assert parse_request(attacks.operation("register", image="A")).model_name == "control"
+    assert parse_request(attacks.edit()).head.model_name == "edit"
+    stream = attacks.edit("edit_stream", progress=True)
+    assert parse_request(stream).head.model_name == "edit_stream"
+    assert parse_request(attacks.operation("register", image="A")).head.model_name == "control"
     names = [attack.__name__ for attack in attacks.ATTACKS]
     assert len(set(names)) == len(names) > 0

@@ -43,6 +43,7 @@ from maskserve_router.keys import KeyHolder
 from maskserve_router.kserve_http import generate_request, infer_request
 from maskserve_router.measure import MaskTokens, count_tokens
 from maskserve_router.metrics import Metrics
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.openai import edits
 from maskserve_router.openai.form import EditForm, Fields
 from maskserve_router.router import Router
@@ -382,7 +383,7 @@ def test_messages_of_millions_of_parts_are_refused_before_they_are_parsed(raw: b
     """40 MiB of empty outputs took 4 s and 4 GB."""
     with pytest.raises(InvalidRequest, match=told):
         parse_request(raw)
-    assert parse_request(edit()).model_name == "edit"
+    assert parse_request(edit()).head.model_name == "edit"
 
 
 def test_a_tensor_of_any_number_has_not_any_number_of_elements():
@@ -437,14 +438,14 @@ async def test_who_leaves_while_others_wait_for_a_thread_is_passed_over():
 async def test_registrations_are_admitted_by_what_they_take():
     """Twelve of them took a router to 8.2 GB."""
     image = picture("A" * (3 * MIB // 2))
-    async with cluster(admission={"max_bytes": 26 * MIB}) as (router, workers):
+    async with cluster(admission={"max_bytes": 18 * MIB}) as (router, workers):
         for worker in workers:
             worker.holds_registrations.clear()
         async with calling(router) as call:
             first = asyncio.ensure_future(call(control_request("register", image=image)))
             second = asyncio.ensure_future(call(control_request("register", image=image)))
             await until("two are under way", lambda: workers[0].registering == 2)
-            assert router.admission.bytes > 24 * MIB
+            assert router.admission.bytes > 16 * MIB
             with pytest.raises(grpc.aio.AioRpcError, match="OVERLOADED"):
                 await call(control_request("register", image=image))
             assert b"workers" in await call(control_request("status"))
@@ -699,7 +700,7 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     none: Any = None
     generated = http_inference.HttpInference(none, any_front, Turns(1))
     for model in ("edit", "edit_stream"):
-        message = pb.ModelInferRequest(model_name=model)
+        message = ModelRequest(pb.ModelInferRequest(model_name=model))
         assert len([each async for each in generated._answers(message, 0, {})]) == 1
         assert threads.pop("generate_response") is not threading.current_thread()
     for name in ("_edit_message", "_picture", "_picture_of_event"):

@@ -19,6 +19,7 @@ from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Blame, Failure
 from maskserve_router.worker import read_status
 from tests.support.router import FAST, calling, cluster, control_request, edit, http_edit, until
+from tests.support.router_requests import parsed
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -82,7 +83,7 @@ REFUSED = {
 def test_what_the_signature_refuses_is_not_sent(name: str):
     message, told = REFUSED[name]
     with pytest.raises(InvalidRequest, match=told):
-        check_request(message)
+        check_request(parsed(message))
 
 
 async def test_requests_that_no_worker_takes_eject_no_worker():

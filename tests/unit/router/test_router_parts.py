@@ -42,9 +42,11 @@ from maskserve_router.kserve_http import (
     infer_response,
 )
 from maskserve_router.metrics import Metrics
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.predictions import Predictions
 from maskserve_router.retry_budget import RetryBudget
 from maskserve_router.statistics import summed
+from tests.support.router_requests import parsed
 
 FAULTS = Faults(failures_to_eject=3, eject_s=2.0, max_eject_s=5.0)
 
@@ -265,9 +267,12 @@ def binary_body(**request: object) -> tuple[bytes, int]:
 def test_the_binary_extension_there_and_back():
     body, head = binary_body(id="7", outputs=[{"name": "META"}], parameters={"a": 1, "b": "x"})
     message, wanted = infer_request("edit", "1", body, head)
-    assert [raw[4:] for raw in message.raw_input_contents] == list(TENSORS.values())
-    assert (message.id, message.model_version) == ("7", "1")
-    assert (message.parameters["a"].int64_param, message.parameters["b"].string_param) == (1, "x")
+    assert [raw[4:] for raw in message.contents] == list(TENSORS.values())
+    assert (message.head.id, message.head.model_version) == ("7", "1")
+    assert (
+        message.head.parameters["a"].int64_param,
+        message.head.parameters["b"].string_param,
+    ) == (1, "x")
     assert not wanted.is_binary("META")
     call = make_edit_call(message, len(body))
     assert (bytes(call.image), call.mask) == (TENSORS["IMAGE"], TENSORS["MASK"])
@@ -324,14 +329,14 @@ def test_generate_makes_tensors_of_inputs_and_parameters_of_the_rest():
     body = b'{"id":"3","PROMPT":["p"],"MASK":"m","more":1.5,"parameters":{"x":true}}'
     message = generate_request("edit", "", body)
     assert {
-        t.name: raw[4:] for t, raw in zip(message.inputs, message.raw_input_contents, strict=True)
+        t.name: raw[4:] for t, raw in zip(message.head.inputs, message.contents, strict=True)
     } == {
         "PROMPT": b"p",
         "MASK": b"m",
     }
-    assert message.id == "3"
-    assert message.parameters["more"].double_param == 1.5
-    assert message.parameters["x"].bool_param
+    assert message.head.id == "3"
+    assert message.head.parameters["more"].double_param == 1.5
+    assert message.head.parameters["x"].bool_param
     for bad in (b'{"PROMPT":1}', b'{"x":[1]}', b"[]", b'{"parameters":3}', b"{" * 100_000):
         with pytest.raises(InvalidRequest):
             generate_request("edit", "", bad)
@@ -342,11 +347,10 @@ def test_generate_makes_tensors_of_inputs_and_parameters_of_the_rest():
     assert told == {"model_name": "edit", "model_version": "1", "META": "{}"}
 
 
-def message_of(tensors: dict[str, bytes], model: str = "edit") -> pb.ModelInferRequest:
-    message = pb.ModelInferRequest(model_name=model)
+def message_of(tensors: dict[str, bytes], model: str = "edit") -> ModelRequest:
+    message = ModelRequest(pb.ModelInferRequest(model_name=model))
     for name, value in tensors.items():
-        message.inputs.add(name=name, datatype="BYTES", shape=[1])
-        message.raw_input_contents.append(struct.pack("<I", len(value)) + value)
+        message.add(name, [value])
     return message
 
 
@@ -388,7 +392,7 @@ def test_the_first_of_three_deadlines_counts():
     assert call.deadline == pytest.approx(call.arrival + 5.0)
     call = make_edit_call(message, 1, timeout=2.0)
     assert call.deadline == pytest.approx(call.arrival + 2.0)
-    message.parameters["timeout"].int64_param = 1_000_000  # KServe's, in microseconds
+    message.head.parameters["timeout"].int64_param = 1_000_000  # KServe's, in microseconds
     call = make_edit_call(message, 1, timeout=2.0)
     assert call.deadline == pytest.approx(call.arrival + 1.0)
 
@@ -406,16 +410,21 @@ def test_an_edit_that_may_be_late_is_due_and_has_no_deadline():
     assert free.due_s == 3.0
 
 
-def test_contents_that_are_not_raw_are_read_and_written_too():
+def test_contents_that_are_not_raw_are_made_so():
     message = pb.ModelInferRequest(model_name="edit")
     for name, value in TENSORS.items():
         message.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(
             value
         )
-    call = make_edit_call(message, 1)
+    call = make_edit_call(parsed(message), 1)
     assert call.mask == TENSORS["MASK"]
-    sent = pb.ModelInferRequest.FromString(call.encoded())
-    assert b"seed" in sent.inputs[3].contents.bytes_contents[0]
+    assert "seed" in settings_of(call.encoded())
+    message.raw_input_contents.append(b"")
+    with pytest.raises(InvalidRequest, match="has 1 elements for 4 inputs"):
+        check_request(parsed(message))
+    message.raw_input_contents.extend([b""] * 3)
+    with pytest.raises(InvalidRequest, match="contents beside raw_input_contents"):
+        check_request(parsed(message))
 
 
 @pytest.mark.parametrize(
@@ -426,8 +435,8 @@ def test_contents_that_are_not_raw_are_read_and_written_too():
 def test_requests_of_another_form_go_on_as_they_are(tensors: dict[str, bytes]):
     message = message_of(tensors)
     if len(tensors) == 4:
-        message.raw_input_contents[3] = b"\x09\0\0\0"  # says more than it has
-    before = message.SerializeToString()
+        message.contents[3] = b"\x09\0\0\0"  # says more than it has
+    before = message.encoded()
     call = make_edit_call(message, 1)
     assert call.settings is None
     assert call.encoded() == before
@@ -439,11 +448,11 @@ def test_what_would_end_a_worker_or_is_not_for_clients_is_refused():
     with pytest.raises(InvalidRequest, match="edit_stream"):
         check_request(message_of(TENSORS, "denoiser"))
     message = message_of(TENSORS)
-    message.outputs.add(name="META").parameters["classification"].int64_param = 1
+    message.head.outputs.add(name="META").parameters["classification"].int64_param = 1
     with pytest.raises(InvalidRequest, match="classification"):
         check_request(message)
     message = message_of(TENSORS)
-    message.inputs[0].parameters["shared_memory_region"].string_param = "x"
+    message.head.inputs[0].parameters["shared_memory_region"].string_param = "x"
     with pytest.raises(InvalidRequest, match="shared memory"):
         check_request(message)
 

@@ -58,8 +58,8 @@ def test_inputs_are_pictures_in_their_order_a_white_mask_and_texts():
     given = form(mask=with_alpha(), control=(b"sketch",))
     check_form(RIMS, given)
     message = workflow_message(RIMS, given, {"seed": 7}, LimitsConfig())
-    names = [each.name for each in message.inputs]
-    found = dict(zip(names, map(bytes_tensor.only, message.raw_input_contents), strict=True))
+    names = [each.name for each in message.head.inputs]
+    found = dict(zip(names, map(bytes_tensor.only, message.contents), strict=True))
     assert (bytes(found["IMAGE"]), bytes(found["SKETCH"])) == (b"image", b"sketch")
     assert bytes(found["PROMPT"]) == b"a star"
     white = np.asarray(Image.open(io.BytesIO(found["MASK"])))
@@ -73,7 +73,7 @@ def test_texts_beside_the_prompt_are_fields():
     assert texts_of(NAMED) == {"name"}
     check_form(NAMED, form(texts={"name": "red star"}))
     message = workflow_message(NAMED, form(texts={"name": "star"}), {}, LimitsConfig())
-    assert [each.name for each in message.inputs] == ["IMAGE", "NAME", "PROMPT", "SETTINGS"]
+    assert [each.name for each in message.head.inputs] == ["IMAGE", "NAME", "PROMPT", "SETTINGS"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Failure, RetryLater
 from maskserve_router.keys import KeyHolder
 from maskserve_router.metrics import Metrics
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import Made, NodePool
 from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows
@@ -77,7 +78,7 @@ class Edits:
         return (await self._answer(message)).SerializeToString()
 
     async def stream(self, message: Any, size: int, *_: Any) -> AsyncGenerator[bytes, None]:
-        assert message.model_name == "edit_stream"
+        assert message.head.model_name == "edit_stream"
         events = [
             answer_of(b"", event="progress", step=1, steps=2),
             answer_of(b"half", event="preview", step=1, steps=2),
@@ -89,9 +90,7 @@ class Edits:
 
     async def _answer(self, message: Any) -> Any:
         check_request(message)
-        inputs = dict(
-            zip((x.name for x in message.inputs), message.raw_input_contents, strict=True)
-        )
+        inputs = dict(zip((x.name for x in message.head.inputs), message.contents, strict=True))
         settings = json.loads(inputs["SETTINGS"][4:])
         self.asked.append(settings)
         if self.never:
@@ -111,10 +110,10 @@ def answer_of(picture: bytes, **meta: Any) -> Any:
 
 
 def request(prompt: bytes = b"a star", **settings: Any) -> Any:
-    message = pb.ModelInferRequest(model_name="pair")
+    message = ModelRequest(pb.ModelInferRequest(model_name="pair"))
     values = {"IMAGE": b"i", "MASK": b"m", "PROMPT": prompt}
     for name, value in {**values, "SETTINGS": json.dumps(settings).encode()}.items():
-        bytes_tensor.add_input(message, name, [value])
+        message.add(name, [value])
     return message
 
 
@@ -361,7 +360,7 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
     for name in copying:
         monkeypatch.setattr(served_workflows, name, watched(name))
     message = request()
-    message.raw_input_contents[0] = bytes_tensor.pack([bytes(2**17)])
+    message.contents[0] = bytes_tensor.pack([bytes(2**17)])
 
     class Same(Edits):
         async def _answer(self, message: Any) -> Any:
@@ -391,7 +390,7 @@ async def test_a_lora_of_later_nodes_is_loaded_once_at_a_time() -> None:
         later.gives(image=edit(first, mask, "a cat", loras=[{"name": "x"}]))
     served = workflows(Nodes(), compiled(later.plan), workers=lambda: [Worker, Worker])
     message = request()
-    message.model_name = "twice"
+    message.head.model_name = "twice"
     runs = [
         asyncio.create_task(served.infer(message, {}, None, CLIENT, Edits(never=True)))
         for _ in range(4)
