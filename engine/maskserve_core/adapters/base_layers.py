@@ -86,6 +86,12 @@ _FLUX2 = {
     "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
 }
 """The same of FLUX.2."""
+_Z_IMAGE = {
+    f"{stack}.{{}}.attention.{name}": tuple(f"{stack}.{{}}.attention.{each}" for each in own)
+    for stack in ("layers", "noise_refiner", "context_refiner")
+    for name, own in {"qkv": ("to_q", "to_k", "to_v"), "out": ("to_out.0",)}.items()
+}
+"""The same of Z-Image, where they differ from those of diffusers."""
 _SWAPPED = "final_layer.adaLN_modulation.1"
 """Of FLUX.1: its outputs are shift and scale; in diffusers scale and shift. Diffusers' loader of
 FLUX.2 takes them as they are.
@@ -235,7 +241,7 @@ def _of_flux(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Published names of a FLUX model's layers."""
     found = {}
     names = _FLUX2 if any(_SHARED in name for name in layers) else _FLUX
-    for published, own in names.items():
+    for published, own in {**names, **_Z_IMAGE}.items():
         for number in itertools.count():
             named = tuple([each.format(number) for each in own])
             if not all(name in layers for name in named):

@@ -17,7 +17,7 @@ from maskserve_engine.families.flow.batch import FlowBatch
 from maskserve_engine.families.flow.preparation import FlowPreparation, FlowStart, grid_of
 from maskserve_engine.families.flow.schedule import Schedule
 from maskserve_engine.families.flux.blocks import steps_ahead
-from maskserve_engine.families.z_image.blocks import Vectors, ZImageStep, refined, vectors
+from maskserve_engine.families.z_image.blocks import ZImageStep, ZImageVectors, refined, vectors
 from maskserve_engine.families.z_image.weights import ZImageWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place
 
@@ -31,10 +31,10 @@ class ZImageBatch(FlowBatch[ZImageWeights]):
     def steps_ahead(passes: int) -> int:
         return steps_ahead(passes)
 
-    def vectors(self, weights: ZImageWeights, timesteps: Tensor) -> Sequence[Vectors]:
+    def vectors(self, weights: ZImageWeights, timesteps: Tensor) -> Sequence[ZImageVectors]:
         return vectors(weights, timesteps)
 
-    def at_step(self, weights: ZImageWeights, vectors: Vectors) -> ZImageStep:
+    def at_step(self, weights: ZImageWeights, vectors: ZImageVectors) -> ZImageStep:
         return ZImageStep(weights, vectors)
 
     @staticmethod

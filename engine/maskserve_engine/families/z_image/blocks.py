@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
-from maskserve_engine.families.z_image.weights import Layer, ZImageWeights
+from maskserve_engine.families.z_image.weights import ZImageBlock, ZImageWeights
 from maskserve_engine.layers.attention import Span, attention, segments
 from maskserve_engine.layers.gelu import swiglu
 from maskserve_engine.layers.modulation import PerRow, Vector
@@ -31,7 +31,7 @@ _TIMES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Vectors:
+class ZImageVectors:
     """Of one step. Scales have 1 added, gates are through their tanh."""
 
     blocks: tuple[Tensor, ...]
@@ -39,13 +39,13 @@ class Vectors:
     last: Tensor
     """[R, width] scale of the last layer."""
 
-    def take(self, rows: Sequence[int]) -> Vectors:
+    def take(self, rows: Sequence[int]) -> ZImageVectors:
         """Those of some rows."""
         [at] = to_device([torch.tensor(rows)], self.last.device)
-        return Vectors(tuple(block[at] for block in self.blocks), self.last[at])
+        return ZImageVectors(tuple(block[at] for block in self.blocks), self.last[at])
 
 
-def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
+def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[ZImageVectors, ...]:
     """The vectors of each step.
 
     Args:
@@ -68,7 +68,8 @@ def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
         of_blocks.append(torch.cat(parts, dim=-1))
     last = 1 + weights.last_vectors(F.silu(emb), rows)
     return tuple(
-        Vectors(tuple(block[at] for block in of_blocks), last[at]) for at in range(len(timesteps))
+        ZImageVectors(tuple(block[at] for block in of_blocks), last[at])
+        for at in range(len(timesteps))
     )
 
 
@@ -84,7 +85,7 @@ def _spread(stream: Stream, vectors: Tensor, parts: int) -> list[Tensor]:
 class ZImageStep:
     """A ZImageTransformer2DModel at one step (`forward.Transformer`)."""
 
-    def __init__(self, weights: ZImageWeights, vectors: Vectors) -> None:
+    def __init__(self, weights: ZImageWeights, vectors: ZImageVectors) -> None:
         self.weights, self.vectors, self.blocks = weights, vectors, weights.blocks
         self.block_count, self.two_streams = len(self.blocks), 0
         self.alone = len(weights.image_blocks)
@@ -167,7 +168,7 @@ def normed_by(norm: Tensor, x: Tensor, scale: Tensor | None, epsilon: float) -> 
 
 def queries(
     weights: ZImageWeights,
-    block: Layer,
+    block: ZImageBlock,
     x: Tensor,
     scale: Tensor | None,
     cis: Tensor,
@@ -182,7 +183,7 @@ def queries(
 
 def behind(
     weights: ZImageWeights,
-    block: Layer,
+    block: ZImageBlock,
     x: Tensor,
     attended: Tensor,
     vectors: Sequence[Tensor] | None,

@@ -21,7 +21,7 @@ _SORT = "2-1"
 """Of the embedders and last layers, which are by side and frames of a patch, the pictures'."""
 
 
-class Layer(NamedTuple):
+class ZImageBlock(NamedTuple):
     """A ZImageTransformerBlock."""
 
     vectors: Linear | None
@@ -46,11 +46,11 @@ class ZImageWeights(RowWeights):
     context_norm: Tensor
     """[in] of a prompt's states."""
     context_embedder: Linear
-    context_blocks: tuple[Layer, ...]
+    context_blocks: tuple[ZImageBlock, ...]
     """Of a prompt's tokens alone: they are computed once."""
-    image_blocks: tuple[Layer, ...]
+    image_blocks: tuple[ZImageBlock, ...]
     """Of the picture's tokens alone."""
-    joint_blocks: tuple[Layer, ...]
+    joint_blocks: tuple[ZImageBlock, ...]
     last_vectors: Linear
     proj_out: Linear
     text_pad: Tensor
@@ -99,7 +99,7 @@ class ZImageWeights(RowWeights):
             )
 
     @cached_property
-    def blocks(self) -> tuple[Layer, ...]:
+    def blocks(self) -> tuple[ZImageBlock, ...]:
         return (*self.image_blocks, *self.joint_blocks)
 
     @property
@@ -107,9 +107,9 @@ class ZImageWeights(RowWeights):
         return self.x_embedder.out_features
 
 
-def _layer(block: Any) -> Layer:
+def _layer(block: Any) -> ZImageBlock:
     attn, ff = block.attention, block.feed_forward
-    return Layer(
+    return ZImageBlock(
         linear(block.adaLN_modulation[0]) if block.modulation else None,
         linear(attn.to_q, attn.to_k, attn.to_v),
         block_norms(attn.norm_q, attn.norm_k),

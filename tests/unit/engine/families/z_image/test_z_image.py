@@ -30,7 +30,7 @@ from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support import cached_rows
 from tests.support.cached_rows import Primed, assert_equal, cached, result
 from tests.support.engines import edit, make_engine
-from tests.support.lora_oracle import read
+from tests.support.lora_oracle import assert_same, deltas, read
 from tests.support.ranks import Rank, by_ranks
 
 LONG = "two cats and " * 22
@@ -236,6 +236,34 @@ def test_loras_are_those_that_diffusers_loads(model: Model, form: str, tmp_path:
     assert np.abs(expected[0] - plain[0]).max() > 1e-2
     for row, wanted in zip(rows, (*expected, plain[0]), strict=True):
         assert_equal(row.result().array(), wanted)
+
+
+def test_the_publisher_s_names_are_several_layers_of_diffusers(
+    model: Model, tmp_path: Path
+) -> None:
+    """`qkv` and `out`, beside the same numbers by diffusers' names."""
+    rng, width = np.random.default_rng(3), model.adapter.weights.width
+    down = rng.standard_normal((2, width)).astype("f4")
+    up = rng.standard_normal((3 * width, 2)).astype("f4")
+    own = {
+        "layers.1.attention.qkv": ("layers.1.attention.to_q", "layers.1.attention.to_k",
+                                   "layers.1.attention.to_v"),
+        "noise_refiner.0.attention.out": ("noise_refiner.0.attention.to_out.0",),
+    }  # fmt: skip
+    files = []
+    for number, form in enumerate(("published", "diffusers")):
+        tensors = {}
+        for name, layers in own.items():
+            parts = [(name, up[: len(layers) * width])]
+            if form == "diffusers":
+                parts = [(each, up[i * width : (i + 1) * width]) for i, each in enumerate(layers)]
+            for each, rows in parts:
+                tensors[f"diffusion_model.{each}.lora_A.weight"] = down
+                tensors[f"diffusion_model.{each}.lora_B.weight"] = rows
+        files.append(tmp_path / f"{number}.safetensors")
+        write(files[-1], tensors)
+    found, expected = (deltas(read(file, model.folder)) for file in files)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("kind", cached_rows.KINDS)
