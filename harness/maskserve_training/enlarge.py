@@ -7,7 +7,7 @@ drawn scenes. The judge is the photograph that training never sees, beside Lancz
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers import Swin2SRConfig, Swin2SRForImageSuperResolution, Swin2SRI
 
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.demo_model.named import draw_named
+from maskserve_harness.demo_model.node_judges import enlarged_db, halved
 from maskserve_harness.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
 from maskserve_training.loop import Step, Training, node_options
 
@@ -27,8 +28,6 @@ _BATCH: Final = 8
 _WIDTH: Final = 48
 _NEIGHBOURS: Final = 27  # numbers of 3 x 3 pixels
 _DRAWN: Final = 0.25  # of the crops: of scenes such as the demo models paint
-_RIM: Final = 4
-"""Pixels at the edge that the judge leaves out, as is usual."""
 
 
 def new_model(photos: list[Image.Image]) -> Swin2SRForImageSuperResolution:
@@ -73,14 +72,6 @@ def new_model(photos: list[Image.Image]) -> Swin2SRForImageSuperResolution:
                     neighbour = 9 * colour + 3 * (row - y) + (column - x)
                     last.weight[:, neighbour, y, x] = weight[:, colour, row, column]
     return model
-
-
-def halved(picture: Picture) -> Picture:
-    """(H, W, 3) shrunk to half its sides, which are even."""
-    height, width = picture.shape[:2]
-    return np.asarray(
-        Image.fromarray(picture).resize((width // 2, height // 2), Image.Resampling.BICUBIC)
-    )
 
 
 def _crop(rng: np.random.Generator, photos: list[Image.Image]) -> Picture:
@@ -133,34 +124,13 @@ def _tensor(pictures: list[Picture]) -> torch.Tensor:
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
 
 
-@torch.inference_mode()
-def judged(folder: Path) -> tuple[float, float]:
-    """PSNR in dB of the folder's model and of Lanczos on the photograph never seen."""
-    model: Any = Swin2SRForImageSuperResolution.from_pretrained(folder).eval()
-    with Image.open(PHOTOS / HELD_OUT_PHOTO) as photo:
-        right = np.asarray(photo.convert("RGB"))
-    right = right[: right.shape[0] // 16 * 16, : right.shape[1] // 16 * 16]
-    small = halved(right)
-    made = model(_tensor([small])).reconstruction[0].clamp(0, 1)
-    ours = (255 * made).round().permute(1, 2, 0).numpy().astype(np.uint8)
-    size = (right.shape[1], right.shape[0])
-    lanczos = np.asarray(Image.fromarray(small).resize(size, Image.Resampling.LANCZOS))
-    return _psnr(ours, right), _psnr(lanczos, right)
-
-
-def _psnr(picture: Picture, right: Picture) -> float:
-    inner = (slice(_RIM, -_RIM), slice(_RIM, -_RIM))
-    wrong = picture[inner].astype(np.float64) - right[inner]
-    return float(10 * np.log10(255**2 / np.mean(wrong**2)))
-
-
 def main() -> int:
     parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=30, rate=2e-3)
     parser.add_argument("--judge", action="store_true", help="train nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:
-        ours, lanczos = judged(args.out)
+        ours, lanczos = enlarged_db(args.out)
         print(f"enlarge: {ours:.2f} dB, Lanczos {lanczos:.2f} dB on {HELD_OUT_PHOTO}")
         return 0
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ long before the decoder has learnt to choose. The head is not part of the model.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_harness.demo_model.named import NamedScene, draw_named, held_out_scenes, iou
+from maskserve_harness.demo_model.named import NamedScene, draw_named
+from maskserve_harness.demo_model.node_judges import SIDE, found_iou
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import phrase
 from maskserve_training.loop import Step, Training, node_options
 from maskserve_training.vae import to_tensor
 
 FOLDER: Final = CHECKOUT / "assets" / "nodes" / "find"
-SIDE: Final = 128
 _PATCH: Final = 8
 _WIDTH: Final = 96
 _TAKEN: Final = (0, 1, 2)
@@ -159,27 +159,13 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     ).run(take)
 
 
-@torch.inference_mode()
-def judged(folder: Path, scenes: int) -> float:
-    """Mean IoU over held-out scenes of the masks that the folder's model finds."""
-    model: Any = CLIPSegForImageSegmentation.from_pretrained(folder).eval()
-    processor = CLIPSegProcessor.from_pretrained(folder)
-    scores = []
-    for scene, thing in held_out_scenes(scenes, (SIDE, SIDE)):
-        name = f"a {thing.colour} {thing.shape}"
-        given = processor(text=[name], images=[scene.picture], return_tensors="pt")
-        found = model(**given).logits.reshape(SIDE, SIDE).numpy() > 0
-        scores.append(iou(found, scene.mask(thing.colour, thing.shape)))
-    return float(np.mean(scores))
-
-
 def main() -> int:
     parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=50, rate=1.5e-3)
     parser.add_argument("--judge", type=int, metavar="N", help="train nothing; judge N scenes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:
-        print(f"find: mean IoU {judged(args.out, args.judge):.3f} over {args.judge} scenes")
+        print(f"find: mean IoU {found_iou(args.out, args.judge):.3f} over {args.judge} scenes")
         return 0
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

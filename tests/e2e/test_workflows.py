@@ -1,27 +1,34 @@
-"""Workflows over a router, a worker and a node server, beside an interpreter in this process."""
+"""Workflows over a router, two workers and a node server, beside an interpreter in this process."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import queue
 import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpcclient
+from msgspec import structs
 from tritonclient.utils import InferenceServerException
 
 from maskserve_client.client import Client
 from maskserve_core.config import LimitsConfig
 from maskserve_core.config_file import config_of
+from maskserve_core.errors import MaskserveError
 from maskserve_core.workflows.definition import Workflow, each, repeat
+from maskserve_core.workflows.folder import read_plans
+from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
     NODE_TYPES,
     best,
@@ -33,7 +40,7 @@ from maskserve_core.workflows.nodes import (
     shows,
     split,
 )
-from maskserve_core.workflows.passes import compiled
+from maskserve_core.workflows.passes import PASSES, compiled
 from maskserve_core.workflows.pictures import PictureNodes, encode_mask
 from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, dump_plan
 from maskserve_core.workflows.run import seed_of
@@ -43,10 +50,12 @@ from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
 from tests.support.workflows import interpret
+from tests.support.workflows import plans as random_plans
 
 SIDE = 64
 SOURCE = encode(scene(SIDE, SIDE))
 STEPS, SEED = 4, 11
+DRAWN = 30
 
 
 def two_regions() -> bytes:
@@ -80,6 +89,24 @@ def plans() -> list[WorkflowPlan]:
     return [compiled(flow.plan) for flow in (regions, tries, named)]
 
 
+def drawn() -> list[WorkflowPlan]:
+    """Random ones, with all passes but `prime`: cached rows differ from dense ones."""
+    found: list[WorkflowPlan] = []
+
+    @hypothesis.settings(
+        max_examples=DRAWN, database=None, phases=[hypothesis.Phase.generate], deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.seed(time.time_ns())
+    @hypothesis.given(random_plans(deep=1, rounds=2, sized=True))
+    def draw(plan: WorkflowPlan) -> None:
+        named = structs.replace(plan, name=f"drawn-{len(found)}")
+        found.append(compiled(named, set(PASSES) - {"prime"}))
+
+    draw()
+    return found
+
+
 class Site:
     """What serves."""
 
@@ -90,18 +117,61 @@ class Site:
 
     def run(self, workflow: str, **inputs: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Outputs and META of a workflow, by an unmodified client."""
-        settings = {"num_inference_steps": STEPS, "seed": SEED, **inputs.pop("settings", {})}
-        given = {**inputs, "settings": json.dumps(settings)}
         with grpcclient.InferenceServerClient(self.url) as client:
-            tensors = []
-            for key, value in given.items():
-                raw = value.encode() if isinstance(value, str) else value
-                tensor = grpcclient.InferInput(key.upper(), [1], "BYTES")
-                tensor.set_data_from_numpy(np.array([raw], np.object_))
-                tensors.append(tensor)
-            answer = client.infer(workflow, tensors)
-        found = {each.name: answer.as_numpy(each.name)[0] for each in answer.get_response().outputs}
-        return found, json.loads(found.pop("META"))
+            return read(client.infer(workflow, tensors(inputs)))
+
+    def stream(
+        self, workflow: str, **inputs: Any
+    ) -> Iterator[tuple[dict[str, bytes], dict[str, Any]]]:
+        """The same of every event of its stream."""
+        heard: queue.Queue[Any] = queue.Queue()
+        with grpcclient.InferenceServerClient(self.url) as client:
+            client.start_stream(lambda result, error: heard.put(error or result))
+            client.async_stream_infer(workflow, tensors(inputs))
+            while True:
+                answer = heard.get(timeout=300)
+                if isinstance(answer, InferenceServerException):
+                    raise answer
+                outputs, meta = read(answer)
+                yield outputs, meta
+                if meta["event"] == "final":
+                    return
+
+    def kill(self, what: str) -> None:
+        """The node server, or a worker that has an edit of a run."""
+        process: Any = self.supervisor.services[0]
+        if what == "worker":
+            running = [x for x in self.supervisor.workers if status(x.grpc_url)["running"]]
+            process = (running or self.supervisor.workers)[0]
+        os.kill(process.pid, signal.SIGKILL)
+
+    def whole(self) -> bool:
+        """Whether all that were killed are back."""
+        with Client(self.url) as client:
+            workers = client.control("status")["workers"].values()
+        return all(each["up"] and each["state"] == "ready" for each in workers)
+
+
+def status(url: str) -> dict[str, Any]:
+    with Client(url) as client:
+        return client.control("status")
+
+
+def tensors(inputs: dict[str, Any]) -> list[Any]:
+    """Of a request, its settings over those of all tests."""
+    settings = {"num_inference_steps": STEPS, "seed": SEED, **inputs.get("settings", {})}
+    made = []
+    for key, value in {**inputs, "settings": json.dumps(settings)}.items():
+        raw = value.encode() if isinstance(value, str) else value
+        tensor = grpcclient.InferInput(key.upper(), [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([raw], np.object_))
+        made.append(tensor)
+    return made
+
+
+def read(answer: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
+    found = {each.name: answer.as_numpy(each.name)[0] for each in answer.get_response().outputs}
+    return found, json.loads(found.pop("META"))
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +186,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nfind = "{folder / "find"}"\n'
         f'enlarge = "{folder / "big"}"\n'
     )
-    for plan in plans():
+    for plan in [*plans(), *drawn()]:
         (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
     return folder
 
 
 @pytest.fixture(scope="module")
 def site(model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    base = free_base_port(2)
+    base = free_base_port(3)
     options = ServeOptions(
         model=str(model),
+        workers=2,
         base_port=base,
         router=True,
-        router_port=base + 10,
+        router_port=base + 20,
         nodes=folder / "nodes.toml",
         workflows=folder,
         log_dir=tmp_path_factory.mktemp("workflow-logs"),
@@ -140,7 +211,7 @@ def site(model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 class InProcess:
     """Nodes called one by one: edits at the worker, the others here."""
 
-    def __init__(self, site: Site, folder: Path) -> None:
+    def __init__(self, site: Site, folder: Path, seed: int = SEED) -> None:
         from maskserve_engine.nodes.enlarge import EnlargeNodes
         from maskserve_engine.nodes.find import FindNodes
 
@@ -155,7 +226,7 @@ class InProcess:
             "find": FindNodes(config),
             "enlarge": EnlargeNodes(config),
         }
-        self._url = site.supervisor.workers[0].grpc_url
+        self._url, self._seed = site.url, seed
 
     def __call__(self, key: str, call: NodeCall, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = NODE_TYPES[call.node]
@@ -167,9 +238,8 @@ class InProcess:
                     inputs["mask"],
                     inputs["prompt"],
                     num_inference_steps=STEPS,
-                    seed=seed_of(SEED, key),
                     reproducible=True,
-                    **own,
+                    **{"seed": seed_of(self._seed, key), **own},
                 )
             return {"picture": made.encoded}
         table: Any = kind.settings(**call.settings)
@@ -209,7 +279,7 @@ def test_a_workflow_is_a_model_of_its_name(site: Site) -> None:
     assert site.supervisor.router is not None
     with urllib.request.urlopen(f"{site.supervisor.router.http_url}/v1/workflows") as answer:
         listed = {each["name"]: each for each in json.load(answer)["data"]}
-    assert set(listed) == {"regions", "tries", "named"}
+    assert {"regions", "tries", "named"} < set(listed)
     assert all(len(where) == 1 for where in listed["tries"]["hosts"].values())
     assert set(listed["tries"]["hosts"]) == {"enlarge", "find", "pictures"}
 
@@ -269,21 +339,93 @@ def test_a_cancel_by_id_ends_all_nodes(site: Site) -> None:
 
     running = threading.Thread(target=run)
     running.start()
-    with Client(site.supervisor.workers[0].grpc_url) as worker, Client(site.url) as client:
-        eventually("edits run", lambda: bool(worker.control("status")["running"]))
+
+    def busy() -> bool:
+        return any(status(worker.grpc_url)["running"] for worker in site.supervisor.workers)
+
+    with Client(site.url) as client:
+        eventually("edits run", busy)
         assert client.cancel("withdrawn")
         running.join(30)
         assert failed
         assert "CANCELLED" in failed[0]
-        eventually("the rows are free", lambda: not worker.control("status")["running"])
+        eventually("the rows are free", lambda: not busy())
 
 
-def test_nodes_of_a_server_that_was_killed_run_again(site: Site) -> None:
-    asked = {"image": SOURCE, "mask": two_regions(), "settings": {"reproducible": True}}
-    expected, _ = site.run("tries", **asked)
-    [server] = site.supervisor.services
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGKILL)
-    found, meta = site.run("tries", **asked)
-    assert found == expected
-    assert max(told["tries"] for told in meta["nodes"]) > 1
+def test_a_stream_has_an_event_per_node_and_the_edits_own(site: Site) -> None:
+    asked = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
+    seen = list(site.stream("regions", **asked, settings={"progress": True, "preview_every": 1}))
+    told = [meta for _, meta in seen]
+    assert [meta["event"] for meta in told].count("node") == 4
+    passing = {x["key"] for x in told if x["event"] in ("progress", "preview")}
+    assert passing == {"each-1[0]/edit-1", "each-1[1]/edit-1"}
+    shown = [found["IMAGE"] for found, meta in seen if meta["event"] == "preview"]
+    assert shown
+    assert all(picture.startswith(b"\x89PNG") for picture in shown)
+    assert told[-1]["event"] == "final"
+    assert told[-1]["outputs"] == {"image": "picture"}
+
+
+def test_equal_nodes_of_one_run_after_the_other_are_run_once(site: Site) -> None:
+    asked = {"image": SOURCE, "mask": two_regions()}
+    for prompt in ("a red star", "a blue heart"):
+        _, meta = site.run("regions", **asked, prompt=prompt, settings={"seed": 77})
+    assert {each["key"]: each["kept"] for each in meta["nodes"] if "kept" in each} == {
+        "split-1": True, "each-1/compose[0]": False,
+    }  # fmt: skip
+
+
+def moments(count: int) -> list[Any]:
+    """What is killed, and behind how many events of the run."""
+    few = [("nodes", 3), ("worker", 2), ("worker", 7)]
+    rng = np.random.default_rng()
+    more = [(str(rng.choice(["nodes", "worker"])), int(rng.integers(1, 20))) for _ in range(count)]
+    return [*few, *(pytest.param(*each, marks=pytest.mark.slow) for each in more)]
+
+
+@pytest.mark.parametrize(("what", "after"), moments(17))
+def test_what_a_killed_server_had_alone_runs_again(
+    site: Site, folder: Path, what: str, after: int
+) -> None:
+    [plan] = [plan for plan in plans() if plan.name == "tries"]
+    asked = {"image": SOURCE, "mask": two_regions()}
+    eventually("all serve", site.whole, timeout_s=240)
+    seed = int(np.random.default_rng().integers(2**31))
+    settings = {"seed": seed, "reproducible": True, "progress": True}
+    before = []
+    for count, event in enumerate(site.stream("tries", **asked, settings=settings), 1):
+        found, meta = event
+        if count == after:
+            site.kill(what)
+        if count <= after and meta["event"] == "node":
+            before.append({name: x for name, x in meta.items() if name not in _OF_EVENTS})
+    eventually("all serve", site.whole, timeout_s=240)
+    expected = interpret(plan, asked, InProcess(site, folder, seed))
+    assert found["IMAGE"] == expected["image"]
+    keys = [told["key"] for told in meta["nodes"]]
+    assert len(keys) == len(set(keys))
+    assert meta["nodes"][: len(before)] == before  # what had ended did not run again
+
+
+_OF_EVENTS = ("event", "request_id")
+
+
+@pytest.mark.slow
+def test_random_plans_give_the_bytes_of_the_interpreter(site: Site, folder: Path) -> None:
+    node, asked = InProcess(site, folder), {"image": SOURCE, "mask": two_regions(), "name": "star"}
+    eventually("all serve", site.whole, timeout_s=240)
+    answered = 0
+    for plan in read_plans(folder):
+        if not plan.name.startswith("drawn-"):
+            continue
+        given = {each.name: asked[each.name] for each in plan.inputs}
+        try:
+            expected = interpret(plan, given, node)
+        except (WorkflowError, MaskserveError):
+            with pytest.raises(InferenceServerException, match="INVALID_REQUEST"):
+                site.run(plan.name, **given, settings={"reproducible": True})
+            continue
+        found, _ = site.run(plan.name, **given, settings={"reproducible": True})
+        assert found == {name.upper(): value for name, value in expected.items()}, plan
+        answered += 1
+    assert answered >= DRAWN // 3

@@ -1,37 +1,47 @@
 """Workflows beside scripts that call the same nodes, in turn on one server with the demo model.
 
-`variants`: eight edits of a picture that nobody has sent before; the script sends its eight calls
-at once. `detail`: four regions of one; the script paints each on the last result. Both twice: with
-rows' own anchors (`[cache] own_anchors`, the default) and without. Medians of the rounds.
+`rivals`: `variants`, eight edits of a picture that nobody has sent before, the script's eight calls
+at once; `detail`, four regions of one, the script paints each on the last result. Both with rows'
+own anchors (`[cache] own_anchors`, the default) and without (`*_without_anchors`).
+`added`: what a run of three nodes on two servers takes beside these, called by themselves, in ms.
+`verified`: edits with the LoRA `hollow`, three tries, verifier `find`, judged by what the demo's
+own judge sees; beside the first tries, which a verifier that says yes to all would have given.
+`models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
 
     python scripts/bench workflows --json workflows.json
+    python scripts/bench workflows --json workflows.json --only added models    # adds to the file
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from PIL import Image
 
 from maskserve_client.client import Client
 from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.definition import Workflow, each
-from maskserve_core.workflows.nodes import compose, edit, split
+from maskserve_core.workflows.definition import Workflow, each, repeat
+from maskserve_core.workflows.nodes import compose, crop, edit, outline, shows, split
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.pictures import encode_mask
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
 from maskserve_harness.benchmarks.timing import hardware
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.demo_model.scenes import draw_background, to_bytes
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.demo_model.looks import edits_with, followed
+from maskserve_harness.demo_model.node_judges import enlarged_db, found_iou
+from maskserve_harness.demo_model.scenes import Picture, draw_background, to_bytes
 from maskserve_harness.reports import about, write_json
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -42,6 +52,11 @@ _STEPS: Final = 12
 _BOXES: Final = ((8, 8), (8, 80), (80, 8), (80, 80))
 _BOX: Final = 40
 _PROMPT: Final = "a red star"
+_SURE: Final = 0.5
+_ENOUGH: Final = 0.2
+"""Share of the mask that a thing must fill to be taken for what was asked for."""
+NODES: Final = CHECKOUT / "assets" / "nodes"
+ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 
 
 def plans() -> list[WorkflowPlan]:
@@ -56,7 +71,17 @@ def plans() -> list[WorkflowPlan]:
         with each(split(detail.mask("mask")), most=4, carry=image) as part:
             part.carried = edit(part.picture, part.mask, _PROMPT)
         detail.gives(image=part.carried)
-    return [compiled(flow.plan) for flow in (variants, detail)]
+    with Workflow("added_bench", "Three nodes on two servers.") as added:
+        image, mask = added.picture("image"), added.mask("mask")
+        rims = outline(image)
+        added.gives(image=crop(edit(rims, mask, _PROMPT), mask), rims=rims)
+    with Workflow("verified_bench", "Until what was asked for stands there.") as verified:
+        image, mask, name = verified.picture("image"), verified.mask("mask"), verified.text("name")
+        with repeat(most=3) as tries:
+            painted = edit(image, mask, name, loras=[{"name": "hollow"}])
+            tries.until(shows(painted, mask, name, threshold=_SURE, enough=_ENOUGH))
+            verified.gives(image=tries.best(painted))
+    return [compiled(flow.plan) for flow in (variants, detail, added, verified)]
 
 
 def _mask(boxes: tuple[tuple[int, int], ...]) -> bytes:
@@ -120,14 +145,73 @@ class Rivals:
                 taken[name].append(round(time.perf_counter() - begin, 3))
         return taken
 
+    def added_ms(self, side: int, rounds: int) -> float:
+        """Of a run of three nodes, beside their own times: an edit's is that of a call for it."""
+        rng, added = self._rng, list[float]()
+        white = np.zeros((side, side), np.bool_)
+        white[side // 4 : side // 2, side // 4 : side // 2] = True
+        mask = encode_mask(white)
+        few: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "cache": "off"}
+        with Client(self._url) as client:
+            for _ in range(rounds + 1):
+                drawn, _ = draw_background(rng, "photo", (side, side))
+                begin = time.perf_counter()
+                found, meta = client.run_workflow(
+                    "added_bench", {"image": encode_png(to_bytes(drawn)), "mask": mask}, **few
+                )
+                run_s, begin = time.perf_counter() - begin, time.perf_counter()
+                client.edit(found["rims"], mask, _PROMPT, **few)
+                own_s = time.perf_counter() - begin
+                own_s += sum(told["seconds"] for told in meta["nodes"] if told["node"] != "edit")
+                added.append(1e3 * (run_s - own_s))
+        return round(statistics.median(added[1:]), 1)  # the first one warms
 
-def measured(rounds: int, *, own_anchors: bool) -> dict[str, Any]:
-    """Seconds of each side, and how many times as long the scripts took."""
+    def verified(self, count: int) -> dict[str, float]:
+        """Shares of edits that show what was asked for, with the verifier and of first tries alone;
+        tries of each, on average.
+        """
+        right = first_right = tries = 0
+        with Client(self._url) as client:
+            for seed, asked in enumerate(edits_with("hollow", count)):
+                given = {"image": encode_png(asked.source), "mask": encode_mask(asked.mask)}
+                found, meta = client.run_workflow(
+                    "verified_bench", {**given, "name": asked.prompt}, seed=seed,
+                    num_inference_steps=_STEPS,
+                )  # fmt: skip
+                picture = followed("hollow", _pixels(found["image"]), asked)
+                painted = [told for told in meta["nodes"] if told["node"] == "edit"]
+                first = picture
+                if len(painted) > 1:
+                    made = client.edit(
+                        given["image"], given["mask"], asked.prompt, loras=[{"name": "hollow"}],
+                        seed=painted[0]["seed"], num_inference_steps=_STEPS,
+                    )  # fmt: skip
+                    first = followed("hollow", _pixels(made.encoded), asked)
+                right, first_right, tries = (
+                    right + picture,
+                    first_right + first,
+                    tries + len(painted),
+                )
+        return {
+            "verified_followed": round(right / count, 4),
+            "first_followed": round(first_right / count, 4),
+            "verified_tries": round(tries / count, 3),
+        }
+
+
+def _pixels(encoded: bytes) -> Picture:
+    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+
+
+@contextmanager
+def served(find: Path, *, own_anchors: bool = True) -> Iterator[Rivals]:
+    """A router, a worker and a node server with the folder of `find`, if there is one."""
     with tempfile.TemporaryDirectory() as kept:
         folder, base = Path(kept), free_base_port(2)
         for plan in plans():
             (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
-        (folder / "nodes.toml").write_text('[model]\ndevice = "cpu"\n')
+        nodes = f'[nodes]\nfind = "{find}"\n' if find.is_dir() else ""
+        (folder / "nodes.toml").write_text(f'[model]\ndevice = "cpu"\n{nodes}')
         (folder / "worker.toml").write_text("" if own_anchors else "[cache]\nown_anchors = 0\n")
         options = ServeOptions(
             model=str(DEMO_MODEL),
@@ -135,37 +219,73 @@ def measured(rounds: int, *, own_anchors: bool) -> dict[str, Any]:
             router=True,
             router_port=base + 10,
             config=folder / "worker.toml",
+            adapters=str(ADAPTERS),
             nodes=folder / "nodes.toml",
             workflows=folder,
             log_dir=folder / "logs",
         )
         with Supervisor(options) as supervisor:
             assert supervisor.router is not None
-            seconds = Rivals(supervisor.router.grpc_url).seconds(rounds)
-    middle = {name: statistics.median(each) for name, each in seconds.items()}
-    return {
-        "seconds": seconds,
-        "variants_vs_script": round(middle["variants_script"] / middle["variants"], 2),
-        "detail_vs_script": round(middle["detail_script"] / middle["detail"], 2),
-    }
+            yield Rivals(supervisor.router.grpc_url)
+
+
+def rivals(args: argparse.Namespace) -> dict[str, Any]:
+    """How many times as long the scripts took, with anchors and without, and all seconds."""
+    found: dict[str, Any] = {}
+    for suffix, own_anchors in (("", True), ("_without_anchors", False)):
+        with served(args.find, own_anchors=own_anchors) as sides:
+            seconds = sides.seconds(args.rounds)
+        middle = {name: statistics.median(each) for name, each in seconds.items()}
+        for name in ("variants", "detail"):
+            ratio = middle[f"{name}_script"] / middle[name]
+            found[f"{name}_vs_script{suffix}"] = round(ratio, 2)
+        found[f"seconds{suffix}"] = seconds
+    return found
+
+
+def added(args: argparse.Namespace) -> dict[str, Any]:
+    with served(args.find) as sides:
+        return {f"added_ms_{side}": sides.added_ms(side, 4 * args.rounds) for side in (128, 1024)}
+
+
+def verified(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.find.is_dir():
+        return {"verified_followed": None}
+    with served(args.find) as sides:
+        return sides.verified(args.edits)
+
+
+def models(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"find_iou": None, "enlarge_db": None}
+    if args.find.is_dir():
+        found["find_iou"] = round(found_iou(args.find, 200), 3)
+    if args.enlarge.is_dir():
+        ours, lanczos = enlarged_db(args.enlarge)
+        found["enlarge_db"] = round(ours - lanczos, 2)
+    return found
+
+
+PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
+    "rivals": rivals, "added": added, "verified": verified, "models": models,
+}  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    add = parser.add_argument
+    add("--rounds", type=int, default=5)
+    add("--edits", type=int, default=200, help="of `verified`")
+    add("--find", type=Path, default=NODES / "find", help="folder of a CLIPSeg model")
+    add("--enlarge", type=Path, default=NODES / "enlarge", help="folder of a Swin2SR model")
+    add("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    add("--json", type=Path, metavar="FILE", help="write the figures there; --only adds to them")
     args = parser.parse_args()
-    ways = {
-        name: measured(args.rounds, own_anchors=name == "own_anchors")
-        for name in ("own_anchors", "without")
-    }
-    summary = {
-        f"{name}{'' if way == 'own_anchors' else '_without_anchors'}": ways[way][name]
-        for way in ways
-        for name in ("variants_vs_script", "detail_vs_script")
-    }
-    print(json.dumps(summary, indent=2))
-    write_json(
-        {**about(hardware(torch.device("cpu"))), "summary": summary, "ways": ways}, args.json
-    )
+    report: dict[str, Any] = {"summary": {}, "seconds": {}}
+    if args.only and args.json is not None and args.json.exists():
+        report = json.loads(args.json.read_text())
+    for part in args.only or PARTS:
+        for name, value in PARTS[part](args).items():
+            report["seconds" if name.startswith("seconds") else "summary"][name] = value
+        print(json.dumps(report["summary"], indent=2), flush=True)
+        write_json({**report, **about(hardware(torch.device("cpu")))}, args.json)
     return 0

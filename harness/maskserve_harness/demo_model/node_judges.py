@@ -1,0 +1,68 @@
+"""How good the models of nodes are: `find` on scenes, `enlarge` on a photograph, that no training
+sees.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    CLIPSegForImageSegmentation,
+    CLIPSegProcessor,
+    Swin2SRForImageSuperResolution,
+)
+
+from maskserve_harness.demo_model.named import held_out_scenes, iou
+from maskserve_harness.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
+
+SIDE: Final = 128
+_RIM: Final = 4
+"""Pixels at the edge that are left out, as is usual."""
+
+
+@torch.inference_mode()
+def found_iou(folder: Path, scenes: int) -> float:
+    """Mean IoU over held-out scenes of the masks that the folder's CLIPSeg finds."""
+    model: Any = CLIPSegForImageSegmentation.from_pretrained(folder).eval()
+    processor = CLIPSegProcessor.from_pretrained(folder)
+    scores = []
+    for scene, thing in held_out_scenes(scenes, (SIDE, SIDE)):
+        name = f"a {thing.colour} {thing.shape}"
+        given = processor(text=[name], images=[scene.picture], return_tensors="pt")
+        found = model(**given).logits.reshape(SIDE, SIDE).numpy() > 0
+        scores.append(iou(found, scene.mask(thing.colour, thing.shape)))
+    return float(np.mean(scores))
+
+
+def halved(picture: Picture) -> Picture:
+    """(H, W, 3) shrunk to half its sides, which are even."""
+    height, width = picture.shape[:2]
+    return np.asarray(
+        Image.fromarray(picture).resize((width // 2, height // 2), Image.Resampling.BICUBIC)
+    )
+
+
+@torch.inference_mode()
+def enlarged_db(folder: Path) -> tuple[float, float]:
+    """PSNR in dB of the folder's Swin2SR and of Lanczos on the photograph never seen."""
+    model: Any = Swin2SRForImageSuperResolution.from_pretrained(folder).eval()
+    with Image.open(PHOTOS / HELD_OUT_PHOTO) as photo:
+        right = np.asarray(photo.convert("RGB"))
+    right = right[: right.shape[0] // 16 * 16, : right.shape[1] // 16 * 16]
+    small = halved(right)
+    given = torch.from_numpy(small).permute(2, 0, 1)[None].float() / 255
+    made = model(given).reconstruction[0].clamp(0, 1)
+    ours = (255 * made).round().permute(1, 2, 0).numpy().astype(np.uint8)
+    size = (right.shape[1], right.shape[0])
+    lanczos = np.asarray(Image.fromarray(small).resize(size, Image.Resampling.LANCZOS))
+    return _psnr(ours, right), _psnr(lanczos, right)
+
+
+def _psnr(picture: Picture, right: Picture) -> float:
+    inner = (slice(_RIM, -_RIM), slice(_RIM, -_RIM))
+    wrong = picture[inner].astype(np.float64) - right[inner]
+    return float(10 * np.log10(255**2 / np.mean(wrong**2)))
