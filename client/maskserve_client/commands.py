@@ -264,6 +264,23 @@ def _show_status(values: dict[str, Any]) -> None:
         )
     for address, worker in sorted(workers.items()):
         _show_worker(f"{address} {worker.get('worker', '')}".strip(), worker)
+    for address, record in sorted(values.get("nodes", {}).items()):
+        _show_nodes(address, record)
+
+
+def _show_nodes(address: str, record: dict[str, Any] | None) -> None:
+    """A node server: its models, where they are, who waits, and what a call takes."""
+    if record is None:
+        print(f"{address}: a node server, NOT ALIVE")
+        return
+    held = sum(each["bytes"] for each in record["models"] if each["state"] == "here")
+    room = record["device_bytes"] / 2**20
+    print(f"{address}: a node server, {held / 2**20:.1f} of {room:.0f} MiB")
+    for each in record["models"]:
+        print(
+            f"{each['name']:8} {each['state']}, {each['bytes'] / 2**20:.1f} MiB, {each['queue']} "
+            f"calls wait or run, {each['ended']} ended, {each['seconds']:.2f} s each"
+        )
 
 
 def _show_worker(name: str, values: dict[str, Any]) -> None:

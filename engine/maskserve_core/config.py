@@ -335,6 +335,17 @@ class NodesConfig(Table, frozen=True):
     """
     enlarge: str = ""
     """Folder of a Swin2SR model that doubles sides, likewise."""
+    load: Literal["start", "use"] = "start"
+    """When a model is loaded: at the start, as far as `device_bytes` has room, or with the first
+    call that needs it."""
+    device_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 8 * 2**30
+    """Bytes of weights that are loaded at a time; the least used make room for others once no call
+    needs them."""
+
+    def folders(self) -> dict[str, str]:
+        """Those that are given, by model."""
+        named = {"find": self.find, "enlarge": self.enlarge}
+        return {model: folder for model, folder in named.items() if folder}
 
 
 class ProvenanceConfig(Table, frozen=True):

@@ -82,6 +82,7 @@ class ClusterControl:
             return done
         # Where workers are is the operators' affair: a client knows them by number.
         numbers = {w: f"worker {n}" for n, w in enumerate(sorted(self._pool.workers), 1)}
+        numbers |= {a: f"node server {n}" for n, a in enumerate(done.get("nodes", ()), 1)}
         named: dict[str, Any] = _renamed(done, numbers)
         return named
 
@@ -103,6 +104,7 @@ class ClusterControl:
                 )
             case "status":
                 status = cluster_status(self._name, self._pool.workers.values(), self._predictions)
+                status["nodes"] = await self._workflows.node_servers()
                 return status if client.admin else _as_seen_by(client, status)
             case "cancel":
                 return await self._cancel(operation["request_id"], client)

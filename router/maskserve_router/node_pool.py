@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -20,6 +21,8 @@ from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.run import Task
 from maskserve_core.workflows.wire import (
     MOST_ELEMENTS,
+    NOT_HOSTED,
+    RECORD,
     NodeResult,
     NodeTask,
     laid_out,
@@ -37,8 +40,9 @@ _ASK_S = 5.0
 _PATIENCE_S = 120.0
 """In which a server that is gone may come back: a supervisor starts it again."""
 _LOOK_S = 0.2
-_UNKNOWN = "unknown model"
-"""Triton's words of a model that it does not run."""
+_MODEL = "nodes"
+_UNKNOWN = ("unknown model", NOT_HOSTED)
+"""Words of a server that does not run a node: Triton's, or its model's own."""
 _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one is run, the next is there."""
 _SMALL = 512
@@ -97,18 +101,20 @@ class NodePool:
         for server in self._servers.values():
             await server.close()
 
-    async def hosts(self, model: str) -> list[str]:
-        """Servers that run a Triton model now."""
-        request = pb.ModelReadyRequest(name=model).SerializeToString()
-        found = []
-        for address, server in self._servers.items():
-            try:
-                raw = await server.call("ModelReady", request, _ASK_S)
-            except grpc.aio.AioRpcError:
-                continue
-            if pb.ModelReadyResponse.FromString(raw).ready:
-                found.append(address)
-        return found
+    async def records(self) -> dict[str, Any]:
+        """Of each server what it hosts (`NodeModels.record`); None of one that does not answer."""
+        told = await asyncio.gather(*map(self._record, self._servers))
+        return dict(zip(self._servers, told, strict=True))
+
+    async def _record(self, address: str) -> dict[str, Any] | None:
+        request = _request(NodeTask(RECORD, (), {}), ())
+        try:
+            answer = await self._servers[address].infer(request.SerializeToString(), _ASK_S)
+            (raw,) = bytes_tensor.elements(_contents(answer)["RESULT"], 1)
+            record: dict[str, Any] = msgspec.json.decode(raw)
+        except (grpc.aio.AioRpcError, KeyError, ValueError, msgspec.MsgspecError):
+            return None
+        return record
 
     async def call(self, task: Task, client: KeyHolder) -> Made:
         """Run a node for a client at the server that has least to do; at the next one where that is
@@ -156,11 +162,12 @@ class NodePool:
                     return await self._sent(address, raw, kind), address, tries
                 except grpc.aio.AioRpcError as error:
                     failure = Failure(error.code(), error.details() or "")
+                unknown = any(words in failure.details for words in _UNKNOWN)
+                if unknown or failure.status is grpc.StatusCode.UNAVAILABLE:
+                    gone = gone or not unknown
+                    continue
                 if failure.coded:
                     raise failure
-                if failure.status is grpc.StatusCode.UNAVAILABLE or _UNKNOWN in failure.details:
-                    gone = gone or _UNKNOWN not in failure.details
-                    continue
                 raise EngineFailed(f"{kind.name}: its node server failed the call")
             if not gone or time.monotonic() > end:
                 raise EngineFailed(f"{kind.name}: no node server runs {kind.model}")
@@ -184,12 +191,23 @@ class NodePool:
 def _message(task: Task, kind: NodeType) -> tuple[bytes, bytes]:
     """The message that asks for a node, and its digest: of node, settings and inputs."""
     layout, elements = laid_out(task.inputs, kind.inputs)
-    asked = msgspec.json.encode(NodeTask(kind.name, layout, task.call.settings), order="sorted")
-    request = pb.ModelInferRequest(model_name=kind.model)
-    bytes_tensor.add_input(request, "TASK", [asked])
-    bytes_tensor.add_input(request, "VALUES", elements)
+    request = _request(NodeTask(kind.name, layout, task.call.settings), elements)
     raw: bytes = request.SerializeToString(deterministic=True)
     return raw, hashlib.sha256(raw).digest()
+
+
+def _request(task: NodeTask, elements: Sequence[bytes]) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=_MODEL)
+    bytes_tensor.add_input(request, "TASK", [msgspec.json.encode(task, order="sorted")])
+    bytes_tensor.add_input(request, "VALUES", elements)
+    return request
+
+
+def _contents(answer: bytes) -> dict[str, bytes]:
+    """Of an answer, by output."""
+    response = pb.ModelInferResponse.FromString(answer)
+    names = (output.name for output in response.outputs)
+    return dict(zip(names, response.raw_output_contents, strict=True))
 
 
 def _nbytes(made: Made) -> int:
@@ -197,11 +215,8 @@ def _nbytes(made: Made) -> int:
 
 
 def _made(answer: bytes, address: str, tries: int) -> Made:
-    response = pb.ModelInferResponse.FromString(answer)
-    contents = dict(
-        zip((x.name for x in response.outputs), response.raw_output_contents, strict=True)
-    )
     try:
+        contents = _contents(answer)
         result = msgspec.json.decode(bytes_tensor.only(contents["RESULT"]), type=NodeResult)
         parts = bytes_tensor.elements(contents["MADE"], MOST_ELEMENTS)
         return Made(picked_up(result.outputs, parts), address, result.seconds, tries)

@@ -141,13 +141,17 @@ class Workflows:
 
     async def listed(self) -> dict[str, Any]:
         """What `/v1/workflows` says: every plan, and who runs the models that it needs."""
-        listed = []
+        listed, records = [], await self._nodes.records()
         for plan in self.plans.values():
             calls = [step for step in every_step(plan.steps) if isinstance(step, NodeCall)]
             models = sorted({NODE_TYPES[call.node].model for call in calls} - {EDIT})
-            hosts = {model: await self._nodes.hosts(model) for model in models}
+            hosts = {model: _hosts(model, records) for model in models}
             listed.append({**msgspec.to_builtins(plan), "hosts": hosts})
         return {"object": "list", "data": listed}
+
+    async def node_servers(self) -> dict[str, Any]:
+        """What each hosts; None of one that does not answer."""
+        return await self._nodes.records()
 
     async def stream(
         self,
@@ -426,6 +430,15 @@ def _logged(
         }
         extra = {**about(settings.request_id or ""), "event": "workflow", "fields": fields}
         log.info("workflow %s", code, extra=extra)
+
+
+def _hosts(model: str, records: Mapping[str, Any]) -> list[str]:
+    """Addresses of the node servers that run a model."""
+    return [
+        address
+        for address, record in records.items()
+        if record and any(each["name"] == model for each in record["models"])
+    ]
 
 
 def contract_of(plan: WorkflowPlan) -> Contract:

@@ -147,7 +147,7 @@ class NodesProcess(ServiceProcess):
     def tables(self) -> dict[str, Any]:
         file = self._spec.options.nodes
         tables = read_tables(file)
-        for model, folder in tables.get("nodes", {}).items():
+        for model, folder in checked(tables).nodes.folders().items():
             path = Path(folder)
             if not (path / "config.json").is_file():
                 raise ServeError(f"{file}: [nodes] {model}: {folder} has no config.json")
@@ -155,5 +155,4 @@ class NodesProcess(ServiceProcess):
         return tables
 
     def models(self) -> list[str]:
-        nodes = self.config.nodes
-        return ["pictures", *(name for name in ("find", "enlarge") if getattr(nodes, name))]
+        return ["nodes"]

@@ -49,7 +49,7 @@ from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
-from tests.support.workflows import interpret
+from tests.support.workflows import interpret, run_one
 from tests.support.workflows import plans as random_plans
 
 SIDE = 64
@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_enlarge(folder / "big")
     (folder / "nodes.toml").write_text(
         f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nfind = "{folder / "find"}"\n'
-        f'enlarge = "{folder / "big"}"\n'
+        f'enlarge = "{folder / "big"}"\nload = "use"\n'
     )
     for plan in [*plans(), *drawn()]:
         (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
@@ -244,8 +244,7 @@ class InProcess:
             return {"picture": made.encoded}
         table: Any = kind.settings(**call.settings)
         settings = {name: getattr(table, name) for name in kind.settings.__struct_fields__}
-        made_here: Mapping[str, Any] = self._nodes[kind.model].run(call.node, inputs, settings)
-        return made_here
+        return run_one(self._nodes[kind.model], call.node, inputs, settings)
 
 
 def test_a_run_gives_the_bytes_of_an_interpreter_in_process(site: Site, folder: Path) -> None:
@@ -325,6 +324,18 @@ def test_openais_client_names_a_workflow_as_its_model(site: Site) -> None:
         assert meta["outputs"]["verdict"] == json.loads(expected["VERDICT"])
         with pytest.raises(openai.BadRequestError, match="name: is missing"):
             client.images.edit(model="named", image=("a.png", SOURCE), prompt="a star")
+
+
+def test_the_status_says_who_hosts_what(site: Site) -> None:
+    site.run("tries", image=SOURCE, mask=two_regions())
+    [record] = status(site.url)["nodes"].values()
+    models = {each["name"]: each for each in record["models"]}
+    assert {name: each["state"] for name, each in models.items()} == dict.fromkeys(
+        ("pictures", "find", "enlarge"), "here"
+    )
+    assert models["find"]["bytes"] > 0
+    assert models["enlarge"]["ended"] >= 1
+    assert record["device_bytes"] == 8 * 2**30
 
 
 def test_a_cancel_by_id_ends_all_nodes(site: Site) -> None:

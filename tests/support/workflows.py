@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from maskserve_core.workflows.asked import Asked, Nodes
 from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
@@ -27,6 +28,16 @@ from maskserve_core.workflows.values import Areas
 
 Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 """Key, node and inputs → outputs."""
+
+
+def run_one(
+    nodes: Nodes, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What one call gives; raises what it refuses."""
+    (made,) = nodes.run([Asked(node, inputs, settings)])
+    if isinstance(made, Exception):
+        raise made
+    return made
 
 
 def interpret(plan: WorkflowPlan, inputs: Mapping[str, Any], node: Node) -> dict[str, Any]:

@@ -187,20 +187,13 @@ SERVICES: dict[str, Contract] = {
         decoupled=True,
         on_device=True,
     ),
-    **{
-        name: Contract(
-            f"Nodes of workflows: {about}. TASK says which, and how VALUES lie "
-            "(maskserve_core/workflows/wire.py).",
-            (text("TASK"), Tensor("VALUES", "BYTES", (-1,))),
-            (text("RESULT"), Tensor("MADE", "BYTES", (-1,))),
-            on_device=True,
-        )
-        for name, about in (
-            ("pictures", "what only composes pictures and masks"),
-            ("find", "masks by name"),
-            ("enlarge", "pictures with twice the sides"),
-        )
-    },
+    "nodes": Contract(
+        "Nodes of workflows. TASK says which, and how VALUES lie "
+        "(maskserve_core/workflows/wire.py). Default mode with a late answer.",
+        (text("TASK"), Tensor("VALUES", "BYTES", (-1,))),
+        (text("RESULT"), Tensor("MADE", "BYTES", (-1,))),
+        on_device=True,
+    ),
 }
 """Models that no worker loads: each is served by a Triton beside the workers."""
 

@@ -1,5 +1,4 @@
-"""What a node is: its ports, settings, price and the Triton model that runs it, in one
-declaration.
+"""What a node is: its ports, settings, price and the model that runs it, in one declaration.
 
     @node(model="find", price_s=0.1)
     def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
@@ -52,7 +51,7 @@ class NodeType:
     name: str
     about: str
     model: str
-    """The Triton model that runs it: at a worker, or at a node server."""
+    """That runs it: `edit` at a worker, or one of a node server's."""
     price_s: float
     """Seconds that a call is taken to need until some have been measured."""
     deterministic: bool
@@ -105,7 +104,7 @@ def node(
     """Declare a node type by a function's signature.
 
     Args:
-        model: the Triton model that runs it.
+        model: that runs it.
         price_s: `NodeType.price_s`.
         deterministic: `NodeType.deterministic`.
         settings: what its keyword arguments are, where the function takes any.

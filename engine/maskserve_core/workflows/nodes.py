@@ -1,5 +1,5 @@
 """The node types that there are: `edit` runs at the workers, the others at node servers, where the
-class of a Triton model runs its nodes (`maskserve_engine/nodes`, `pictures.py`).
+class of a model runs its nodes (`maskserve_engine/nodes`, `pictures.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from maskserve_core.workflows.ports import (
     Words,
 )
 
+LIGHT: Final = "pictures"
+"""The model of nodes that have no weights: every node server runs it."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 Pixels = Annotated[int, Meta(ge=0, le=512)]
 
@@ -69,7 +71,7 @@ def enlarge(picture: Picture) -> Picture:
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.005)
+@node(model=LIGHT, price_s=0.005)
 def split(mask: Mask, *, smallest: Share = 0.001, apart: Pixels = 16) -> Regions:
     """The mask's parts that hang together, largest first; those below a share of the picture are
     left out. Parts whose boxes are `apart` pixels from one another may be painted side by side.
@@ -77,37 +79,37 @@ def split(mask: Mask, *, smallest: Share = 0.001, apart: Pixels = 16) -> Regions
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.005)
+@node(model=LIGHT, price_s=0.005)
 def outline(picture: Picture) -> Picture:
     """The rims of what is in the picture, white on black."""
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.005)
+@node(model=LIGHT, price_s=0.005)
 def invert(mask: Mask) -> Mask:
     """All that the mask leaves out."""
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.005)
+@node(model=LIGHT, price_s=0.005)
 def compose(picture: Picture, parts: Pictures) -> Picture:
     """The picture, with what each of the parts changed of it; where two did, the later one."""
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.005)
+@node(model=LIGHT, price_s=0.005)
 def crop(picture: Picture, mask: Mask, *, around: Pixels = 16) -> Picture:
     """The mask's bounding box and some pixels around it."""
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.005)
+@node(model=LIGHT, price_s=0.005)
 def paste(picture: Picture, part: Picture, mask: Mask, *, around: Pixels = 16) -> Picture:
     """The picture, with what `crop` cut out by this mask put back."""
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.005)
+@node(model=LIGHT, price_s=0.005)
 def pad(
     picture: Picture, *, left: Pixels = 0, top: Pixels = 0, right: Pixels = 0, bottom: Pixels = 0
 ) -> Picture:
@@ -115,7 +117,7 @@ def pad(
     raise NotImplementedError
 
 
-@node(model="pictures", price_s=0.001)
+@node(model=LIGHT, price_s=0.001)
 def best(pictures: Pictures, verdicts: Verdicts) -> Best:
     """The picture with the highest verdict; of equal ones the first."""
     raise NotImplementedError

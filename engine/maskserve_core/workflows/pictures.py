@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -13,7 +13,8 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import decode_image, decode_mask, encode_png
 from maskserve_core.imaging.masks import bounding_box
-from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.nodes import LIGHT, NODE_TYPES
 from maskserve_core.workflows.plan import MOST
 from maskserve_core.workflows.values import Areas, Judgement
 
@@ -39,19 +40,16 @@ class PictureNodes:
         self._nodes: dict[str, Callable[..., Any]] = {
             name: getattr(self, f"_{name}")
             for name, kind in NODE_TYPES.items()
-            if kind.model == "pictures"
+            if kind.model == LIGHT
         }
 
-    def run(
-        self, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The node's outputs.
+    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+        """Of each call its outputs."""
+        return one_by_one(self._run, calls)
 
-        Raises:
-            InvalidRequest: a picture cannot be used.
-        """
-        kind = NODE_TYPES[node]
-        made = self._nodes[node](**inputs, **settings)
+    def _run(self, asked: Asked) -> dict[str, Any]:
+        kind = NODE_TYPES[asked.node]
+        made = self._nodes[asked.node](**asked.inputs, **asked.settings)
         return dict(made) if isinstance(made, dict) else {next(iter(kind.outputs)): made}
 
     def _picture(self, encoded: bytes) -> Pixels:

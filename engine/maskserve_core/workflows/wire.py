@@ -1,6 +1,6 @@
 """Values between a router and a node server: BYTES elements, and a layout that says whose they are.
 
-A node's Triton model takes TASK (which node, its settings, the layout of its inputs) and VALUES,
+The model `nodes` takes TASK (which node, its settings, the layout of its inputs) and VALUES,
 and answers with RESULT (the layout of its outputs) and MADE.
 """
 
@@ -14,6 +14,10 @@ from msgspec import Meta
 
 from maskserve_core.workflows.values import Areas, Judgement
 
+RECORD = "record"
+"""In place of a node: what the server hosts (`NodeModels.record`), as RESULT."""
+NOT_HOSTED = "is not run by this node server"
+"""Words of a server whose `[nodes]` lack the node's model."""
 MOST_ELEMENTS = 256
 """Of a call, one way."""
 

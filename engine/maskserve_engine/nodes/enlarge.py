@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,8 +12,8 @@ from transformers import Swin2SRForImageSuperResolution
 
 from maskserve_core.config import Config
 from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.asked import Asked, one_by_one
 from maskserve_core.workflows.pictures import read_picture
-from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import device_of
 
 MOST_PIXELS: Final = 2**21
@@ -28,23 +28,19 @@ class EnlargeNodes:
     """
 
     def __init__(self, config: Config) -> None:
-        limit_threads(config)
         most = min(config.limits.max_pixels, MOST_PIXELS)
         self._limits = structs.replace(config.limits, max_pixels=most)
         self._device = device_of(config)
         model: Any = Swin2SRForImageSuperResolution.from_pretrained(config.nodes.enlarge)
         self._model = model.to(self._device).eval()
 
-    @torch.inference_mode()
-    def run(
-        self, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The node's outputs.
+    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+        """Of each call its outputs."""
+        return one_by_one(self._run, calls)
 
-        Raises:
-            InvalidRequest: the picture cannot be used.
-        """
-        pixels = np.array(read_picture(inputs["picture"], self._limits))
+    @torch.inference_mode()
+    def _run(self, asked: Asked) -> dict[str, Any]:
+        pixels = np.array(read_picture(asked.inputs["picture"], self._limits))
         small = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)[None].float() / 255
         large = self._model(small).reconstruction[0].clamp(0, 1)
         made = (255 * large).round().permute(1, 2, 0).to(torch.uint8).cpu().numpy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 
 from maskserve_core.config import Config
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.workflows.asked import Asked, one_by_one
 from maskserve_core.workflows.pictures import Grey, Pixels, encode_mask, read_mask, read_picture
 from maskserve_core.workflows.values import Judgement
-from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import device_of
 
 
@@ -25,42 +25,51 @@ class FindNodes:
     """
 
     def __init__(self, config: Config) -> None:
-        limit_threads(config)
         self._limits, self._device = config.limits, device_of(config)
         folder = config.nodes.find
         self._processor: Any = CLIPSegProcessor.from_pretrained(folder)
         model: Any = CLIPSegForImageSegmentation.from_pretrained(folder)
         self._model = model.to(self._device).eval()
 
-    def run(
-        self, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The node's outputs.
+    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+        """Of each call its outputs; each picture is seen once, whatever is looked for in it."""
+        seen: dict[bytes, Any] = {}
+        return one_by_one(lambda asked: self._run(asked, seen), calls)
 
-        Raises:
-            InvalidRequest: a picture cannot be used, or `find` found nothing.
-        """
-        name = inputs["name"]
-        pixels = read_picture(inputs["picture"], self._limits)
-        found = self.found(pixels, name, settings["threshold"])
-        if node == "find":
+    def _run(self, asked: Asked, seen: dict[bytes, Any]) -> dict[str, Any]:
+        name, encoded = asked.inputs["name"], asked.inputs["picture"]
+        pixels = read_picture(encoded, self._limits)
+        if encoded not in seen:
+            seen[encoded] = self.seen(pixels)
+        found = self.found(seen[encoded], pixels.shape[:2], name, asked.settings["threshold"])
+        if asked.node == "find":
             if not found.any():
                 raise InvalidRequest("name", f"{name[:60]!r} is not found in the picture")
             return {"mask": encode_mask(found)}
-        mask = read_mask(inputs["mask"], self._limits, pixels.shape[:2])
+        mask = read_mask(asked.inputs["mask"], self._limits, pixels.shape[:2])
         score = float(found[mask].mean()) if mask.any() else 0.0
-        return {"verdict": Judgement(round(score, 4), score >= settings["enough"])}
+        return {"verdict": Judgement(round(score, 4), score >= asked.settings["enough"])}
 
     @torch.inference_mode()
-    def found(self, pixels: Pixels, name: str, threshold: float) -> Grey:
-        """Where the named thing is, [H, W], in a picture [H, W, 3]."""
+    def seen(self, pixels: Pixels) -> Any:
+        """What the decoder takes of a picture [H, W, 3]: activations of some layers."""
+        given = self._processor.image_processor(images=[pixels], return_tensors="pt")
+        states = self._model.clip.vision_model(
+            given["pixel_values"].to(self._device), output_hidden_states=True
+        ).hidden_states
+        return [states[layer + 1] for layer in self._model.extract_layers]
+
+    @torch.inference_mode()
+    def found(self, seen: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
+        """Where the named thing is, [H, W]."""
         # The tokenizer's own limit of words; what is beyond it is left out.
-        given = self._processor(
-            text=[name], images=[pixels], return_tensors="pt", padding=True, truncation=True
-        )
-        logits = self._model(**{key: x.to(self._device) for key, x in given.items()}).logits
+        words = self._processor.tokenizer(
+            [name], return_tensors="pt", padding=True, truncation=True
+        ).to(self._device)
+        named = self._model.clip.get_text_features(**words).pooler_output
+        logits = self._model.decoder(seen, named).logits
         sized = torch.nn.functional.interpolate(
-            logits.reshape(1, 1, *logits.shape[-2:]), pixels.shape[:2], mode="bilinear"
+            logits.reshape(1, 1, *logits.shape[-2:]), (size[0], size[1]), mode="bilinear"
         )
         said: Grey = (torch.sigmoid(sized[0, 0]) > threshold).cpu().numpy()
         return np.ascontiguousarray(said)

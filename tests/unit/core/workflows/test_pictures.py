@@ -23,6 +23,7 @@ from maskserve_core.workflows.pictures import (
 from maskserve_core.workflows.values import Areas, Judgement
 from maskserve_core.workflows.wire import laid_out, picked_up
 from tests.support.examples import examples
+from tests.support.workflows import run_one
 
 LIMITS = LimitsConfig()
 NODES = PictureNodes(LIMITS)
@@ -33,7 +34,7 @@ def run(node, **inputs):
     settings = {k: inputs.pop(k) for k in list(inputs) if k not in kind.inputs}
     table = kind.settings(**settings)
     every = {name: getattr(table, name) for name in kind.settings.__struct_fields__}
-    return NODES.run(node, inputs, every)
+    return run_one(NODES, node, inputs, every)
 
 
 def flooded(white):

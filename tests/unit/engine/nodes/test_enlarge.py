@@ -15,6 +15,7 @@ from maskserve_core.workflows.pictures import read_picture
 from maskserve_engine.nodes.enlarge import EnlargeNodes
 from maskserve_harness.soaking.pictures import png_file
 from tests.fakes.tiny_nodes import build_enlarge
+from tests.support.workflows import run_one
 
 
 def test_a_picture_is_enlarged_as_far_as_memory_bears(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_a_picture_is_enlarged_as_far_as_memory_bears(tmp_path: Path) -> None:
     nodes = EnlargeNodes(config)
 
     def enlarged(picture: bytes) -> Any:
-        return nodes.run("enlarge", {"picture": picture}, {})["picture"]
+        return run_one(nodes, "enlarge", {"picture": picture}, {})["picture"]
 
     small = np.random.default_rng(1).integers(0, 256, (12, 20, 3), dtype=np.uint8)
     assert read_picture(enlarged(encode_png(small)), config.limits).shape == (24, 40, 3)

@@ -1,0 +1,33 @@
+"""Calls of nodes, as whoever runs a model's nodes is given them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Asked(NamedTuple):
+    """One call of a node."""
+
+    node: str
+    inputs: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    """Every one of them."""
+
+
+class Nodes(Protocol):
+    """What runs the nodes of one model."""
+
+    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+        """Of each call, in order, its outputs by name or why there are none."""
+
+
+def one_by_one(
+    run: Callable[[Asked], dict[str, Any]], calls: Sequence[Asked]
+) -> Iterable[dict[str, Any] | Exception]:
+    """For nodes that share nothing: each call by itself."""
+    for asked in calls:
+        try:
+            yield run(asked)
+        except Exception as error:
+            yield error

@@ -1,0 +1,34 @@
+"""Who runs the nodes of a model. Libraries are imported with the first model that needs them: a
+node server that only composes pictures has no torch.
+"""
+
+from __future__ import annotations
+
+from maskserve_core.config import Config
+from maskserve_core.workflows.asked import Nodes
+
+
+def open_nodes(name: str, config: Config) -> Nodes:
+    """The nodes of a model of `[nodes]`, loaded.
+
+    Raises:
+        KeyError: there is no such model.
+        OSError: its folder is none of its class.
+    """
+    match name:
+        case "find":
+            from maskserve_engine.nodes.find import FindNodes
+
+            return FindNodes(config)
+        case "enlarge":
+            from maskserve_engine.nodes.enlarge import EnlargeNodes
+
+            return EnlargeNodes(config)
+    raise KeyError(name)
+
+
+def thread_of(config: Config) -> None:
+    """What a thread does before it runs such nodes."""
+    from maskserve_engine.stages.cpu_threads import limit_threads
+
+    limit_threads(config)

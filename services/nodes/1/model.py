@@ -1,0 +1,25 @@
+"""nodes: nodes of workflows."""
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.config import Config
+from maskserve_core.triton.nodes import NodeFront
+from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_core.workflows.node_models import NodeModels
+from maskserve_engine.nodes.registry import open_nodes, thread_of
+
+
+class TritonPythonModel(WorkerModel):
+    name = "nodes"
+
+    def open(self, config: Config) -> None:
+        self._models = NodeModels(config, open_nodes, thread_of)
+        self._front = NodeFront(pb_utils, self._models)
+
+    def execute(self, requests: list[Any]) -> None:
+        self._front.execute(requests)
+
+    def close(self) -> None:
+        self._models.close()

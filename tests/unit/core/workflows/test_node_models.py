@@ -1,0 +1,156 @@
+"""A node server's models: loaded at need, one at a time, within a budget, and drained first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maskserve_core.config_file import config_of
+from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.node_models import NodeModels
+from tests.support.eventually import eventually
+
+
+class Server:
+    """Models of 100 bytes each, whose loads and calls the test lets go on."""
+
+    def __init__(self, tmp_path: Path, device_bytes: int = 250, load: str = "use") -> None:
+        self.loads: list[str] = []
+        self.loading = 0
+        self.ran: list[list[str]] = []
+        self.may_load, self.may_run = threading.Event(), threading.Event()
+        self.broken: set[str] = set()
+        for name in ("find", "enlarge"):
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text("{}")
+            (folder / "model.safetensors").write_bytes(bytes(100))
+        nodes = {name: str(tmp_path / name) for name in ("find", "enlarge")}
+        config = config_of({"nodes": {**nodes, "device_bytes": device_bytes, "load": load}})
+        self.models = NodeModels(config, self._open)
+        self.made: dict[str, Any] = {}
+
+    def _open(self, name: str, config: Any) -> Server._Nodes:
+        assert not self.loading, "two are loaded at once"
+        self.loading += 1
+        self.loads.append(name)
+        try:
+            assert self.may_load.wait(10)
+            if name in self.broken:
+                raise ValueError("has no weights")
+        finally:
+            self.loading -= 1
+        return self._Nodes(self)
+
+    class _Nodes:
+        def __init__(self, server: Server) -> None:
+            self._server = server
+
+        def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+            assert self._server.may_run.wait(10)
+            self._server.ran.append([each.settings["name"] for each in calls])
+            return one_by_one(self._run, calls)
+
+        def _run(self, asked: Asked) -> dict[str, Any]:
+            if asked.settings["name"] == "bad":
+                raise InvalidRequest("name", "is bad")
+            return {"said": asked.settings["name"]}
+
+    def call(self, model: str, name: str) -> None:
+        def done(made: Any, seconds: float) -> None:
+            self.made[name] = made
+
+        self.models.call(model, Asked(model, {}, {"name": name}), done)
+
+    def states(self) -> dict[str, tuple[str, int]]:
+        told = self.models.record()["models"]
+        return {each["name"]: (each["state"], each["queue"]) for each in told}
+
+    def wait(self, *names: str) -> None:
+        eventually("they are answered", lambda: set(names) <= set(self.made))
+
+
+def test_models_are_loaded_at_first_use_one_at_a_time(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    assert server.states()["find"] == ("absent", 0)
+    server.call("find", "a")
+    server.call("enlarge", "b")
+    eventually("one loads", lambda: server.loads == ["find"])
+    assert server.states()["find"] == ("coming", 1)
+    assert server.states()["enlarge"] == ("coming", 1)
+    server.may_load.set()
+    server.may_run.set()
+    server.wait("a", "b")
+    assert (server.loads, server.made) == (
+        ["find", "enlarge"], {"a": {"said": "a"}, "b": {"said": "b"}},
+    )  # fmt: skip
+    eventually("none waits", lambda: set(server.states().values()) == {("here", 0)})
+    server.models.close()
+
+
+def test_calls_that_came_meanwhile_share_one(tmp_path: Path) -> None:
+    server = Server(tmp_path, load="start")
+    server.may_load.set()
+    eventually("they are there", lambda: sorted(server.loads) == ["enlarge", "find"])
+    for name in ("a", "b", "bad", "c"):
+        server.call("find", name)
+    server.may_run.set()
+    server.wait("a", "b", "bad", "c")
+    assert [len(each) for each in server.ran] in ([1, 3], [4])
+    assert isinstance(server.made.pop("bad"), InvalidRequest)
+    assert server.made == {name: {"said": name} for name in "abc"}
+    server.models.close()
+
+
+def test_what_has_to_go_drains_first(tmp_path: Path) -> None:
+    """Calls behind the one that waits for room wait, too: else the loaded one would never go."""
+    server = Server(tmp_path, device_bytes=150)
+    server.may_load.set()
+    server.call("find", "a")
+    eventually("it is there", lambda: server.states()["find"] == ("here", 1))
+    server.call("enlarge", "b")
+    server.call("find", "c")
+    assert server.states() == {
+        "pictures": ("here", 0),
+        "find": ("here", 2),
+        "enlarge": ("absent", 1),
+    }
+    assert server.loads == ["find"]
+    server.may_run.set()
+    server.wait("a", "b", "c")
+    assert server.loads == ["find", "enlarge", "find"]
+    assert server.ran == [["a"], ["b"], ["c"]]
+    server.models.close()
+
+
+def test_what_cannot_be_loaded_is_told_and_others_go_on(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.may_load.set()
+    server.may_run.set()
+    server.broken.add("find")
+    server.call("find", "a")
+    server.call("enlarge", "b")
+    server.wait("a", "b")
+    assert isinstance(server.made["a"], MaskserveError)
+    assert "model find has no weights" in str(server.made["a"])
+    assert server.made["b"] == {"said": "b"}
+    server.broken.clear()
+    server.call("find", "c")  # it is tried again
+    server.wait("c")
+    assert server.made["c"] == {"said": "c"}
+    server.models.close()
+
+
+def test_a_model_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    server = Server(tmp_path, device_bytes=99)
+    server.call("find", "a")
+    server.wait("a")
+    with pytest.raises(InvalidRequest, match="model find has 100 bytes, and all may have 99"):
+        raise server.made["a"]
+    assert server.loads == []
+    server.models.close()

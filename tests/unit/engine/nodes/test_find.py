@@ -1,0 +1,55 @@
+"""Names are found as transformers' own model finds them, and calls share what they see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
+
+from maskserve_core.config_file import config_of
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.asked import Asked
+from maskserve_core.workflows.pictures import encode_mask, read_mask
+from maskserve_engine.nodes.find import FindNodes
+from tests.fakes.tiny_nodes import build_find
+
+
+def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path: Path) -> None:
+    build_find(tmp_path)
+    config = config_of({"nodes": {"find": str(tmp_path)}, "model": {"device": "cpu"}})
+    nodes, rng = FindNodes(config), np.random.default_rng()
+    pictures = [rng.integers(0, 256, (24, 40, 3), dtype=np.uint8) for _ in range(2)]
+    names = ["a star", "a rather long name of a blue heart", "x"]
+    model: Any = CLIPSegForImageSegmentation.from_pretrained(tmp_path).eval()
+    processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
+    seen = []
+    whole = nodes.seen
+    nodes.seen = lambda pixels: seen.append(pixels) or whole(pixels)  # type: ignore[method-assign]
+    some = encode_mask(rng.random((24, 40)) > 0.5)
+    calls, expected = [], []
+    for pixels in pictures:
+        for name in names:
+            given = processor(text=[name], images=[pixels], return_tensors="pt", padding=True)
+            with torch.inference_mode():
+                logits = model(**given).logits.reshape(1, 1, 32, 32)
+            sized = torch.sigmoid(
+                torch.nn.functional.interpolate(logits, (24, 40), mode="bilinear")[0, 0]
+            ).numpy()
+            threshold = float(np.median(sized))
+            expected.append(sized > threshold)
+            inputs = {"picture": encode_png(pixels), "name": name}
+            settings = {"threshold": threshold, "enough": 0.0}
+            calls.append(Asked("find", inputs, settings))
+            calls.append(Asked("shows", {**inputs, "mask": some}, settings))
+    bad = Asked("find", {"picture": b"no", "name": "a"}, {"threshold": 0.5})
+    *made, refused = nodes.run([*calls, bad])
+    assert isinstance(refused, InvalidRequest)
+    assert len(seen) == 2
+    mask = read_mask(some, config.limits)
+    for found, verdict, right in zip(made[::2], made[1::2], expected, strict=True):
+        assert (read_mask(found["mask"], config.limits) == right).mean() > 0.99  # type: ignore[index]
+        assert abs(verdict["verdict"].score - right[mask].mean()) < 0.01  # type: ignore[index]
