@@ -335,6 +335,15 @@ class NodesConfig(Table, frozen=True):
     """
     enlarge: str = ""
     """Folder of a Swin2SR model that doubles sides, likewise."""
+    verify_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
+    """Of an OpenAI-compatible server with a model that sees pictures, up to `/v1`: what `agrees`
+    asks. Redirects are not followed."""
+    verify_model: str = ""
+    """Its name there."""
+    verify_key_file: str = ""
+    """File with the API key for it; empty: it needs none."""
+    verify_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
+    """Time without a byte of it after which it does not answer."""
     load: Literal["start", "use"] = "start"
     """When a model is loaded: at the start, as far as `device_bytes` has room, or with the first
     call that needs it."""

@@ -134,7 +134,10 @@ class NodeModels:
         self._config, self._thread = config, thread
         folders = config.nodes.folders()
         self._folders = {name: NodeFolder.of(name, Path(path)) for name, path in folders.items()}
-        self._light: Nodes = PictureNodes(config.limits)
+        self._light: dict[str, Nodes] = {LIGHT: PictureNodes(config.limits)}
+        """Those without weights."""
+        if config.nodes.verify_url:
+            self._light["verify"] = open_nodes("verify", config)
         self._door = threading.Lock()
         self._budget = config.nodes.device_bytes
         self._residency = Residency(_MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted)
@@ -159,7 +162,7 @@ class NodeModels:
 
     def hosts(self, model: str) -> bool:
         """Whether its nodes run here."""
-        return model == LIGHT or model in self._folders
+        return model in self._light or model in self._folders
 
     def call(self, model: str, asked: Asked, done: Done) -> None:
         """Have a node run; `hosts` its model."""
@@ -172,7 +175,7 @@ class NodeModels:
         with self._door:
             waiting = [*self._line, *self._waiting.values()]
             told = []
-            for name in (LIGHT, *self._folders):
+            for name in (*self._light, *self._folders):
                 queue, folder = self._queues.get(name), self._folders.get(name)
                 state = "here" if folder is None else self._residency.state(_resource(folder))
                 told.append(
@@ -191,7 +194,7 @@ class NodeModels:
     def _submit(self, model: str, asked: Asked | None, done: Done) -> None:
         work = NodeWork(model, asked, done, str(next(self._ids)))
         with self._door:
-            if model == LIGHT:
+            if model in self._light:
                 self._enqueue(work)
                 return
             self._line.append(work)
@@ -227,7 +230,7 @@ class NodeModels:
 
     def _queue(self, model: str) -> _Queue:
         if model not in self._queues:
-            thread = partial(self._thread, self._config) if model != LIGHT else None
+            thread = None if model in self._light else partial(self._thread, self._config)
             self._queues[model] = _Queue(ThreadPoolExecutor(1, model, thread))
         return self._queues[model]
 
@@ -265,7 +268,7 @@ class NodeModels:
         with self._door:
             queue = self._queues[model]
             works = queue.calls[:_TOGETHER]
-            nodes = self._light if model == LIGHT else self._loader.opened[model]
+            nodes = self._light.get(model) or self._loader.opened[model]
         asked = [work.asked for work in works if work.asked is not None]
         begin = time.perf_counter()
         made = iter(_each(nodes, asked))

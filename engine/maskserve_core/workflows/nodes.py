@@ -65,6 +65,14 @@ def shows(
     raise NotImplementedError
 
 
+@node(model="verify", price_s=1.0, deterministic=False)
+def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> Verdict:
+    """Whether the picture shows what is stated, as a vision-language model says that the operator
+    named: a score from 0 to 1, which passes from `enough` on.
+    """
+    raise NotImplementedError
+
+
 @node(model="enlarge", price_s=0.3)
 def enlarge(picture: Picture) -> Picture:
     """The picture with its sides doubled."""

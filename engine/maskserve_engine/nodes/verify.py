@@ -1,0 +1,92 @@
+"""Verdicts of a vision-language model behind the operator's own URL, by OpenAI's chat API.
+
+The URL is the operator's, so it may be of any network; but nothing is followed from there, no proxy
+is used, and an answer is bounded in time and bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from maskserve_core.config import Config
+from maskserve_core.errors import EngineFailed
+from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.asked import Asked
+from maskserve_core.workflows.pictures import read_picture
+from maskserve_core.workflows.values import Judgement
+
+_ASK: Final = (
+    "How well does the picture show this: {statement}\n"
+    "Answer with a whole number from 0 (not at all) to 100 (exactly), and nothing else."
+)
+_AT_ONCE: Final = 8
+_MOST_BYTES: Final = 2**20
+
+
+class VerifyNodes:
+    """`agrees`.
+
+    Args:
+        config: of the node server; `[nodes] verify_url` is `…/v1`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        nodes, self._limits = config.nodes, config.limits
+        key = Path(nodes.verify_key_file).read_text().strip() if nodes.verify_key_file else "none"
+        self._url, self._model = (
+            f"{nodes.verify_url.rstrip('/')}/chat/completions",
+            nodes.verify_model,
+        )
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"}, timeout=nodes.verify_timeout_s,
+            trust_env=False, follow_redirects=False,
+        )  # fmt: skip
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "verify")
+
+    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+        """Of each call its outputs; all are asked at once."""
+        return self._threads.map(self._told, calls)
+
+    def _told(self, asked: Asked) -> dict[str, Any] | Exception:
+        try:
+            score = self._score(asked.inputs["picture"], asked.inputs["statement"])
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return EngineFailed("the verifier does not answer")
+        except Exception as error:
+            return error
+        return {"verdict": Judgement(score, score >= asked.settings["enough"])}
+
+    def _score(self, encoded: bytes, statement: str) -> float:
+        png = base64.b64encode(encode_png(read_picture(encoded, self._limits))).decode()
+        content = [
+            {"type": "text", "text": _ASK.format(statement=statement)},
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}},
+        ]
+        body = {
+            "model": self._model, "messages": [{"role": "user", "content": content}],
+            "temperature": 0, "max_tokens": 16,
+        }  # fmt: skip
+        raw = b""
+        with self._client.stream("POST", self._url, json=body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise EngineFailed(f"the verifier answers with status {answer.status_code}")
+            for part in answer.iter_bytes():
+                raw += part
+                if len(raw) > _MOST_BYTES:
+                    raise EngineFailed(f"the verifier's answer is over {_MOST_BYTES} bytes")
+        try:
+            said = msgspec.json.decode(raw)["choices"][0]["message"]["content"]
+            number = re.search(r"\d+", said)
+        except (msgspec.MsgspecError, LookupError, TypeError):
+            number = None
+        if number is None:
+            raise EngineFailed("the verifier answers with no number")
+        return min(int(number[0]), 100) / 100
