@@ -335,6 +335,8 @@ class NodesConfig(Table, frozen=True):
     """
     enlarge: str = ""
     """Folder of a Swin2SR model that doubles sides, likewise."""
+    likeness: str = ""
+    """Folder of a CLIP model, likewise: `resembles`."""
     verify_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
     """Of an OpenAI-compatible server with a model that sees pictures, up to `/v1`: what `agrees`
     asks. Redirects are not followed."""
@@ -353,7 +355,7 @@ class NodesConfig(Table, frozen=True):
 
     def folders(self) -> dict[str, str]:
         """Those that are given, by model."""
-        named = {"find": self.find, "enlarge": self.enlarge}
+        named = {"find": self.find, "enlarge": self.enlarge, "likeness": self.likeness}
         return {model: folder for model, folder in named.items() if folder}
 
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
     CLIPSegConfig,
     CLIPSegForImageSegmentation,
     CLIPSegProcessor,
@@ -37,6 +41,27 @@ def build_find(folder: Path) -> None:
     CLIPSegForImageSegmentation(config).save_pretrained(folder)
     images = ViTImageProcessor(size={"height": 32, "width": 32})
     CLIPSegProcessor(images, tokenizer).save_pretrained(folder)
+
+
+def build_likeness(folder: Path) -> None:
+    """A CLIP that likens something or other."""
+    torch.manual_seed(5)
+    tokenizer = build_clip_tokenizer()
+    config = CLIPConfig(
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 77,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+        },
+        projection_dim=16,
+    )  # fmt: skip
+    CLIPModel(config).save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
 
 
 def build_enlarge(folder: Path) -> None:

@@ -65,6 +65,14 @@ def shows(
     raise NotImplementedError
 
 
+@node(model="likeness", price_s=0.1)
+def resembles(picture: Picture, text: Words | str, *, enough: Share = 0.25) -> Verdict:
+    """How much the picture is like the text, as CLIP has it: the cosine, which passes from `enough`
+    on.
+    """
+    raise NotImplementedError
+
+
 @node(model="verify", price_s=1.0, deterministic=False)
 def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> Verdict:
     """Whether the picture shows what is stated, as a vision-language model says that the operator

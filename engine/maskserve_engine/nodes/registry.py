@@ -24,6 +24,10 @@ def open_nodes(name: str, config: Config) -> Nodes:
             from maskserve_engine.nodes.enlarge import EnlargeNodes
 
             return EnlargeNodes(config)
+        case "likeness":
+            from maskserve_engine.nodes.likeness import LikenessNodes
+
+            return LikenessNodes(config)
         case "verify":
             from maskserve_engine.nodes.verify import VerifyNodes
 

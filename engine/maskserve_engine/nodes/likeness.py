@@ -1,0 +1,46 @@
+"""How much a picture is like a text: CLIP, from a folder as transformers saves one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import CLIPModel, CLIPProcessor
+
+from maskserve_core.config import Config
+from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.pictures import read_picture
+from maskserve_core.workflows.values import Judgement
+from maskserve_engine.stages.loader import device_of
+
+
+class LikenessNodes:
+    """`resembles`.
+
+    Args:
+        config: of the node server; `[nodes] likeness` is the folder.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._limits, self._device = config.limits, device_of(config)
+        folder = config.nodes.likeness
+        self._processor: Any = CLIPProcessor.from_pretrained(folder)
+        model: Any = CLIPModel.from_pretrained(folder)
+        self._model = model.to(self._device).eval()
+
+    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+        """Of each call its outputs."""
+        return one_by_one(self._run, calls)
+
+    @torch.inference_mode()
+    def _run(self, asked: Asked) -> dict[str, Any]:
+        pixels = read_picture(asked.inputs["picture"], self._limits)
+        given = self._processor(
+            text=[asked.inputs["text"]], images=[pixels], return_tensors="pt", padding=True,
+            truncation=True,
+        )  # fmt: skip
+        made = self._model(**{name: x.to(self._device) for name, x in given.items()})
+        # Both are of length 1; below 0 they say no more than at it (CLIPScore, Hessel et al. 2021).
+        score = round(max(float((made.image_embeds * made.text_embeds).sum()), 0.0), 4)
+        return {"verdict": Judgement(score, score >= asked.settings["enough"])}
