@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from maskserve_core.workflows.asked import Asked, Nodes
+from maskserve_core.workflows.asked import AskedNode, Nodes
 from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
@@ -34,7 +34,7 @@ def run_one(
     nodes: Nodes, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What one call gives; raises what it refuses."""
-    (made,) = nodes.run([Asked(node, inputs, settings)])
+    (made,) = nodes.run([AskedNode(node, inputs, settings)])
     if isinstance(made, Exception):
         raise made
     return made

@@ -21,7 +21,7 @@ class AdapterView:
     typical_bytes: float
     """Of one that the worker does not have."""
     coming: frozenset[str] = frozenset()
-    """Asked for by edits on their way to the worker."""
+    """AskedNode for by edits on their way to the worker."""
 
     @classmethod
     def from_status(cls, status: WorkerStatus) -> AdapterView | None:

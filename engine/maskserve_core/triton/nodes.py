@@ -12,7 +12,7 @@ from maskserve_core.errors import InvalidRequest, guarded
 from maskserve_core.reading import Misread
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.tensor_io import read_bytes, read_elements
-from maskserve_core.workflows.asked import Asked
+from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.node_models import NodeModels
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
@@ -68,7 +68,7 @@ class NodeFront:
         except Misread as error:
             raise InvalidRequest(f"TASK.{error.path}", error.problem, error.accepted) from None
         every = {name: getattr(settings, name) for name in kind.settings.__struct_fields__}
-        asked = Asked(task.node, inputs, every)
+        asked = AskedNode(task.node, inputs, every)
         self._models.call(kind.model, asked, partial(_answer, answer, kind))
 
 

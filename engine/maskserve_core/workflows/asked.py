@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
-class Asked(NamedTuple):
+class AskedNode(NamedTuple):
     """One call of a node."""
 
     node: str
@@ -18,12 +18,12 @@ class Asked(NamedTuple):
 class Nodes(Protocol):
     """What runs the nodes of one model."""
 
-    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call, in order, its outputs by name or why there are none."""
 
 
 def one_by_one(
-    run: Callable[[Asked], dict[str, Any]], calls: Sequence[Asked]
+    run: Callable[[AskedNode], dict[str, Any]], calls: Sequence[AskedNode]
 ) -> Iterable[dict[str, Any] | Exception]:
     """For nodes that share nothing: each call by itself."""
     for asked in calls:

@@ -31,7 +31,7 @@ from maskserve_core.worker.holdings import Holdings
 from maskserve_core.worker.loading import Kind, Loaded, ResourceLoader
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.residency import Residency, Resource
-from maskserve_core.workflows.asked import Asked, Nodes
+from maskserve_core.workflows.asked import AskedNode, Nodes
 from maskserve_core.workflows.nodes import LIGHT
 from maskserve_core.workflows.pictures import PictureNodes
 
@@ -59,7 +59,7 @@ class NodeWork:
     """A call and who asked."""
 
     model: str
-    asked: Asked | None
+    asked: AskedNode | None
     """None: its model is to be loaded."""
     done: Done
     id: str
@@ -164,7 +164,7 @@ class NodeModels:
         """Whether its nodes run here."""
         return model in self._light or model in self._folders
 
-    def call(self, model: str, asked: Asked, done: Done) -> None:
+    def call(self, model: str, asked: AskedNode, done: Done) -> None:
         """Have a node run; `hosts` its model."""
         self._submit(model, asked, done)
 
@@ -191,7 +191,7 @@ class NodeModels:
                 )
             return {"device_bytes": self._budget, "models": told}
 
-    def _submit(self, model: str, asked: Asked | None, done: Done) -> None:
+    def _submit(self, model: str, asked: AskedNode | None, done: Done) -> None:
         work = NodeWork(model, asked, done, str(next(self._ids)))
         with self._door:
             if model in self._light:
@@ -301,7 +301,7 @@ def _no_room(folder: NodeFolder, budget: int) -> InvalidRequest | None:
     return InvalidRequest("nodes", told, NODE_MODELS.budget)
 
 
-def _each(nodes: Nodes, asked: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
     """What the nodes give; of what they leave out, why."""
     end: Exception = RuntimeError("not all calls were answered")
     left = len(asked)

@@ -13,7 +13,7 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import decode_image, decode_mask, encode_png
 from maskserve_core.imaging.masks import bounding_box
-from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.nodes import LIGHT, NODE_TYPES
 from maskserve_core.workflows.plan import MOST
 from maskserve_core.workflows.values import Areas, Judgement
@@ -43,11 +43,11 @@ class PictureNodes:
             if kind.model == LIGHT
         }
 
-    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call its outputs."""
         return one_by_one(self._run, calls)
 
-    def _run(self, asked: Asked) -> dict[str, Any]:
+    def _run(self, asked: AskedNode) -> dict[str, Any]:
         kind = NODE_TYPES[asked.node]
         made = self._nodes[asked.node](**asked.inputs, **asked.settings)
         return dict(made) if isinstance(made, dict) else {next(iter(kind.outputs)): made}

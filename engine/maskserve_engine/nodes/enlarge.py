@@ -12,7 +12,7 @@ from transformers import Swin2SRForImageSuperResolution
 
 from maskserve_core.config import Config
 from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.pictures import read_picture
 from maskserve_engine.stages.loader import device_of
 
@@ -34,12 +34,12 @@ class EnlargeNodes:
         model: Any = Swin2SRForImageSuperResolution.from_pretrained(config.nodes.enlarge)
         self._model = model.to(self._device).eval()
 
-    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call its outputs."""
         return one_by_one(self._run, calls)
 
     @torch.inference_mode()
-    def _run(self, asked: Asked) -> dict[str, Any]:
+    def _run(self, asked: AskedNode) -> dict[str, Any]:
         pixels = np.array(read_picture(asked.inputs["picture"], self._limits))
         small = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)[None].float() / 255
         large = self._model(small).reconstruction[0].clamp(0, 1)

@@ -11,7 +11,7 @@ from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 
 from maskserve_core.config import Config
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.pictures import Grey, Pixels, encode_mask, read_mask, read_picture
 from maskserve_core.workflows.values import Judgement
 from maskserve_engine.stages.loader import device_of
@@ -31,12 +31,12 @@ class FindNodes:
         model: Any = CLIPSegForImageSegmentation.from_pretrained(folder)
         self._model = model.to(self._device).eval()
 
-    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call its outputs; each picture is seen once, whatever is looked for in it."""
         seen: dict[bytes, Any] = {}
         return one_by_one(lambda asked: self._run(asked, seen), calls)
 
-    def _run(self, asked: Asked, seen: dict[bytes, Any]) -> dict[str, Any]:
+    def _run(self, asked: AskedNode, seen: dict[bytes, Any]) -> dict[str, Any]:
         name, encoded = asked.inputs["name"], asked.inputs["picture"]
         pixels = read_picture(encoded, self._limits)
         if encoded not in seen:

@@ -9,7 +9,7 @@ import torch
 from transformers import CLIPModel, CLIPProcessor
 
 from maskserve_core.config import Config
-from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.pictures import read_picture
 from maskserve_core.workflows.values import Judgement
 from maskserve_engine.stages.loader import device_of
@@ -29,12 +29,12 @@ class LikenessNodes:
         model: Any = CLIPModel.from_pretrained(folder)
         self._model = model.to(self._device).eval()
 
-    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call its outputs."""
         return one_by_one(self._run, calls)
 
     @torch.inference_mode()
-    def _run(self, asked: Asked) -> dict[str, Any]:
+    def _run(self, asked: AskedNode) -> dict[str, Any]:
         pixels = read_picture(asked.inputs["picture"], self._limits)
         given = self._processor(
             text=[asked.inputs["text"]], images=[pixels], return_tensors="pt", padding=True,

@@ -19,7 +19,7 @@ import msgspec
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import Asked
+from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.pictures import read_picture
 from maskserve_core.workflows.values import Judgement
 
@@ -51,11 +51,11 @@ class VerifyNodes:
         )  # fmt: skip
         self._threads = ThreadPoolExecutor(_AT_ONCE, "verify")
 
-    def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call its outputs; all are asked at once."""
         return self._threads.map(self._told, calls)
 
-    def _told(self, asked: Asked) -> dict[str, Any] | Exception:
+    def _told(self, asked: AskedNode) -> dict[str, Any] | Exception:
         try:
             score = self._score(asked.inputs["picture"], asked.inputs["statement"])
         except (httpx.HTTPError, httpx.InvalidURL):

@@ -11,7 +11,7 @@ import pytest
 
 from maskserve_core.config_file import config_of
 from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_core.workflows.asked import Asked, one_by_one
+from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.node_models import NodeModels
 from tests.support.eventually import eventually
 
@@ -51,12 +51,12 @@ class Server:
         def __init__(self, server: Server) -> None:
             self._server = server
 
-        def run(self, calls: Sequence[Asked]) -> Iterable[dict[str, Any] | Exception]:
+        def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
             assert self._server.may_run.wait(10)
             self._server.ran.append([each.settings["name"] for each in calls])
             return one_by_one(self._run, calls)
 
-        def _run(self, asked: Asked) -> dict[str, Any]:
+        def _run(self, asked: AskedNode) -> dict[str, Any]:
             if asked.settings["name"] == "bad":
                 raise InvalidRequest("name", "is bad")
             return {"said": asked.settings["name"]}
@@ -65,7 +65,7 @@ class Server:
         def done(made: Any, seconds: float) -> None:
             self.made[name] = made
 
-        self.models.call(model, Asked(model, {}, {"name": name}), done)
+        self.models.call(model, AskedNode(model, {}, {"name": name}), done)
 
     def states(self) -> dict[str, tuple[str, int]]:
         told = self.models.record()["models"]

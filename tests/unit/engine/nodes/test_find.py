@@ -12,7 +12,7 @@ from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 from maskserve_core.config_file import config_of
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import Asked
+from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.pictures import encode_mask, read_mask
 from maskserve_engine.nodes.find import FindNodes
 from tests.fakes.tiny_nodes import build_find
@@ -43,9 +43,9 @@ def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path
             expected.append(sized > threshold)
             inputs = {"picture": encode_png(pixels), "name": name}
             settings = {"threshold": threshold, "enough": 0.0}
-            calls.append(Asked("find", inputs, settings))
-            calls.append(Asked("shows", {**inputs, "mask": some}, settings))
-    bad = Asked("find", {"picture": b"no", "name": "a"}, {"threshold": 0.5})
+            calls.append(AskedNode("find", inputs, settings))
+            calls.append(AskedNode("shows", {**inputs, "mask": some}, settings))
+    bad = AskedNode("find", {"picture": b"no", "name": "a"}, {"threshold": 0.5})
     *made, refused = nodes.run([*calls, bad])
     assert isinstance(refused, InvalidRequest)
     assert len(seen) == 2

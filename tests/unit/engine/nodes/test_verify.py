@@ -16,7 +16,7 @@ import pytest
 from maskserve_core.config_file import config_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import Asked
+from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.values import Judgement
 from maskserve_engine.nodes.verify import VerifyNodes
 
@@ -66,14 +66,20 @@ def nodes_of(url: str, tmp_path: Path) -> VerifyNodes:
     return VerifyNodes(config_of({"nodes": asked}))
 
 
+def asked(statement: str, picture: bytes = PICTURE) -> AskedNode:
+    return AskedNode("agrees", {"picture": picture, "statement": statement}, {"enough": 0.5})
+
+
 def test_its_number_is_the_score_and_all_else_an_error(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody's
     nodes = nodes_of(url, tmp_path)
     said = ["85", "It shows 40 of 100.", "101", "no idea", "other", "elsewhere", "large"]
-    calls = [Asked("agrees", {"picture": PICTURE, "statement": x}, {"enough": 0.5}) for x in said]
-    bad = Asked("agrees", {"picture": b"no", "statement": "1"}, {"enough": 0.5})
+    calls = [
+        AskedNode("agrees", {"picture": PICTURE, "statement": x}, {"enough": 0.5}) for x in said
+    ]
+    bad = AskedNode("agrees", {"picture": b"no", "statement": "1"}, {"enough": 0.5})
     *made, refused = nodes.run([*calls, bad])
     assert made[:3] == [
         {"verdict": Judgement(0.85, True)}, {"verdict": Judgement(0.4, False)},
@@ -91,5 +97,7 @@ def test_its_number_is_the_score_and_all_else_an_error(
 
 def test_one_that_is_not_there_is_told_without_its_address(tmp_path: Path) -> None:
     nodes = nodes_of("http://127.0.0.1:1/v1", tmp_path)
-    [made] = nodes.run([Asked("agrees", {"picture": PICTURE, "statement": "1"}, {"enough": 0.5})])
+    [made] = nodes.run(
+        [AskedNode("agrees", {"picture": PICTURE, "statement": "1"}, {"enough": 0.5})]
+    )
     assert str(made) == "[ENGINE_FAILED] the verifier does not answer"
