@@ -49,7 +49,13 @@ def config_for(model: Path, devices: int) -> Config:
         model,
         model={"torch_threads": 1},
         engine={"devices": devices, "warm_up": False, "policy": "deadline"},
-        cache={"entry_format": "model", "stride": 2, "dense_above_ratio": 1.0, "plan": "fixed"},
+        cache={
+            "entry_format": "model",
+            "stride": 2,
+            "dense_above_ratio": 1.0,
+            "plan": "fixed",
+            "own_text": "computed",  # as where devices share steps
+        },
     )
 
 
