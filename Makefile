@@ -14,6 +14,8 @@ PYTEST_FLAGS ?=
 # What torch itself pins, each build of it another version: never in constraints.txt.
 BY_TORCH := triton|cuda-[a-z-]+|nvidia-(cu|nccl|nv)[a-z0-9-]*
 JOBS ?= 2
+# Where this is set each process compiles all modules, and each of pytest rewrites all tests, anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Links to the models' files, for mypy.
 MODELS := .mypy_cache/models
 
