@@ -42,6 +42,9 @@ PADDED_TO = 32
 _TIME, _TIME_WIDTH = 256, 1024
 """Widths of what tells the time."""
 
+_LAUNCHES, _LAUNCHES_OUTSIDE = (16.8, 26.8, 20.8), 14.6
+"""Kernels of a block and outside, as FLUX's are counted: on a device without memory."""
+
 control_work = flux.control_work
 
 
@@ -133,7 +136,12 @@ def count(
     h, small = base.blocks[0].width, float(_TIME)
     alone = int(config["n_refiner_layers"])
     blocks = [
-        replace(block, row=8.0 * small * h, text=0.0 if number < alone else block.text)
+        replace(
+            block,
+            row=8.0 * small * h,
+            text=0.0 if number < alone else block.text,
+            launches=_LAUNCHES,
+        )
         for number, block in enumerate(base.blocks)
     ]
     [embed] = base.before
@@ -143,7 +151,7 @@ def count(
         family="z_image",
         blocks=tuple(blocks),
         before=(replace(embed, row=time, text=0.0),),  # a prompt is embedded once
-        after=replace(base.after, row=2.0 * small * h),
+        after=replace(base.after, row=2.0 * small * h, launches=_LAUNCHES_OUTSIDE),
     )
 
 
