@@ -7,6 +7,7 @@ What leads in and out, embeddings and convolutions stay as they are.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
 from maskserve_engine.stages.revision import file_digest
 
-_BLOCKS = "transformer_blocks."
+_BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."
+"""In the names of layers that are in a denoiser's blocks."""
 _NF4_GROUP = 64
 """Weights that share a scale; a layer whose inputs these do not divide stays as it is."""
 _FP8_CAPABILITY = (8, 9)
@@ -94,7 +96,7 @@ def quantise(model: nn.Module, form: str, device: torch.device, within: str = _B
             device multiplies FP8 each token has one, too; `nf4`: one scale per 64 weights, products
             in the model's dtype.
         device: where the replaced products go to.
-        within: part of the names of layers that are replaced.
+        within: what is found in the names of layers that are replaced.
     """
     for path, layer in list(_products(model, form, within)):
         if form == "nf4":
@@ -206,7 +208,7 @@ def _unreadable(config: Config, error: Exception) -> ConfigError:
 
 def _products(model: nn.Module, form: str, within: str) -> Iterator[tuple[str, nn.Linear]]:
     for path, layer in model.named_modules():
-        if within not in path or type(layer) is not nn.Linear:
+        if type(layer) is not nn.Linear or re.search(within, path) is None:
             continue
         if form != "nf4" or layer.in_features % _NF4_GROUP == 0:
             yield path, layer

@@ -26,7 +26,7 @@ ULP = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 class Velocities:
     """A transformer without blocks: its answers are random, and kept."""
 
-    block_count = two_streams = placed_bytes = 0
+    block_count = two_streams = alone = placed_bytes = 0
     width = head_dim = 1
 
     def __init__(self) -> None:

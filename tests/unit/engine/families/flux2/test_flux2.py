@@ -265,7 +265,13 @@ def test_anchors_of_its_own_hold_the_context_too(model: Model) -> None:
 
 def test_int8_weights_serve_it(model: Model) -> None:
     """Near to the plain ones, and cached rows beside dense ones of the same weights."""
-    adapter = load_adapter(config_of(model.folder, model={"weights": "int8"}))
+    adapter = load_adapter(
+        config_of(
+            model.folder,
+            model={"weights": "int8", "outside_noise": "edit", "max_sequence_length": 48},
+        )
+    )
+    assert adapter.weight_bytes < 0.7 * model.adapter.weight_bytes
     replay = Replay(adapter)
     jobs = [model.job(seed, num_inference_steps=3) for seed in range(20, 24)]
     cached_rows.check_mixed_batch(replay, model.encoder, jobs, "kv")
