@@ -6,6 +6,7 @@ ConfigError that names it. `[limits]`, `[log]` and `[trace]` are the worker's ow
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ Count = Annotated[int, Meta(ge=1, le=10**9)]
 Bytes = Annotated[int, Meta(ge=1, le=2**40)]
 MIB = 2**20
 ORIGIN = r"\A(\*|https?://[A-Za-z0-9.\[\]:-]+)\Z"
+WEBHOOK_SECRET = "whsec_ and base64 of 24 to 64 bytes"
 ORIGINS = "an origin such as https://app.example.com, or *"
 
 
@@ -165,6 +167,35 @@ class ImageHosts(Table, frozen=True):
     """Time that one picture may take."""
 
 
+class JobsConfig(Table, frozen=True):
+    """`[jobs]`: edits and workflows that are kept until somebody fetches what came of them."""
+
+    database: str = ""
+    """Where they are kept: the path of an SQLite file, or a URL as
+    `postgresql+psycopg://user:password@host/name`, which several routers may share. Empty: a file
+    of the port's number in the user's folder for state (`$XDG_STATE_HOME/maskserve`)."""
+    running: Annotated[int, Meta(ge=1, le=4096)] = 16
+    """Jobs that this router runs at a time; keys have these places in turn."""
+    keep_s: Seconds = 86_400.0
+    """How long a job that has ended, and its result, is kept."""
+    max_wait_s: Seconds = 86_400.0
+    """A job that has not begun by then has failed."""
+    max_bytes: Bytes = 4096 * MIB
+    """Bytes of all jobs' pictures and results; a key may have as many as it leaves free."""
+    lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
+    """A router that has not said for so long that it still has a job has lost it, and the job runs
+    again."""
+    webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
+    """Hosts that webhooks may name, `name` or `name:port`; empty: no webhooks."""
+    webhook_secret: str = ""
+    """Signs webhooks where there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
+    webhook_timeout_s: Seconds = 10.0
+    """Time that one call of a webhook may take."""
+    webhook_tries: Annotated[int, Meta(ge=1, le=100)] = 10
+    """Calls of a webhook until one is answered with 2xx; the pauses between them double, to five
+    minutes at most."""
+
+
 class Grpc(Table, frozen=True):
     """`[grpc]`: bounds on calls and connections of the clients' gRPC port."""
 
@@ -200,6 +231,14 @@ class Key(Table, frozen=True):
     adapters: tuple[str, ...] = ()
     """LoRAs that are this key's (`*` stands for any characters): to keys that do not name them they
     are not there."""
+    jobs_per_day: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Jobs that it may give from 0 to 24 o'clock UTC; 0: any number."""
+    job_bytes_per_day: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Bytes of these jobs' pictures; 0: any number."""
+    job_megapixel_steps_per_day: Annotated[int, Meta(ge=0, le=10**12)] = 0
+    """Megapixels of these jobs' pictures, each times its steps; 0: any number."""
+    webhook_secret: str = ""
+    """Signs its webhooks: `whsec_` and base64 of 24 to 64 bytes. Without, it has none."""
 
 
 class RouterConfig(Table, frozen=True):
@@ -214,6 +253,7 @@ class RouterConfig(Table, frozen=True):
     http: Http = Http()
     grpc: Grpc = Grpc()
     image_urls: ImageHosts = ImageHosts()
+    jobs: JobsConfig = JobsConfig()
     keys: tuple[Key, ...] = ()
     keys_file: str = ""
     """TOML file with `[[keys]]` and nothing else, such as a mounted secret, added to those that
@@ -272,9 +312,31 @@ def _check(config: RouterConfig) -> None:
             f"[admission] max_bytes: {config.admission.max_bytes} has no room for a key's largest "
             f"body; with [[keys]], accepted: from {least}, four times [http] max_body_bytes"
         )
+    for where, secret in (
+        ("[jobs]", config.jobs.webhook_secret),
+        *(("[[keys]]", key.webhook_secret) for key in config.keys),
+    ):
+        try:
+            webhook_key(secret)
+        except ValueError:
+            raise ConfigError(f"{where} webhook_secret: is not {WEBHOOK_SECRET}") from None
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
         raise ConfigError("[[keys]] name: two keys have the same")
+
+
+def webhook_key(secret: str) -> bytes:
+    """The bytes of a secret that signs webhooks; none of an empty one.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    if not secret:
+        return b""
+    key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    if not secret.startswith("whsec_") or not 24 <= len(key) <= 64:
+        raise ValueError
+    return key
 
 
 def check_change(old: RouterConfig, new: RouterConfig) -> None:

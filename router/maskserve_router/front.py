@@ -62,15 +62,13 @@ class Front:
         """Who calls; see `KeyRing.client`."""
         return self._keys.client(headers)
 
-    async def parse(self, raw: bytes, headers: Mapping[str, str], held: ExitStack) -> ModelRequest:
-        """The message of a call with these headers, held against its client's bytes until `held` is
-        closed.
+    async def parse(self, raw: bytes, client: KeyHolder, held: ExitStack) -> ModelRequest:
+        """The message of a client's call, held against its bytes until `held` is closed.
 
         Raises:
             InvalidRequest: as `parse_request`.
             RetryLater: too many bytes are under way.
         """
-        client = self.client(headers)
         held.enter_context(self._admission.hold(client, len(raw)))
         return await self._turns.run(client, len(raw), parse_request, raw, self.models)
 
@@ -78,6 +76,7 @@ class Front:
         self,
         message: ModelRequest,
         size: int,
+        client: KeyHolder,
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
@@ -87,6 +86,7 @@ class Front:
         Args:
             message: the request, as `parse_request` checked it.
             size: its bytes.
+            client: who calls.
             headers: of the call, names in lower case.
             timeout: seconds the client waits.
             route: which way it came, for logs and metrics.
@@ -95,7 +95,6 @@ class Front:
             MaskserveError: the router's own.
             Failure: the worker's.
         """
-        client = self._keys.client(headers)
         if message.head.model_name == "control":
             return await self._control.infer(message, client)
         if message.head.model_name in self._workflows.plans:
@@ -108,12 +107,12 @@ class Front:
         self,
         message: ModelRequest,
         size: int,
+        client: KeyHolder,
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
     ) -> AsyncGenerator[bytes, None]:
         """The answers to one request, ModelStreamInferResponses as bytes; as `infer` otherwise."""
-        client = self._keys.client(headers)
         if message.head.model_name == "control":
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()

@@ -214,11 +214,10 @@ class GrpcServer:
 
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         headers = _headers(context)
+        client, left_s = self._front.client(headers), context.time_remaining()
         with ExitStack() as held:
-            message = await self._front.parse(raw, headers, held)
-            return await self._front.infer(
-                message, len(raw), headers, context.time_remaining(), "grpc"
-            )
+            message = await self._front.parse(raw, client, held)
+            return await self._front.infer(message, len(raw), client, headers, left_s, "grpc")
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
         answers: _Answers = asyncio.Queue(maxsize=1)
@@ -268,9 +267,10 @@ class GrpcServer:
         message, held = ModelRequest(pb.ModelInferRequest()), ExitStack()
         try:
             headers = _headers(context)
-            message = await self._front.parse(raw, headers, held)
+            client = self._front.client(headers)
+            message = await self._front.parse(raw, client, held)
             stream = self._front.stream(
-                message, len(raw), headers, context.time_remaining(), "grpc_stream"
+                message, len(raw), client, headers, context.time_remaining(), "grpc_stream"
             )
             async with aclosing(stream) as events:
                 async for event in events:

@@ -52,7 +52,7 @@ class HttpInference:
                 client, size, _checked_infer, self._front.models, *model_of(request), body, split
             )
             del body
-            work = self._front.infer(message, size, _headers(request), None, "http")
+            work = self._front.infer(message, size, client, _headers(request), None, "http")
             answer = await while_connected(request, work)
             content, head = await self._turns.run(
                 client, len(answer), infer_response, answer, wanted
@@ -63,14 +63,14 @@ class HttpInference:
 
     async def generate(self, request: Request) -> Response:
         with ExitStack() as held:
-            message, size = await self._generation(request, held)
-            work = self._only_answer(message, size, _headers(request))
+            client, message, size = await self._generation(request, held)
+            work = self._only_answer(message, size, client, _headers(request))
             return Response(await while_connected(request, work), media_type=JSON)
 
     async def generate_stream(self, request: Request) -> Response:
         with ExitStack() as held:
-            message, size = await self._generation(request, held)
-        answers = self._answers(message, size, _headers(request))
+            client, message, size = await self._generation(request, held)
+        answers = self._answers(message, size, client, _headers(request))
         # As with Triton, an error that comes before all else is the status of the answer.
         first = await while_connected(request, first_of(answers))
         events = self._server_sent(first, answers)
@@ -92,21 +92,27 @@ class HttpInference:
         client = self._front.client(_headers(request))
         return client, await self._bodies.read(request, client, held)
 
-    async def _generation(self, request: Request, held: ExitStack) -> tuple[ModelRequest, int]:
+    async def _generation(
+        self, request: Request, held: ExitStack
+    ) -> tuple[KeyHolder, ModelRequest, int]:
         client, body = await self._body(request, held)
         size = len(body)
         work = _checked_generate, self._front.models, *model_of(request), body
-        return await self._turns.run(client, size, *work), size
+        return client, await self._turns.run(client, size, *work), size
 
     async def _only_answer(
-        self, message: ModelRequest, size: int, headers: dict[str, str]
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: dict[str, str],
     ) -> bytes:
         """The answer of /generate, which has room for one.
 
         Raises:
             InvalidRequest: there are several, as with progress.
         """
-        async with aclosing(self._answers(message, size, headers)) as answers:
+        async with aclosing(self._answers(message, size, client, headers)) as answers:
             found = [answer async for answer in answers]
         if len(found) != 1:
             raise InvalidRequest(
@@ -129,15 +135,18 @@ class HttpInference:
             yield b"data: %b\n\n" % error_json(error)
 
     async def _answers(
-        self, message: ModelRequest, size: int, headers: dict[str, str]
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: dict[str, str],
     ) -> AsyncGenerator[bytes, None]:
         """Each answer as JSON."""
-        client = self._front.client(headers)
-        if not self._front.models[message.head.model_name].decoupled:
-            answer = await self._front.infer(message, size, headers, None, "generate")
+        if not self._front.models[message.model_name].decoupled:
+            answer = await self._front.infer(message, size, client, headers, None, "generate")
             yield await self._turns.run(client, len(answer), _as_json, answer)
             return
-        stream = self._front.stream(message, size, headers, None, "generate")
+        stream = self._front.stream(message, size, client, headers, None, "generate")
         async with aclosing(stream) as answers:
             async for raw in answers:
                 if told := await self._turns.run(client, len(raw), _event_as_json, raw):

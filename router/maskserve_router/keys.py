@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import AdapterNotFound
@@ -31,6 +32,17 @@ class EditCounts:
             self.failed, self.failed_ns = self.failed + 1, self.failed_ns + taken_ns
 
 
+class Daily(NamedTuple):
+    """What jobs of a key amount to in a day, or may; as a bound, 0 is none."""
+
+    jobs: int = 0
+    bytes: int = 0
+    megapixel_steps: float = 0
+
+
+ANY = Daily()
+
+
 @dataclass(slots=True, eq=False)
 class KeyHolder:
     """Whoever holds one API key; without keys, everybody."""
@@ -52,6 +64,10 @@ class KeyHolder:
     """LoRAs that are its own, as patterns."""
     foreign: tuple[str, ...] = ()
     """Those that are other keys'."""
+    daily: Daily = ANY
+    """What its jobs may amount to in a day."""
+    webhook_secret: str = ""
+    """Signs its webhooks; empty: it has none."""
 
     def sees(self, adapter: str) -> bool:
         """Whether a LoRA is there for it."""
@@ -79,10 +95,11 @@ class KeyRing:
     Args:
         keys: of the configuration; without any, every client is let in.
         max_edits: of everybody together where there are no keys.
+        webhook_secret: likewise.
     """
 
-    def __init__(self, keys: tuple[Key, ...], max_edits: int) -> None:
-        self._max_edits = max_edits
+    def __init__(self, keys: tuple[Key, ...], max_edits: int, webhook_secret: str = "") -> None:
+        self._max_edits, self._webhook_secret = max_edits, webhook_secret
         self._anybody: KeyHolder | None = None
         self._clients: list[tuple[bytes, KeyHolder]] = []
         self.change(keys)
@@ -93,7 +110,10 @@ class KeyRing:
         """
         before = {client.name: client.served for _, client in self._clients}
         owned = frozenset(pattern for key in keys for pattern in key.adapters)
-        self._anybody = None if keys else KeyHolder("anybody", self._max_edits, admin=True)
+        anybody = KeyHolder(
+            "anybody", self._max_edits, admin=True, webhook_secret=self._webhook_secret
+        )
+        self._anybody = None if keys else anybody
         self._clients = [
             (
                 bytes.fromhex(key.sha256),
@@ -107,10 +127,18 @@ class KeyRing:
                     before.get(key.name, {}),
                     key.adapters,
                     tuple(owned.difference(key.adapters)),
+                    Daily(key.jobs_per_day, key.job_bytes_per_day, key.job_megapixel_steps_per_day),
+                    key.webhook_secret,
                 ),
             )
             for key in keys
         ]
+
+    def holder(self, scope: str) -> KeyHolder | None:
+        """Whose a scope is; None: its key is gone."""
+        if self._anybody is not None:
+            return self._anybody if scope == NO_SCOPE else None
+        return next((client for _, client in self._clients if client.scope == scope), None)
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """The caller with these headers (names in lower case).

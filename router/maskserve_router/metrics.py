@@ -40,6 +40,12 @@ class Metrics:
         self.waiting = gauge("router_waiting", "Edits that wait in the router for a place.")
         self.edits = gauge("router_edits", "Edits taken and not answered.")
         self.bytes = gauge("router_bytes", "Bytes of requests under way.")
+        self.jobs = counter("jobs_total", "Jobs that have ended, by how.", "state")
+        self.jobs_waiting = gauge("router_jobs_waiting", "Jobs that no router has begun.")
+        self.jobs_running = gauge("router_jobs_running", "Jobs that this router runs.")
+        self.webhooks = counter(
+            "webhooks_total", "Webhooks, by whether their host has taken them.", "end"
+        )
         self.route_seconds = histogram("route_seconds", "Seconds of one decision.", _ROUTE)
         self.edit_seconds = histogram(
             "routed_edit_seconds", "Seconds of an edit at its worker.", _EDIT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -39,13 +39,14 @@ def document() -> Json:
             "description": "Masked image edits: OpenAI's API, templates, and KServe v2.",
         },
         "security": [{}, {"key": []}],
-        "paths": {**_openai(), **_templates(), **_kserve(), **_health()},
+        "paths": {**_openai(), **_jobs(), **_templates(), **_kserve(), **_health()},
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             "schemas": {
                 "Error": _object(error=_object(message=_TEXT, type=_TEXT, param={}, code=_TEXT)),
                 "KServeError": _object(error=_TEXT),
                 "Template": _object(id=_TEXT, object=_TEXT),
+                "Job": _job(),
                 "Model": _object(id=_TEXT, object=_TEXT, created=_WHOLE, owned_by=_TEXT),
                 "Images": _object(
                     created=_WHOLE,
@@ -64,18 +65,14 @@ def document() -> Json:
 
 _TEXT: Json = {"type": "string"}
 _WHOLE: Json = {"type": "integer"}
+_NAMED = "^[!-~]{1,255}$"
+_DELETED: Json = {"type": "object", "properties": {"id": _TEXT, "object": _TEXT}}
 
 
 def _openai() -> Json:
     edit = {
         "summary": "Repaint the masked part of an image",
-        "requestBody": {
-            "required": True,
-            "content": {
-                "multipart/form-data": {"schema": _edit_form()},
-                "application/json": {"schema": _edit_json()},
-            },
-        },
+        **_asked("webhook"),
         "responses": {
             "200": {
                 "description": "The pictures; with `stream`, server-sent events",
@@ -98,19 +95,56 @@ def _openai() -> Json:
     }
 
 
-def _edit_form() -> Json:
-    """An edit with its pictures as files."""
-    return _edit({"image": _PICTURE, "mask": _PICTURE})
+def _jobs() -> Json:
+    add = {
+        "summary": "Have an edit, or a workflow, done later",
+        "parameters": [
+            {"name": "Idempotency-Key", "in": "header", "schema": {**_TEXT, "pattern": _NAMED}}
+        ],
+        **_asked("stream", "partial_images"),
+        "responses": {
+            "202": {
+                "description": "The job, kept",
+                "content": {"application/json": {"schema": _ref("Job")}},
+            },
+            **_refusals("Error"),
+            "501": {"description": "jobs are not kept here"},
+        },
+    }
+    listed = _object(object=_TEXT, data=_list(_ref("Job")), today={"type": "object"})
+    one = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+    return {
+        "/v1/jobs": {"post": add, "get": _answers("Those of the key", listed, "Error")},
+        "/v1/jobs/{id}": {
+            "parameters": [one],
+            "get": _answers("State, progress and result", _ref("Job"), "Error"),
+            "delete": _answers("End it, or forget one that has ended", _DELETED, "Error"),
+        },
+    }
 
 
-def _edit_json() -> Json:
-    """An edit with its pictures as URLs."""
-    return _edit({"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")})
+def _job() -> Json:
+    states = {"enum": ["queued", "running", "succeeded", "failed", "cancelled"]}
+    job = _object(id=_TEXT, object={"const": "job"}, status=states, created_at=_WHOLE)
+    job["properties"]["result"] = _ref("Images")
+    return job
 
 
-def _edit(pictures: Json) -> Json:
+def _asked(*without: str) -> Json:
+    """The body of an edit, with its pictures as files or as URLs; some fields are not taken."""
+    files = {"image": _PICTURE, "mask": _PICTURE}
+    urls = {"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")}
+    content = {
+        "multipart/form-data": {"schema": _edit(files, without)},
+        "application/json": {"schema": _edit(urls, without)},
+    }
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _edit(pictures: Json, without: Collection[str]) -> Json:
     """Fields of an edit: its pictures, OpenAI's, then settings under their own names."""
     own, settings = _properties(Fields), _properties(EditSettings)
+    own = {name: schema for name, schema in own.items() if name not in without}
     extensions = {name: settings[name] for name in sorted(EXTENSIONS)}
     return {
         "type": "object",

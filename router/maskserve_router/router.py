@@ -29,6 +29,9 @@ from maskserve_router.http_app import HttpApp
 from maskserve_router.http_body import Bodies
 from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
+from maskserve_router.jobs.jobs import Jobs
+from maskserve_router.jobs.routes import job_routes
+from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.node_pool import NodePool
@@ -92,7 +95,9 @@ class Router:
             workflows,
         )
         self._certificates = Certificates(config.listen)
-        self._keys = keys = KeyRing(config.keys, config.admission.max_edits)
+        self._keys = keys = KeyRing(
+            config.keys, config.admission.max_edits, config.jobs.webhook_secret
+        )
         bodies = Bodies(config.http, self.admission, turns)
         front = Front(
             keys,
@@ -112,13 +117,20 @@ class Router:
         self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
         edits = ImageEdits(bodies, config.limits, front, turns, self.pool, urls)
         templates = TemplateRoutes(bodies, front, control, turns)
+        self._jobs = Jobs(
+            config, edits, keys, self.admission, turns, Webhooks(config.jobs), self.metrics
+        )
         inference = HttpInference(bodies, front, turns)
         self.http = HttpServer(
             HttpApp(
                 calls,
                 inference,
                 keys.client,
-                [*openai_routes(edits, templates), *workflow_routes(keys.client, workflows)],
+                [
+                    *openai_routes(edits, templates),
+                    *job_routes(front, edits, self._jobs),
+                    *workflow_routes(keys.client, workflows),
+                ],
                 config.http.cors_origins,
             ).app(),
             config.http,
@@ -143,6 +155,7 @@ class Router:
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Router:
+        await self._jobs.start()
         await self.pool.start()
         await self.http.start()
         await self.admin.start()
@@ -215,6 +228,7 @@ class Router:
         end = time.monotonic() + self._config.faults.drain_grace_s
         while self.admission.edits and time.monotonic() < end:
             await asyncio.sleep(0.02)
+        await self._jobs.stop(end - time.monotonic())
         await self.grpc.stop(1.0)
         await self.http.stop()
         await self.admin.stop()

@@ -70,6 +70,7 @@ class Edits(Protocol):
         self,
         message: ModelRequest,
         size: int,
+        client: KeyHolder,
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
@@ -79,6 +80,7 @@ class Edits(Protocol):
         self,
         message: ModelRequest,
         size: int,
+        client: KeyHolder,
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
@@ -212,7 +214,7 @@ class Workflows:
             async def edited(task: Task) -> _Called:
                 begin = time.monotonic()
                 request = await turn(nbytes(task.inputs), _edit_request, task, settings, streams)
-                sent = request, request.size, headers, limit_s, _ROUTE
+                sent = request, request.size, client, headers, limit_s, _ROUTE
                 if streams:
 
                     def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ def test_every_path_is_served_and_every_route_is_told(routes: set[tuple[str, str
 def routes() -> set[tuple[str, str]]:
     """Paths and methods of the router's application."""
     from maskserve_router.http_app import HttpApp
+    from maskserve_router.jobs.routes import job_routes
     from maskserve_router.openai.routes import openai_routes
 
     class Anything:
@@ -69,7 +70,8 @@ def routes() -> set[tuple[str, str]]:
             return self.prime
 
     anything: Any = Anything()
-    app = HttpApp(anything, anything, anything, openai_routes(anything, anything)).app()
+    more = [*openai_routes(anything, anything), *job_routes(anything, anything, anything)]
+    app = HttpApp(anything, anything, anything, more).app()
     return {
         (re.sub(r":path\}", "}", route.path), method)
         for route in app.routes
@@ -80,7 +82,11 @@ def routes() -> set[tuple[str, str]]:
 def test_the_form_of_an_edit_has_every_field_with_a_sentence() -> None:
     edit = DOCUMENT["paths"]["/v1/images/edits"]["post"]["requestBody"]
     form = edit["content"]["multipart/form-data"]["schema"]["properties"]
-    assert set(form) == {"image", "mask", *Fields.__struct_fields__, *EXTENSIONS}
+    every = {"image", "mask", *Fields.__struct_fields__, *EXTENSIONS}
+    assert set(form) == every - {"webhook"}
+    job = DOCUMENT["paths"]["/v1/jobs"]["post"]["requestBody"]
+    form_of_job = job["content"]["multipart/form-data"]["schema"]["properties"]
+    assert set(form_of_job) == every - {"stream", "partial_images"}
     assert set(EditSettings.__struct_fields__) > EXTENSIONS
     assert all("description" in form[name] for name in EXTENSIONS)
     assert form["mask_feather"]["maximum"] == 512

@@ -27,11 +27,12 @@ from tests.support.clone import Clone, serving_clone
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Entries on disk are shared by all servers of a user: those of other tests that run beside
-    these, and the user's own, stay out of it.
+    """Entries on disk are shared by all servers of a user, and jobs by routers of one port: those
+    of other tests that run beside these, and the user's own, stay out of it.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 

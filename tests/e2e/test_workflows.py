@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -336,6 +337,27 @@ def test_the_status_says_who_hosts_what(site: Site) -> None:
     assert models["find"]["bytes"] > 0
     assert models["enlarge"]["ended"] >= 1
     assert record["device_bytes"] == 8 * 2**30
+
+
+def test_a_job_may_be_a_workflow(site: Site) -> None:
+    assert site.supervisor.router is not None
+    url = f"http://127.0.0.1:{site.supervisor.router.ports.http}/v1"
+    asked = {"model": "tries", "prompt": "", "seed": SEED, "num_inference_steps": STEPS}
+    expected, _ = site.run("tries", image=SOURCE, mask=two_regions())
+    files = {"image": ("a.png", SOURCE), "mask": ("m.png", two_regions())}
+    with httpx.Client(base_url=url, timeout=60) as client:
+        given = client.post("/jobs", data={**asked, "mask_mode": "white"}, files=files)
+        assert given.status_code == 202, given.text
+        name = given.json()["id"]
+
+        def told() -> Any:
+            return client.get(f"/jobs/{name}").json()
+
+        eventually("it has ended", lambda: told()["status"] not in ("queued", "running"))
+        result = told()["result"]
+        assert base64.b64decode(result["data"][0]["b64_json"]) == expected["IMAGE"]
+        assert result["maskserve"][0]["outputs"]["verdict"] == json.loads(expected["VERDICT"])
+        assert client.delete(f"/jobs/{name}").json()["deleted"]
 
 
 def test_a_cancel_by_id_ends_all_nodes(site: Site) -> None:

@@ -162,10 +162,12 @@ async def cluster(
     hardware: Hardware | None = None,
     models: tuple[str, ...] = ("flux", "flux"),
     max_rows: int = 8,
+    answer: bytes = bytes(100),
     **tables: Any,
 ) -> AsyncIterator[tuple[Router, list[Faulty]]]:
     workers = [
-        Faulty(f"w{i}", hardware, max_rows=max_rows, model=model) for i, model in enumerate(models)
+        Faulty(f"w{i}", hardware, answer=answer, max_rows=max_rows, model=model)
+        for i, model in enumerate(models)
     ]
     for worker in workers:
         await worker.start()

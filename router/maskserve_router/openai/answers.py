@@ -44,15 +44,24 @@ Handler: TypeAlias = Callable[[Request, str], Awaitable[Response]]
 """Of a request and its id."""
 
 
-class ModelNotFound(InvalidRequest):
+class NotFound(InvalidRequest):
+    """What the path or a field names is not there."""
+
+    told_as = "not_found"
+    """The error's code in OpenAI's form."""
+
+
+class ModelNotFound(NotFound):
     """No worker serves a model of that name."""
+
+    told_as = "model_not_found"
 
     def __init__(self, name: str, served: Sequence[str]) -> None:
         super().__init__("model", f"{name[:60]!r} is not served here", ", ".join(served))
 
 
 def status_of(error: MaskserveError | Failure) -> int:
-    return 404 if isinstance(error, ModelNotFound) else http_status(error)
+    return 404 if isinstance(error, NotFound) else http_status(error)
 
 
 def in_openais_words(text: str, sources: int = 1) -> str:
@@ -80,8 +89,8 @@ def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
     text = in_openais_words(text)
     field = _FIELD.match(text)
     param = field["name"] if field else None
-    if isinstance(error, ModelNotFound):
-        code = "model_not_found"
+    if isinstance(error, NotFound):
+        code = error.told_as
     elif isinstance(error, Unauthorized):
         code, param = "invalid_api_key", None
     status = status_of(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
@@ -19,8 +19,11 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.request import steps_run
+from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import Size, read_size
+from maskserve_core.workflows.node_types import EDIT
+from maskserve_core.workflows.plan import NodeCall, every_step
 from maskserve_router.failures import Failure, text_of
 from maskserve_router.front import Front
 from maskserve_router.http_body import Bodies
@@ -50,8 +53,10 @@ from maskserve_router.turns import Turns
 
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
+_MOST_STEPS = 1000
 Picture: TypeAlias = tuple[bytes, dict[str, Any]]
 """A picture's file and its META."""
+Tell: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 
 class ImageEdits:
@@ -73,23 +78,85 @@ class ImageEdits:
         headers = dict(request.headers.items())
         client = self._front.client(headers)  # who may not call is told so before the body is read
         with ExitStack() as held:
-            body = await self._bodies.read(request, client, held)
-
-            async def picture(field: str, url: str) -> bytes:
-                return await self._urls.read(field, url, client, held)
-
-            size = len(body)
-            parse = partial(self._turns.run, client, size)
-            form = await read_form(request.headers, body, picture, parse, self._texts)
-            del body
-            form = await parse(self._checked, form)
+            form, size = await self.read(request, client, held)
+            if form.fields.webhook is not None:
+                raise InvalidRequest("webhook", "is given without a job", "POST /v1/jobs")
             if form.fields.stream:
                 return await self._stream(request, client, form, size, headers, request_id)
-            pictures = await while_connected(
-                request, self._pictures(client, form, size, headers, request_id)
-            )
-            made = sum(len(picture) for picture, _ in pictures)
-            return await self._turns.run(client, made, _answer, form.fields, pictures, request_id)
+            work = self.answer(client, form, size, headers, request_id)
+            return json_answer(await while_connected(request, work), request_id)
+
+    async def read(
+        self, request: Request, client: KeyHolder, held: ExitStack
+    ) -> tuple[EditForm, int]:
+        """What a request asks for, checked as far as no worker is needed for it, and its bytes.
+
+        Args:
+            request: with a form or JSON of `Fields` and settings.
+            client: who may call.
+            held: holds what comes among the bytes under way.
+
+        Raises:
+            InvalidRequest: naming the field.
+            RetryLater: too many bytes are under way.
+        """
+        body = await self._bodies.read(request, client, held)
+
+        async def picture(field: str, url: str) -> bytes:
+            return await self._urls.read(field, url, client, held)
+
+        size = len(body)
+        parse = partial(self._turns.run, client, size)
+        form = await read_form(request.headers, body, picture, parse, self._texts)
+        del body
+        return await parse(self._checked, form), size
+
+    async def answer(
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        size: int,
+        headers: dict[str, str],
+        request_id: str,
+        tell: Tell | None = None,
+    ) -> msgspec.Raw:
+        """The answer's JSON to a form that asks for no stream.
+
+        Args:
+            client: whose it is.
+            form: as `read` gave it.
+            size: its bytes.
+            headers: of the call.
+            request_id: of its edits.
+            tell: is told META of each event of each picture, with the picture's number.
+
+        Raises:
+            MaskserveError: the router's own.
+            Failure: a worker's.
+        """
+        pictures = await self._pictures(client, form, size, headers, request_id, tell)
+        made = sum(len(picture) for picture, _ in pictures)
+        return await self._turns.run(client, made, _answer, form.fields, pictures)
+
+    def work(self, form: EditForm) -> float:
+        """Megapixels of a form's picture times the steps of all its edits, as asked or by default.
+
+        Raises:
+            InvalidRequest: the picture is none.
+        """
+        if form.image:
+            height, width = read_size(form.image, "image", self._limits)
+        else:
+            sides = [each.native_resolution for each in self._told()]
+            height = width = max(sides, default=1024)
+        plan = self._front.plans.get(form.fields.model or "")
+        if plan is None:
+            steps = self._steps(form.settings)
+        else:
+            calls = [call for call in every_step(plan.steps) if isinstance(call, NodeCall)]
+            edits = [call for call in calls if call.node == EDIT]
+            steps = sum(self._steps({**form.settings, **call.settings}) for call in edits)
+        return form.fields.n * steps * height * width / 1e6
 
     async def models(self, request: Request, request_id: str) -> Response:
         self._front.client(request.headers)
@@ -139,6 +206,7 @@ class ImageEdits:
         size: int,
         headers: dict[str, str],
         request_id: str,
+        tell: Tell | None,
     ) -> list[Picture]:
         """`n` edits, side by side, which differ in their seeds; none is left when one fails."""
         seed = form.settings.get("seed")
@@ -148,9 +216,19 @@ class ImageEdits:
             name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
             own = first + number if isinstance(first, int) else first
             asked = {"seed": own, "request_id": name}
-            message = await self._turns.run(client, size, self._message, "edit", form, asked)
-            raw = await self._front.infer(message, size, headers, None, "openai")
-            return await self._turns.run(client, len(raw), _picture, raw)
+            if tell is None:
+                message = await self._turns.run(client, size, self._message, "edit", form, asked)
+                raw = await self._front.infer(message, size, client, headers, None, "openai")
+                return await self._turns.run(client, len(raw), _picture, raw)
+            asked["progress"] = True
+            message = await self._turns.run(client, size, self._message, "edit_stream", form, asked)
+            last: Picture | None = None
+            async with aclosing(self._events(client, form, message, size, headers)) as events:
+                async for last in events:
+                    tell(number, last[1])
+            if last is None:
+                raise EngineFailed("the stream ended before the answer")
+            return last
 
         tasks = [asyncio.create_task(one(number)) for number in range(form.fields.n)]
         try:
@@ -216,7 +294,7 @@ class ImageEdits:
     ) -> AsyncGenerator[Picture, None]:
         """Previews and the final picture, each with its META."""
         try:
-            stream = self._front.stream(message, size, headers, None, "openai")
+            stream = self._front.stream(message, size, client, headers, None, "openai")
             async with aclosing(stream) as answers:
                 async for raw in answers:
                     if found := await self._turns.run(client, len(raw), _picture_of_event, raw):
@@ -232,14 +310,22 @@ class ImageEdits:
 
     def _preview_every(self, form: EditForm) -> int:
         """Steps between previews, so that as many as are asked for come before the end."""
-        served = [w.status.served for w in self._pool.up() if w.status and w.status.served]
-        steps = form.settings.get("num_inference_steps")
-        strength = form.settings.get("strength", 1.0)
+        steps = self._steps(form.settings)
+        return min(max(1, steps // (form.fields.partial_images + 1)), _MOST_STEPS)
+
+    def _steps(self, settings: Mapping[str, Any]) -> int:
+        """Of an edit, as asked or by default; settings are not yet checked."""
+        steps, strength = settings.get("num_inference_steps"), settings.get("strength")
         if not isinstance(steps, int):
-            steps = min((each.num_inference_steps for each in served), default=1)
+            steps = min((each.num_inference_steps for each in self._told()), default=1)
+        steps = min(max(steps, 1), _MOST_STEPS)
         if isinstance(strength, int | float) and 0 < strength < 1:
-            steps = steps_run(steps, strength)
-        return min(max(1, steps // (form.fields.partial_images + 1)), 1000)
+            return steps_run(steps, strength)
+        return steps
+
+    def _told(self) -> list[Served]:
+        """What workers say that they serve."""
+        return [w.status.served for w in self._pool.up() if w.status and w.status.served]
 
 
 def _margins(asked: str, image: Size, anchor: str) -> list[int]:
@@ -267,8 +353,8 @@ def _margins(asked: str, image: Size, anchor: str) -> list[int]:
     return [left, top, more[1] - left, more[0] - top]
 
 
-def _answer(asked: Fields, pictures: Sequence[Picture], request_id: str) -> Response:
-    return json_answer(images_body(asked, pictures), request_id)
+def _answer(asked: Fields, pictures: Sequence[Picture]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(images_body(asked, pictures)))
 
 
 def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
@@ -319,7 +405,7 @@ def _picture_of(response: pb.ModelInferResponse) -> Picture:
         }
     if "warnings" in meta:
         meta["warnings"] = [in_openais_words(told) for told in meta["warnings"]]
-    return bytes(found["IMAGE"]), meta
+    return bytes(found.get("IMAGE", b"")), meta
 
 
 def _readable(kind: str, value: bytes) -> Any:

@@ -105,6 +105,8 @@ class Fields(Table, frozen=True):
     response_format: Literal["b64_json"] = "b64_json"
     stream: bool = False
     partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
+    webhook: str | None = None
+    """Of a job: https URL of a listed host that is told when it has ended."""
     user: str | None = None
     safety_identifier: str | None = None
 

@@ -4,16 +4,12 @@ fetch.
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
-import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,9 +19,11 @@ from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, ImageHosts, router_config_of
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
-from maskserve_router.openai.image_urls import ImageUrls, is_public
+from maskserve_router.openai.image_urls import ImageUrls
+from maskserve_router.public_hosts import is_public
 from maskserve_router.turns import Turns
 from tests.support.examples import examples
+from tests.support.tls_host import Host, answer, serving, trusted_by
 
 LIMITS = LimitsConfig(max_image_bytes=2048)
 FIELD = "images[0].image_url"
@@ -44,49 +42,8 @@ NOT_PUBLIC = [
 ANYBODY = KeyRing((), 99).client({})
 
 
-@dataclass
-class Host:
-    """A TLS server on this machine, which answers each GET with `answer`."""
-
-    port: int
-    authority: trustme.CA
-    answer: bytes = b""
-    asked: list[bytes] = field(default_factory=list)
-    silent: bool = False
-
-
-@asynccontextmanager
-async def serving(name: str = "pictures.example") -> AsyncIterator[Host]:
-    authority = trustme.CA()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert(name).configure_cert(context)
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host.asked.append(await reader.readuntil(b"\r\n\r\n"))
-        if not host.silent:
-            writer.write(host.answer)
-            await writer.drain()
-        else:
-            await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    host = Host(server.sockets[0].getsockname()[1], authority)
-    try:
-        yield host
-    finally:
-        server.close()
-
-
-def answer(body: bytes, status: str = "200 OK", more: str = "") -> bytes:
-    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
-    return head.encode() + body
-
-
 def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> ImageUrls:
     """Of a router that takes this machine for a public one, unless it is to know better."""
-    trusted = ssl.create_default_context()
-    host.authority.configure_trust(trusted)
 
     async def here(name: str, port: int) -> list[str]:
         return ["127.0.0.1"]
@@ -98,7 +55,7 @@ def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> Image
         Turns(1),
         here,
         (lambda _: True) if public else is_public,
-        trusted,
+        trusted_by(host),
     )
 
 

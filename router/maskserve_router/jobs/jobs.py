@@ -1,0 +1,503 @@
+"""Takes jobs, runs them the way of every edit, keeps what came of them, and tells of their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+from sqlalchemy.exc import SQLAlchemyError
+
+from maskserve_core.config import ConfigError
+from maskserve_core.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+)
+from maskserve_core.shares import Shares, room
+from maskserve_core.worker.logs import about
+from maskserve_router.admission import Admission
+from maskserve_router.config import RouterConfig
+from maskserve_router.failures import Failure, NotSupported, RetryLater, guarded, retry_after
+from maskserve_router.jobs.store import (
+    CANCELLED,
+    FAILED,
+    SUCCEEDED,
+    JobRecord,
+    JobStore,
+    OtherRequest,
+    QuotaReached,
+    open_store,
+)
+from maskserve_router.jobs.webhooks import Webhooks
+from maskserve_router.keys import Daily, KeyHolder, KeyRing
+from maskserve_router.metrics import Metrics
+from maskserve_router.openai.answers import NotFound, error_body
+from maskserve_router.openai.edits import ImageEdits
+from maskserve_router.openai.form import EditForm
+from maskserve_router.turns import Turns
+
+log = logging.getLogger("maskserve.router")
+_SEED_BITS: Final = 32
+_LOOK_S: Final = 1.0
+"""How often jobs of other routers, and those whose time has come, are looked for."""
+_CLEAN_S: Final = 60.0
+_TELLING: Final = 64
+"""Webhooks that are told at a time."""
+_MOST_RUNS: Final = 32
+"""A job that has cost so many routers their life is what kills them."""
+_ENCODER = msgspec.msgpack.Encoder(order="deterministic")
+T = TypeVar("T")
+
+
+class JobNotFound(NotFound):
+    """The caller has no job of that id."""
+
+    told_as = "job_not_found"
+
+    def __init__(self) -> None:
+        super().__init__("id", "names no job of this key")
+
+
+class Jobs:
+    """The jobs of one router; used from the event loop only.
+
+    Args:
+        config: of the router.
+        edits: reads forms and answers them.
+        keys: whose a job is.
+        admission: counts what is in memory.
+        turns: writes and reads forms, off the loop.
+        webhooks: tell of ends.
+        metrics: count.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        edits: ImageEdits,
+        keys: KeyRing,
+        admission: Admission,
+        turns: Turns,
+        webhooks: Webhooks,
+        metrics: Metrics,
+    ) -> None:
+        self._config, self._place = config.jobs, place_of(config)
+        self._edits, self._keys, self._admission = edits, keys, admission
+        self._turns, self._webhooks, self._metrics = turns, webhooks, metrics
+        self._owner = f"{config.name[:24]}-{secrets.token_hex(8)}"
+        self._store: JobStore | None = None
+        # Statements wait for the disk; two threads, so that a large picture delays no lease.
+        self._threads = ThreadPoolExecutor(2, "jobs")
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._telling: dict[str, asyncio.Task[None]] = {}
+        self._places, self._calls = Shares(config.jobs.running), Shares(_TELLING)
+        self._progress: dict[str, dict[str, Any]] = {}
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Go on with the jobs that are there.
+
+        Raises:
+            ConfigError: the configured database cannot be opened.
+        """
+        if self._config.database or (self._place and Path(self._place).exists()):
+            try:
+                await self._open()
+            except (SQLAlchemyError, OSError) as error:
+                if self._config.database:
+                    raise ConfigError(f"[jobs] database: {_short(error)}") from None
+                log.warning("no jobs are taken: %s: %s", self._place, _short(error))
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more, let those that run end within the grace, and leave the others."""
+        for task in self._tasks[:1]:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=max(grace_s, 0.0))
+        left = [*self._running.values(), *self._telling.values(), *self._tasks]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        if self._store is not None:
+            try:
+                await self._do(self._store.leave, self._owner)
+            except (SQLAlchemyError, OSError) as error:
+                log.warning("jobs run again when their leases pass: %s", _short(error))
+            await self._do(self._store.close)
+            self._store = None
+        self._threads.shutdown(wait=False)
+        await self._webhooks.close()
+
+    # What clients ask for.
+
+    async def add(
+        self, form: EditForm, client: KeyHolder, idempotency: str | None
+    ) -> tuple[JobRecord, bool]:
+        """Keep a job, to be run in its turn.
+
+        Args:
+            form: what it is to do.
+            client: whose it is.
+            idempotency: the client's own name of the request.
+
+        Returns:
+            The job, and whether it is new.
+
+        Raises:
+            InvalidRequest: naming the field.
+            RetryLater: there is no room for it, or its key has given what it may today.
+        """
+        if form.fields.stream:
+            raise InvalidRequest("stream", "is given with a job", "false")
+        webhook = form.fields.webhook
+        if webhook is not None:
+            self._webhooks.check(webhook, client.webhook_secret)
+        store = await self._opened()
+        pictures = sum(map(len, (form.image, form.mask or b"", *form.control)))
+        digest = await self._turns.run(client, pictures, _digest, form)
+        seeded = form
+        if form.settings.get("seed") is None:  # drawn now: however often it is begun, it is the
+            # same edit
+            seed = secrets.randbits(_SEED_BITS)
+            seeded = replace(form, settings={**form.settings, "seed": seed})
+        kept = await self._turns.run(client, pictures, _ENCODER.encode, seeded)
+        megapixels = await self._turns.run(client, pictures, self._edits.work, form)
+        work = Daily(1, len(kept), megapixels)
+        total, own = await self._asked(store.held, client.scope)
+        if len(kept) > room(self._config.max_bytes, total, own, client.scope):
+            raise RetryLater(f"{total} bytes of jobs are kept already; try again later", 60.0)
+        job = JobRecord(
+            secrets.token_hex(16),
+            client.scope,
+            "queued",
+            time.time(),
+            None,
+            None,
+            None,
+            0,
+            len(kept),
+            None,
+            None,
+            webhook,
+            None,
+            telling=False,
+        )
+        try:
+            added = await self._asked(store.add, job, kept, digest, idempotency, work, client.daily)
+        except OtherRequest:
+            raise InvalidRequest(
+                "Idempotency-Key", "came with another request before", "one key for one request"
+            ) from None
+        except QuotaReached as reached:
+            most = getattr(client.daily, reached.name)
+            what = reached.name.replace("_", "-")
+            raise RetryLater(
+                f"key {client.name} may give {most:g} {what} of jobs a day; again from 0:00 UTC",
+                86_400 - time.time() % 86_400,
+            ) from None
+        self._wake.set()
+        return added
+
+    async def get(self, name: str, client: KeyHolder) -> JobRecord:
+        """A client's job.
+
+        Raises:
+            JobNotFound: it has none of that name.
+        """
+        job = await self._asked((await self._opened()).get, name)
+        if job is None or (job.scope != client.scope and not client.admin):
+            raise JobNotFound
+        return replace(job, progress=self._progress.get(name, job.progress))
+
+    async def result(self, job: JobRecord) -> bytes | None:
+        """The answer's JSON; None: there is none."""
+        return await self._asked((await self._opened()).result, job.id)
+
+    async def listed(self, client: KeyHolder) -> tuple[list[JobRecord], Daily]:
+        """A client's jobs, the latest first, and what those of today amount to."""
+        store = await self._opened()
+        jobs = await self._asked(store.listed, client.scope)
+        return jobs, await self._asked(store.used, client.scope, time.time())
+
+    async def end(self, name: str, client: KeyHolder) -> JobRecord | None:
+        """End a job: one that is under way is cancelled, one that has ended is forgotten (None).
+
+        Raises:
+            JobNotFound: the client has none of that name.
+        """
+        job, store = await self.get(name, client), await self._opened()
+        now, keep_s = time.time(), self._config.keep_s
+        cancel = partial(store.end, name, CANCELLED, now, keep_s, owner=None)
+        if job.open and await self._asked(cancel):
+            self._counted(CANCELLED)
+            if name in self._running:
+                self._running[name].cancel()
+            self._wake.set()
+            return await self.get(name, client)
+        await self._asked(store.remove, name)
+        return None
+
+    # The database.
+
+    async def _opened(self) -> JobStore:
+        if self._store is not None:
+            return self._store
+        if not self._place:
+            told = "are not kept here: the router's port is drawn, and [jobs] database is empty"
+            raise NotSupported("jobs", told)
+        with _keeping():
+            return await self._open()
+
+    async def _open(self) -> JobStore:
+        store = await self._do(open_store, self._place)
+        if self._store is None:
+            self._store = store
+            self._tasks = [asyncio.create_task(work()) for work in (self._go_on, self._keep)]
+        else:  # two asked for the first at a time
+            store.close()
+        return self._store
+
+    async def _asked(self, work: Callable[..., T], *given: Any) -> T:
+        """What the store says to a client; raises RetryLater where it cannot."""
+        with _keeping():
+            return await self._do(work, *given)
+
+    async def _do(self, work: Callable[..., T], *given: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(self._threads, work, *given))
+
+    # What goes on by itself.
+
+    async def _go_on(self) -> None:
+        """Take what waits, whenever there is a place."""
+        while True:
+            self._wake.clear()
+            try:
+                await self._take(self._running, self._places, self._run, ended=False)
+                await self._take(self._telling, self._calls, self._tell, ended=True)
+            except (SQLAlchemyError, OSError) as error:
+                log.error("jobs wait: %s", _short(error))
+            except Exception as error:
+                guarded("", error)
+            await _either(self._wake, _LOOK_S)
+
+    async def _take(
+        self,
+        under_way: dict[str, asyncio.Task[None]],
+        places: Shares,
+        work: Callable[[JobRecord], Coroutine[Any, Any, None]],
+        *,
+        ended: bool,
+    ) -> None:
+        assert self._store is not None
+
+        def turn(scopes: Sequence[str]) -> str | None:
+            fair = places.in_turn(scopes, lambda scope: scope)
+            # A job gives its place back, a webhook that nobody answers does not for long.
+            return next((s for s in fair if not ended or places.room(s)), None)
+
+        take = partial(self._store.take, ended=ended)
+        while places.total < places.budget:
+            lease_s = self._config.lease_s
+            job = await self._do(take, self._owner, time.time(), lease_s, turn)
+            if job is None:
+                return
+            places.book(job.scope)
+            task = asyncio.create_task(work(job))
+            under_way[job.id] = task
+            task.add_done_callback(partial(self._over, under_way, places, job))
+
+    def _over(
+        self,
+        under_way: dict[str, asyncio.Task[None]],
+        places: Shares,
+        job: JobRecord,
+        task: asyncio.Task[None],
+    ) -> None:
+        del under_way[job.id]
+        places.give_back(job.scope)
+        self._progress.pop(job.id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("job %s: %s", job.id, _short(error), extra=about(job.id))
+        self._wake.set()
+
+    async def _keep(self) -> None:
+        """Renew leases, end what others ended, and forget what has expired."""
+        assert self._store is not None
+        cleaned = -_CLEAN_S
+        while True:
+            try:
+                held = {**self._running, **self._telling}
+                progress = {name: self._progress.get(name) for name in held}
+                lease_s = self._config.lease_s
+                renew = partial(self._store.renew, self._owner, time.time(), lease_s, progress)
+                kept = await self._do(renew) if held else frozenset()
+                for name in held.keys() - kept:
+                    held[name].cancel()
+                self._metrics.jobs_waiting.set(await self._do(self._store.waiting))
+                self._metrics.jobs_running.set(len(self._running))
+                if time.monotonic() - cleaned >= min(_CLEAN_S, self._config.keep_s):
+                    cleaned = time.monotonic()
+                    late = DeadlineExceeded(f"it did not begin in {self._config.max_wait_s:g} s")
+                    bounds = self._config.keep_s, self._config.max_wait_s
+                    told = error_body(late)["error"]
+                    await self._do(self._store.expire, time.time(), *bounds, told)
+            except (SQLAlchemyError, OSError) as error:
+                log.error("leases of jobs are not renewed: %s", _short(error))
+            except Exception as error:
+                guarded("", error)
+            await asyncio.sleep(min(_LOOK_S, self._config.lease_s / 4))
+
+    async def _run(self, job: JobRecord) -> None:
+        """Run a job, unless that has to wait."""
+        assert self._store is not None
+        put_back = partial(self._store.put_back, self._owner, job.id)
+        end = partial(self._store.end, job.id, owner=self._owner)
+        result, problem = b"", None
+        try:
+            result = bytes(await self._answer(job))
+        except asyncio.CancelledError:
+            raise
+        except (MaskserveError, Failure) as error:
+            if error.code == Overloaded.code:
+                await self._do(put_back, time.time() + (retry_after(error) or 1))
+                return
+            problem = error_body(error)["error"]
+        except Exception as error:
+            problem = error_body(guarded(job.id, error))["error"]
+        state = FAILED if problem else SUCCEEDED
+        bound = room(self._config.max_bytes, *await self._do(self._store.held, job.scope), "")
+        if len(result) > max(bound, 0) + job.bytes:
+            problem = error_body(EngineFailed("there is no room for its result"))["error"]
+            state, result = FAILED, b""
+        ended = partial(end, state, time.time(), self._config.keep_s)
+        try:
+            done = await self._do(partial(ended, result=result, error=problem))
+        except (SQLAlchemyError, OSError) as error:
+            log.error("job %s: its result is lost: %s", job.id, _short(error))
+            state, told = FAILED, error_body(EngineFailed("its result could not be kept"))["error"]
+            done = await self._do(
+                partial(end, FAILED, time.time(), self._config.keep_s, error=told)
+            )
+        if done:
+            self._counted(state)
+
+    async def _answer(self, job: JobRecord) -> msgspec.Raw:
+        """What a job comes to."""
+        assert self._store is not None
+        client = self._keys.holder(job.scope)
+        if client is None:
+            raise InvalidRequest("key", "is not known any more")
+        if job.runs > _MOST_RUNS:
+            raise EngineFailed(f"{_MOST_RUNS} routers were lost while they ran it")
+        with ExitStack() as held:
+            held.enter_context(self._admission.hold(client, job.bytes))
+            raw = await self._do(self._store.form, job.id)
+            if raw is None:
+                raise asyncio.CancelledError  # its client was faster
+            form = await self._turns.run(client, len(raw), _form, raw)
+            del raw
+            done: dict[int, tuple[int, int]] = {}
+
+            def tell(number: int, meta: Mapping[str, Any]) -> None:
+                nodes, _ = done.get(number, (0, 0))
+                if meta.get("event") == "node":
+                    done[number] = nodes + 1, 0
+                    self._progress[job.id] = {"nodes": sum(first for first, _ in done.values())}
+                elif meta.get("steps"):
+                    done[number] = int(meta["step"]), int(meta["steps"])
+                    step, steps = (sum(each) for each in zip(*done.values(), strict=True))
+                    # Those that have not begun have as many.
+                    steps = max(steps, form.fields.n * max(total for _, total in done.values()))
+                    self._progress[job.id] = {"step": step, "steps": steps}
+
+            # A worker may still hold the run before, of a router that was killed.
+            name = job.id if job.runs == 1 else f"{job.id}.{job.runs}"
+            return await self._edits.answer(client, form, job.bytes, {}, name, tell)
+
+    async def _tell(self, job: JobRecord) -> None:
+        """Tell a job's webhook of its end."""
+        assert self._store is not None
+        assert job.webhook is not None
+        client = self._keys.holder(job.scope)
+        event = {"type": f"job.{job.state}", "timestamp": job.ended, "data": told_of(job)}
+        taken = client is not None and await self._webhooks.tell(
+            job.webhook, client.webhook_secret, job.id, event
+        )
+        self._metrics.webhooks.labels("taken" if taken else "given_up").inc()
+        await self._do(partial(self._store.told, self._owner, job.id, taken=taken))
+
+    def _counted(self, state: str) -> None:
+        self._metrics.jobs.labels(state).inc()
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
+    """A full disk, or a database that does not answer, as what its client is told."""
+    try:
+        yield
+    except (SQLAlchemyError, OSError) as error:
+        log.error("jobs: %s", _short(error))
+        raise RetryLater("jobs cannot be kept at the moment; try again later", 5.0) from None
+
+
+def told_of(job: JobRecord) -> dict[str, Any]:
+    """What clients are told of a job, but for its result."""
+    return {
+        "id": job.id,
+        "object": "job",
+        "status": job.state,
+        "created_at": int(job.created),
+        "started_at": None if job.started is None else int(job.started),
+        "ended_at": None if job.ended is None else int(job.ended),
+        "expires_at": None if job.expires is None else int(job.expires),
+        "progress": job.progress,
+        "error": job.error,
+        "webhook": None if job.webhook is None else {"url": job.webhook, "taken": job.told},
+    }
+
+
+def place_of(config: RouterConfig) -> str:
+    """Where jobs are kept; empty: nowhere."""
+    if config.jobs.database:
+        return config.jobs.database
+    if not config.listen.http_port:
+        return ""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return str(Path(state) / "maskserve" / f"jobs-{config.listen.http_port}.sqlite")
+
+
+def _form(raw: bytes) -> EditForm:
+    return msgspec.msgpack.decode(raw, type=EditForm)
+
+
+def _digest(form: EditForm) -> bytes:
+    return hashlib.sha256(_ENCODER.encode(form)).digest()
+
+
+def _short(error: BaseException) -> str:
+    """What a database's driver says, without the statement and its pictures."""
+    return f"{type(error).__name__}: {getattr(error, 'orig', None) or error}"[:300]
+
+
+async def _either(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, so long at most."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except (TimeoutError, asyncio.TimeoutError):
+        pass

@@ -1,0 +1,65 @@
+"""`/v1/jobs`: an edit as a job, what has become of it, and its end."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.front import Front
+from maskserve_router.jobs.jobs import Jobs, told_of
+from maskserve_router.openai.answers import answering, json_answer
+from maskserve_router.openai.edits import ImageEdits
+
+_NAME = re.compile(r"[!-~]{1,255}")
+"""An idempotency key, as a header may have it."""
+
+
+def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
+    """Routes of jobs, for whoever may call."""
+
+    async def add(request: Request, request_id: str) -> Response:
+        client = front.client(request.headers)
+        named = request.headers.get("idempotency-key")
+        if named is not None and _NAME.fullmatch(named) is None:
+            raise InvalidRequest("Idempotency-Key", "has another form", "up to 255 letters")
+        with ExitStack() as held:
+            form, _ = await edits.read(request, client, held)
+            job, new = await jobs.add(form, client, named)
+        headers = {"location": f"/v1/jobs/{job.id}"}
+        if not new:
+            headers["idempotent-replayed"] = "true"
+        return json_answer(told_of(job), request_id, 202, headers)
+
+    async def listed(request: Request, request_id: str) -> Response:
+        found, used = await jobs.listed(front.client(request.headers))
+        body = {"object": "list", "data": [told_of(job) for job in found], "today": used._asdict()}
+        return json_answer(body, request_id)
+
+    async def one(request: Request, request_id: str) -> Response:
+        job = await jobs.get(request.path_params["id"], front.client(request.headers))
+        body: dict[str, Any] = told_of(job)
+        if job.state == "succeeded" and (result := await jobs.result(job)) is not None:
+            body["result"] = msgspec.Raw(result)
+        return json_answer(body, request_id)
+
+    async def end(request: Request, request_id: str) -> Response:
+        name = request.path_params["id"]
+        job = await jobs.end(name, front.client(request.headers))
+        if job is not None:
+            return json_answer(told_of(job), request_id)
+        return json_answer({"id": name, "object": "job.deleted", "deleted": True}, request_id)
+
+    path = "/v1/jobs/{id}"
+    return [
+        Route("/v1/jobs", answering(add), methods=["POST"]),
+        Route("/v1/jobs", answering(listed), methods=["GET"]),
+        Route(path, answering(one), methods=["GET"]),
+        Route(path, answering(end), methods=["DELETE"]),
+    ]

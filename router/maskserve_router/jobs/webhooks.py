@@ -1,0 +1,128 @@
+"""Tells whom a job names that it has ended: a signed call, again and again until it is taken.
+
+The form is that of Standard Webhooks (https://www.standardwebhooks.com), which has libraries in
+most languages to check the signature. The id is the job's: a call that comes twice has the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import httpx
+import msgspec
+from tenacity import (
+    AsyncRetrying,
+    RetryError,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.config import JobsConfig, webhook_key
+from maskserve_router.public_hosts import PublicUrl, PublicHosts, Resolve, is_public, resolve
+
+log = logging.getLogger("maskserve.router")
+_LONGEST_PAUSE_S: Final = 300
+_GONE: Final = 410
+
+
+class _NotTaken(Exception):
+    """Why a call was not taken; another may be."""
+
+
+def signature(key: bytes, name: str, seconds: int, body: bytes) -> str:
+    """What proves that a message comes from who has the key."""
+    digest = hmac.digest(key, b"%b.%d.%b" % (name.encode(), seconds, body), hashlib.sha256)
+    return f"v1,{base64.b64encode(digest).decode()}"
+
+
+class Webhooks:
+    """Calls the hosts that the operator listed.
+
+    Args:
+        config: of jobs.
+        resolver: addresses of a host and port.
+        public: whether an address may be asked.
+        trusted: certificates; by default those of certifi.
+        pause_s: the first pause between two calls, at most; each is up to twice the one before.
+    """
+
+    def __init__(
+        self,
+        config: JobsConfig,
+        resolver: Resolve = resolve,
+        public: Callable[[str], bool] = is_public,
+        trusted: ssl.SSLContext | None = None,
+        pause_s: float = 1.0,
+    ) -> None:
+        self._hosts = PublicHosts(
+            config.webhook_hosts, config.webhook_timeout_s, resolver, public, trusted
+        )
+        self._tries, self._pause_s = config.webhook_tries, pause_s
+
+    async def close(self) -> None:
+        await self._hosts.close()
+
+    def check(self, url: str, secret: str) -> None:
+        """Refuse what could not be told.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        if not self._hosts.hosts:
+            raise InvalidRequest("webhook", "is given, and no host is listed for them", "none")
+        self._hosts.allowed("webhook", url)
+        if not secret:
+            raise InvalidRequest("webhook", "is given, and the key has no webhook_secret", "none")
+
+    async def tell(self, url: str, secret: str, name: str, event: dict[str, Any]) -> bool:
+        """Whether the host has taken an event, by an answer 2xx; it is asked until then.
+
+        Args:
+            url: the webhook.
+            secret: signs the event.
+            name: of the event, the same in each call.
+            event: that is told.
+        """
+        body = msgspec.json.encode(event)
+        tries = AsyncRetrying(
+            stop=stop_after_attempt(self._tries),
+            wait=wait_random_exponential(self._pause_s, _LONGEST_PAUSE_S),
+            retry=retry_if_exception_type(_NotTaken),
+        )
+        try:
+            asked = self._hosts.allowed("webhook", url)
+            return await tries(self._call, asked, webhook_key(secret), name, body)
+        except InvalidRequest as error:  # the host is not listed any more
+            told: BaseException = error
+        except RetryError as error:
+            told = error.last_attempt.exception() or error
+        log.warning("job %s: its webhook was not taken: %s", name, told)
+        return False
+
+    async def _call(self, asked: PublicUrl, key: bytes, name: str, body: bytes) -> bool:
+        seconds = int(time.time())
+        headers = {
+            "content-type": "application/json",
+            "webhook-id": name,
+            "webhook-timestamp": str(seconds),
+            "webhook-signature": signature(key, name, seconds, body),
+        }
+        try:
+            async with await self._hosts.ask("POST", asked, headers, body) as answer:
+                status = answer.status_code
+        except (httpx.HTTPError, OSError, UnicodeError) as error:
+            raise _NotTaken(f"{asked.host}: {type(error).__name__}: {error}") from None
+        if 200 <= status < 300:
+            return True
+        if status == _GONE:  # it wants no more of them
+            return False
+        raise _NotTaken(f"{asked.host} answered with status {status}")

@@ -1,0 +1,170 @@
+"""Hosts of the internet that a router speaks to because a client named them in a URL.
+
+Whoever asks hosts for a client could be made to ask some that only it reaches. So none is asked but
+listed ones, over TLS with their certificate checked, at public addresses, without following
+redirects or using proxies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import httpx
+
+from maskserve_core.errors import InvalidRequest
+
+_MAX_URL = 4096
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All of IPv6 that is given out to hosts of the internet."""
+_SPECIAL = [
+    ipaddress.ip_network(network)
+    for network in (
+        # IANA's registry of special-purpose IPv4 addresses, and multicast.
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24"),
+        *("192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15"),
+        *("198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+        # Of that for IPv6, what lies in 2000::/3: protocols (Teredo, ORCHID, …), documentation,
+        # 6to4, AS112.
+        *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+    )
+]
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
+
+
+_LOOK_UPS = ThreadPoolExecutor(4, "look-up")
+"""Names that clients give are looked up apart from those of workers, however long that takes."""
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """Addresses of a host; OSError if it has none."""
+    found = await asyncio.get_running_loop().run_in_executor(
+        _LOOK_UPS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    )
+    return [str(address[0]) for *_, address in found]
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is of the open internet: none that a registry of IANA sets aside. Of an
+    IPv6 address that stands for an IPv4 one, that one is asked about.
+    """
+    try:
+        ip: Address = ipaddress.ip_address(address)
+    except ValueError:  # such as one with a zone, which is of this network
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped
+        if inner is None and ip not in _UNICAST:
+            return False
+        ip = inner or ip
+    return not any(ip in network for network in _SPECIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class PublicUrl:
+    """A URL that may be asked."""
+
+    host: str
+    port: int
+    url: httpx.URL
+
+
+class PublicHosts:
+    """Asks listed hosts.
+
+    Args:
+        hosts: that may be asked, `name` or `name:port`.
+        timeout_s: of each wait for the network.
+        resolver: addresses of a host and port.
+        public: whether an address may be asked.
+        trusted: certificates; by default those of certifi.
+    """
+
+    def __init__(
+        self,
+        hosts: Collection[str],
+        timeout_s: float,
+        resolver: Resolve = resolve,
+        public: Callable[[str], bool] = is_public,
+        trusted: ssl.SSLContext | None = None,
+    ) -> None:
+        self.hosts = frozenset(hosts)
+        self._resolver, self._public = resolver, public
+        # Made once: to read all certificates that are trusted takes as long as fifty requests. No
+        # connection is kept, since the next host at its address may be another.
+        self._client = httpx.AsyncClient(
+            verify=(trusted or httpx.create_ssl_context()) if self.hosts else False,
+            trust_env=False,
+            follow_redirects=False,
+            timeout=timeout_s,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def allowed(self, field: str, url: str, also: str = "") -> PublicUrl:
+        """What may be asked.
+
+        Args:
+            field: of the request, for errors.
+            url: that a client gave.
+            also: what else the field accepts.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        accepted = f"{also}https URLs of {', '.join(sorted(self.hosts)) or 'no host'}"
+        try:
+            asked = httpx.URL(url[: _MAX_URL + 1])
+            host, port = asked.host.lower(), asked.port or 443
+        except (httpx.InvalidURL, ValueError, UnicodeError):
+            raise InvalidRequest(field, "is no URL", accepted) from None
+        if len(url) > _MAX_URL:
+            raise InvalidRequest(field, f"has over {_MAX_URL} characters", accepted)
+        if asked.scheme != "https":
+            raise InvalidRequest(field, "is no https URL", accepted)
+        if asked.userinfo:
+            raise InvalidRequest(field, "has a user or password", accepted)
+        name = host if port == 443 else f"{host}:{port}"
+        if name not in self.hosts:
+            raise InvalidRequest(field, "is of a host that is not listed", accepted)
+        return PublicUrl(host, port, asked)
+
+    async def ask(
+        self,
+        method: str,
+        asked: PublicUrl,
+        headers: Mapping[str, str],
+        content: bytes | None = None,
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """Its answer, to be entered; the body is not yet read.
+
+        Raises:
+            OSError: it has no address, or one that is not public.
+        """
+        addresses = await self._resolver(asked.host, asked.port)
+        if not addresses or not all(map(self._public, addresses)):
+            raise OSError("not a public address")
+        # The address that was checked is the one that is asked: a name may change between two
+        # look-ups. Certificate and Host are the name's.
+        at = asked.url.copy_with(host=addresses[0], fragment=None)
+        return self._client.stream(
+            method,
+            at,
+            content=content,
+            headers={"Host": asked.url.netloc.decode(), **headers},
+            extensions={"sni_hostname": asked.host},
+        )

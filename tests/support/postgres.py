@@ -1,0 +1,46 @@
+"""A PostgreSQL server of the machine's own, where it has one (Debian: `apt install postgresql`)."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NOBODY = "postgres"
+"""As whom it runs if this process is root, which it refuses to be."""
+
+
+def find_postgres() -> Path | None:
+    """The folder of its programs; None: it is not installed."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    on_path = shutil.which("initdb")
+    return found[-1].parent if found else Path(on_path).parent if on_path else None
+
+
+@contextmanager
+def postgres(programs: Path) -> Iterator[str]:
+    """A server with an empty database; gives its URL. It listens at a socket of its own folder."""
+    folder = Path(tempfile.mkdtemp(prefix="maskserve-postgres-", dir="/tmp"))
+    user = _NOBODY if os.geteuid() == 0 else None
+    if user is not None:
+        os.chown(folder, pwd.getpwnam(user).pw_uid, -1)
+    data = folder / "data"
+    quiet = {"stdout": subprocess.DEVNULL, "user": user, "cwd": folder}
+    initdb = [programs / "initdb", "-D", data, "-U", "jobs", "-A", "trust", "--no-sync"]
+    control = [programs / "pg_ctl", "-D", data, "-w"]
+    settings = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
+    try:
+        subprocess.run(initdb, check=True, **quiet)
+        log = folder / "log"
+        subprocess.run([*control, "-l", log, "-o", settings, "start"], check=True, **quiet)
+        try:
+            yield f"postgresql+psycopg://jobs@/postgres?host={folder}"
+        finally:
+            subprocess.run([*control, "-m", "immediate", "stop"], check=True, **quiet)
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,424 @@
+"""Jobs at a router over emulated workers: what clients see, quotas, webhooks, and a lost router."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from PIL import Image
+from sqlalchemy import event
+from standardwebhooks.webhooks import Webhook
+
+from maskserve_core.config import ConfigError
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.config import JobsConfig, router_config_of
+from maskserve_router.jobs.jobs import place_of
+from maskserve_router.jobs.webhooks import Webhooks
+from maskserve_router.public_hosts import is_public
+from maskserve_router.router import Router
+from tests.support.router import Faulty, cluster, until
+from tests.support.router_requests import mask_of
+from tests.support.tls_host import Host, answer, serving, trusted_by
+
+SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
+
+
+def picture(width: int = 64, height: int = 64) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "png")
+    return file.getvalue()
+
+
+def form(**fields: Any) -> aiohttp.FormData:
+    made = aiohttp.FormData()
+    made.add_field("image", picture(), filename="a.png")
+    made.add_field("mask", mask_of(100, 64), filename="m.png")
+    for name, value in {"prompt": "a star", "mask_mode": "white", **fields}.items():
+        made.add_field(name, str(value))
+    return made
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, url: str, key: str = "") -> None:
+        self._session, self._url = session, url
+        self._key = {"authorization": f"Bearer {key}"} if key else {}
+
+    async def call(
+        self, method: str, path: str = "", data: Any = None, **headers: str
+    ) -> tuple[int, Any, Any]:
+        ask = self._session.request(
+            method, f"{self._url}/v1/jobs{path}", data=data, headers={**self._key, **headers}
+        )
+        async with ask as told:
+            return told.status, json.loads(await told.read()), told.headers
+
+    async def give(self, data: Any = None, **headers: str) -> str:
+        status, told, got = await self.call("POST", "", data or form(), **headers)
+        assert (status, told["object"]) == (202, "job"), told
+        assert got["location"] == f"/v1/jobs/{told['id']}"
+        return str(told["id"])
+
+    async def ended(self, name: str) -> dict[str, Any]:
+        for _ in range(500):
+            status, told, _ = await self.call("GET", f"/{name}")
+            assert status == 200
+            if told["status"] not in ("queued", "running"):
+                return dict(told)
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"it does not end: {told}")
+
+
+@asynccontextmanager
+async def jobs(
+    folder: Path, key: str = "", **tables: Any
+) -> AsyncIterator[tuple[Router, list[Faulty], Client]]:
+    own = {"database": str(folder / "jobs.sqlite"), **tables.pop("jobs", {})}
+    async with cluster(None, answer=picture(), jobs=own, **tables) as (router, workers):
+        for worker in workers:
+            worker.progress = 3
+        async with aiohttp.ClientSession() as session:
+            yield router, workers, Client(session, f"http://127.0.0.1:{router.http.port}", key)
+
+
+def keys(*names: str, **more: Any) -> list[dict[str, Any]]:
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    return [{"name": name, "sha256": digest, **more} for name, digest in digests.items()]
+
+
+async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (router, workers, client):
+        for worker in workers:
+            worker.hold()
+        name = await client.give(form(n=2, seed=7))
+        await until("it runs", lambda: sum(len(w.seen) for w in workers) == 2)
+        await until("it is told how far it is", lambda: router._jobs._progress.get(name))
+        _, told, _ = await client.call("GET", f"/{name}")
+        assert (told["status"], told["progress"]) == ("running", {"step": 6, "steps": 6})
+        for worker in workers:
+            worker.let_go()
+        ended = await client.ended(name)
+        assert ended["status"] == "succeeded"
+        assert ended["expires_at"] == ended["ended_at"] + 86_400
+        result = ended["result"]
+        assert base64.b64decode(result["data"][0]["b64_json"]) == picture()
+        assert [meta["seed"] for meta in result["maskserve"]] == [7, 8]
+        assert {seen["request_id"] for w in workers for seen in w.seen} == {
+            f"{name}-0",
+            f"{name}-1",
+        }
+        _, listed, _ = await client.call("GET")
+        assert [each["id"] for each in listed["data"]] == [name]
+        assert "result" not in listed["data"][0]
+        assert listed["today"]["megapixel_steps"] == pytest.approx(2 * 28 * 64 * 64 / 1e6)
+        status, told, _ = await client.call("DELETE", f"/{name}")
+        assert (status, told["deleted"]) == (200, True)
+        status, told, _ = await client.call("GET", f"/{name}")
+        assert (status, told["error"]["code"]) == (404, "job_not_found")
+        counted = router.metrics.registry.get_sample_value
+        assert counted("maskserve_jobs_total", {"state": "succeeded"}) == 1
+
+
+async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (router, workers, client):
+        for worker in workers:
+            worker.hold()
+        name = await client.give()
+        await until("it runs", lambda: any(w.seen for w in workers))
+        status, told, _ = await client.call("DELETE", f"/{name}")
+        assert (status, told["status"]) == (200, "cancelled")
+        await until("nothing is under way", lambda: not router.admission.edits)
+        assert (await client.ended(name))["status"] == "cancelled"
+        assert (router.admission.bytes, router._jobs._running) == (0, {})
+
+
+async def test_an_edit_that_fails_is_a_job_that_failed(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (_, workers, client):
+        for worker in workers:
+            worker.fails, worker.text = 1, "[INVALID_REQUEST] SETTINGS.seed: is odd"
+        told = await client.ended(await client.give())
+        assert told["status"] == "failed"
+        assert told["error"]["param"] == "seed"
+        assert told["error"]["code"] == "invalid_request"
+
+
+async def test_a_job_waits_until_there_is_a_worker(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (router, workers, client):
+        for worker in workers:
+            worker.silent = True
+        await until("none is up", lambda: not router.pool.ready())
+        name = await client.give()
+        await until("it has been tried", lambda: router._jobs._places._turns)
+        for worker in workers:
+            worker.silent = False
+        assert (await client.ended(name))["status"] == "succeeded"
+
+
+async def test_a_request_that_comes_twice_is_one_job(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (_, workers, client):
+        named = {"Idempotency-Key": "mine"}
+        name = await client.give(**named)
+        status, told, headers = await client.call("POST", "", form(), **named)
+        assert (status, told["id"], headers["idempotent-replayed"]) == (202, name, "true")
+        status, told, _ = await client.call("POST", "", form(prompt="a moon"), **named)
+        assert status == 400
+        assert told["error"]["message"].startswith("Idempotency-Key: came with another request")
+        status, told, _ = await client.call("POST", "", form(), **{"Idempotency-Key": "ü" * 300})
+        assert status == 400
+        await client.ended(name)
+        assert sum(len(w.seen) for w in workers) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": "true"}, "stream"),
+        ({"webhook": "https://a.example/"}, "webhook"),
+        ({"size": "3x3"}, "size"),
+        ({"prompts": "x"}, "prompts"),
+    ],
+)
+async def test_what_cannot_be_a_job_is_refused_at_once(
+    tmp_path: Path, fields: dict[str, str], param: str
+) -> None:
+    async with jobs(tmp_path) as (_, _, client):
+        status, told, _ = await client.call("POST", "", form(**fields))
+        assert (status, told["error"]["param"]) == (400, param)
+        assert (await client.call("GET"))[1]["data"] == []
+
+
+async def test_a_webhook_belongs_to_a_job(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (router, _, _), aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{router.http.port}/v1/images/edits"
+        async with session.post(url, data=form(webhook="https://a.example/")) as told:
+            assert told.status == 400
+            assert (await told.json())["error"]["param"] == "webhook"
+
+
+async def test_a_job_is_its_keys_alone(tmp_path: Path) -> None:
+    two = [*keys("a"), *keys("b"), *keys("operator", admin=True)]
+    async with jobs(tmp_path, "a", keys=two) as (router, _, client):
+        name = await client.give()
+        await client.ended(name)
+        url = f"http://127.0.0.1:{router.http.port}"
+        other, operator = (Client(client._session, url, key) for key in ("b", "operator"))
+        for method in ("GET", "DELETE"):
+            assert (await other.call(method, f"/{name}"))[0] == 404
+        assert (await other.call("GET"))[1]["data"] == []
+        assert (await operator.call("GET", f"/{name}"))[0] == 200
+        assert (await Client(client._session, url, "c").call("GET", f"/{name}"))[0] == 401
+
+
+@pytest.mark.parametrize(
+    "bound", ["jobs_per_day", "job_bytes_per_day", "job_megapixel_steps_per_day"]
+)
+async def test_a_key_gives_no_more_than_it_may_in_a_day(tmp_path: Path, bound: str) -> None:
+    most = {"jobs_per_day": 1, "job_bytes_per_day": 1000, "job_megapixel_steps_per_day": 1}
+    asked = {"num_inference_steps": 200}  # 0.8 megapixel-steps, some 600 bytes
+    async with jobs(tmp_path, "a", keys=keys("a", **{bound: most[bound]})) as (_, _, client):
+        await client.give(form(**asked))
+        status, told, headers = await client.call("POST", "", form(**asked))
+        assert status == 429
+        assert "key a may give 1" in told["error"]["message"]
+        assert int(headers["retry-after"]) > 0
+
+
+async def test_jobs_beyond_what_may_be_kept_are_refused(tmp_path: Path) -> None:
+    async with jobs(tmp_path, jobs={"max_bytes": 1000}) as (_, workers, client):
+        for worker in workers:
+            worker.hold()
+        await client.give()
+        status, told, _ = await client.call("POST", "", form())
+        assert (status, told["error"]["code"]) == (429, "overloaded")
+        for worker in workers:
+            worker.let_go()
+
+
+async def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (router, _, client):
+        name = await client.give()
+        await client.ended(name)
+        store = router._jobs._store
+        assert store is not None
+        with store._engine.begin() as db:
+            pages = db.exec_driver_sql("PRAGMA page_count").scalar_one()
+        store._engine.dispose()
+
+        def small(connection: Any, _: Any) -> None:
+            connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+
+        event.listen(store._engine, "connect", small)
+        noise = Image.effect_noise((300, 300), 90).convert("RGB")
+        file = io.BytesIO()
+        noise.save(file, "png")
+        big = aiohttp.FormData({"prompt": "x", "mask_mode": "white"})
+        big.add_field("image", file.getvalue(), filename="a.png")
+        big.add_field("mask", mask_of(100, 64), filename="m.png")
+        status, told, _ = await client.call("POST", "", big)
+        assert (status, told["error"]["code"]) == (429, "overloaded")
+        assert "cannot be kept" in told["error"]["message"]
+        assert (await client.call("GET", f"/{name}"))[1]["status"] == "succeeded"
+
+
+async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
+    """The first is lost as it would be by SIGKILL: it says nothing more of its job."""
+    bounds = {"database": str(tmp_path / "jobs.sqlite"), "lease_s": 0.5}
+    async with jobs(tmp_path, jobs=bounds) as (lost, workers, client):
+        for worker in workers:
+            worker.hold()
+        name = await client.give()
+        await until("it runs", lambda: any(w.seen for w in workers))
+        for task in lost._jobs._tasks:  # it renews no lease, and does not notice
+            task.cancel()
+        config = router_config_of(
+            {
+                "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
+                "workers": {"addresses": [w.address for w in workers], "poll_timeout_s": 2.0},
+                "jobs": bounds,
+            }
+        )
+        async with Router(config) as router:
+            await until("the other has it", lambda: name in router._jobs._running)
+            for worker in workers:
+                worker.let_go()
+            other = Client(client._session, f"http://127.0.0.1:{router.http.port}")
+            ended = await other.ended(name)
+            assert ended["status"] == "succeeded"
+            await until("the lost one is done", lambda: not lost._jobs._running)
+            assert await other.ended(name) == ended
+            counted = lost.metrics.registry.get_sample_value
+            assert counted("maskserve_jobs_total", {"state": "succeeded"}) is None
+        assert len({seen["seed"] for w in workers for seen in w.seen}) == 1
+        assert {seen["request_id"] for w in workers for seen in w.seen} == {name, f"{name}.2"}
+
+
+async def test_a_router_that_stops_leaves_its_jobs_to_the_next(tmp_path: Path) -> None:
+    faults = {"drain_grace_s": 0.05}
+    async with jobs(tmp_path, faults=faults) as (router, workers, client):
+        for worker in workers:
+            worker.hold()
+        name = await client.give()
+        await until("it runs", lambda: any(w.seen for w in workers))
+        await router.stop()
+        async with jobs(tmp_path) as (_, _, other):
+            assert (await other.ended(name))["status"] == "succeeded"
+
+
+@pytest.mark.parametrize(
+    "told", [{"webhook_secret": "whsec_short"}, {"webhook_secret": "x" * 40}, {"lease_s": 0}]
+)
+def test_a_wrong_configuration_is_told(told: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(told))):
+        router_config_of({"jobs": told})
+
+
+async def test_a_database_that_does_not_open_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no database")
+    config = router_config_of({"jobs": {"database": str(tmp_path / "file")}})
+    with pytest.raises(ConfigError, match=r"\[jobs\] database: .*not a database"):
+        await Router(config)._jobs.start()
+
+
+def test_jobs_lie_beside_the_router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert place_of(router_config_of({})) == str(tmp_path / "maskserve" / "jobs-8080.sqlite")
+    assert place_of(router_config_of({"listen": {"http_port": 0}})) == ""
+
+
+async def test_without_a_place_jobs_are_refused() -> None:
+    async with cluster(None) as (router, _), aiohttp.ClientSession() as session:
+        client = Client(session, f"http://127.0.0.1:{router.http.port}")
+        assert (await client.call("POST", "", form()))[0] == 501
+
+
+# Webhooks.
+
+
+def webhooks(host: Host, *, public: bool = True, **more: Any) -> Webhooks:
+    async def here(name: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    hosts = (f"hooks.example:{host.port}",)
+    return Webhooks(
+        JobsConfig(webhook_hosts=hosts, webhook_tries=4, **more),
+        here,
+        (lambda _: True) if public else is_public,
+        trusted_by(host),
+        pause_s=0.001,
+    )
+
+
+def headers_of(head: bytes) -> dict[str, str]:
+    lines = head.decode().split("\r\n")[1:-2]
+    return {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+
+
+async def test_a_webhook_is_told_until_it_is_taken(tmp_path: Path) -> None:
+    async with serving("hooks.example") as host:
+        host.then = [answer(b"", "503 Busy"), answer(b"", "302 Found", "Location: https://a/\r\n")]
+        host.answer = answer(b"", "204 No Content")
+        given: dict[str, Any] = {"webhook_hosts": [f"hooks.example:{host.port}"]}
+        given["webhook_secret"] = SECRET
+        async with jobs(tmp_path, jobs=given) as (router, _, client):
+            router._jobs._webhooks = webhooks(host)
+            name = await client.give(form(webhook=f"https://hooks.example:{host.port}/done?x=1"))
+            ended = await client.ended(name)
+            await until("it is told", lambda: len(host.asked) == 3)
+            await until("that is known", lambda: not router._jobs._telling)
+            _, told, _ = await client.call("GET", f"/{name}")
+            assert told["webhook"]["taken"] is True
+        for head, body in zip(host.asked, host.bodies, strict=True):
+            assert head.startswith(b"POST /done?x=1 HTTP/1.1")
+            event = Webhook(SECRET).verify(body, headers_of(head))  # the library of its takers
+            assert event["type"] == "job.succeeded"
+            assert event["data"]["id"] == headers_of(head)["webhook-id"] == name
+            assert "result" not in event["data"]
+            with pytest.raises(Exception, match="signature"):
+                Webhook(SECRET).verify(body.replace(b"succeeded", b"cancelled"), headers_of(head))
+        assert ended["status"] == "succeeded"
+
+
+async def test_a_webhook_that_nobody_takes_is_given_up() -> None:
+    async with serving("hooks.example") as host:
+        host.answer = answer(b"", "500 No")
+        url = f"https://hooks.example:{host.port}/"
+        assert not await webhooks(host).tell(url, SECRET, "a", {})
+        assert len(host.asked) == 4
+        assert not await webhooks(host, public=False).tell(url, SECRET, "a", {})
+        assert len(host.asked) == 4  # a private address is not asked
+        host.answer = answer(b"", "410 Gone")
+        assert not await webhooks(host).tell(url, SECRET, "a", {})
+        assert len(host.asked) == 5
+        host.silent = True
+        assert not await webhooks(host, webhook_timeout_s=0.1).tell(url, SECRET, "a", {})
+    assert not await webhooks(host).tell(url, SECRET, "a", {})  # nobody is there
+
+
+@pytest.mark.parametrize(
+    ("url", "secret", "told"),
+    [
+        ("http://hooks.example/", SECRET, "is no https URL"),
+        ("https://169.254.169.254/", SECRET, "host that is not listed"),
+        ("https://user@hooks.example/", SECRET, "user or password"),
+        ("no url", SECRET, "webhook: is no"),
+        ("https://hooks.example/" + "x" * 5000, SECRET, "4096 characters"),
+        ("https://hooks.example/", "", "no webhook_secret"),
+    ],
+)
+def test_webhooks_that_are_not_told(url: str, secret: str, told: str) -> None:
+    listed = Webhooks(JobsConfig(webhook_hosts=("hooks.example",)))
+    with pytest.raises(InvalidRequest, match=told):
+        listed.check(url, secret)
+
+
+def test_without_listed_hosts_there_are_none() -> None:
+    with pytest.raises(InvalidRequest, match="no host is listed"):
+        Webhooks(JobsConfig()).check("https://hooks.example/", SECRET)
