@@ -19,7 +19,7 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import ImageHosts
 from maskserve_router.keys import KeyHolder
-from maskserve_router.public_hosts import PublicUrl, PublicHosts, Resolve, is_public, resolve
+from maskserve_router.public_hosts import PublicHosts, PublicUrl, Resolve, is_public, resolve
 from maskserve_router.turns import Turns
 
 _ACCEPTED = '{"image_url": "data:image/png;base64,…"}'
