@@ -14,7 +14,7 @@ from maskserve_core.contracts.keys import SCOPE, TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import Misread, Table, given, read
 
-MaskMode = Literal["auto", "white", "alpha"]
+MaskMode = Literal["auto", "white", "alpha", "strength"]
 CropMode = Literal["auto", "on", "off"]
 Background = Literal["auto", "transparent", "opaque"]
 CacheMode = Literal["auto", "own", "off", "require"]
@@ -143,7 +143,8 @@ class EditSettings(Table, frozen=True):
     """Share of the schedule that is run: below 1 fewer steps."""
     mask_mode: MaskMode = "auto"
     """`white`: white is edited; `alpha`: what is transparent is edited; `auto`: alpha if the mask
-    has any."""
+    has any; `strength`: grey says how much may change, as the share of the steps that it is part of
+    the edit for, the last ones."""
     mask_dilate: Pixels = 0
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: Pixels = 0

@@ -159,6 +159,8 @@ class Selected:
     """bool [H, W], of the canvas."""
     warnings: tuple[str, ...] = ()
     """What the client should know of the mask."""
+    strength: Bytes2D | None = None
+    """uint8 [H, W], how much of the canvas may change; None: all of what is selected."""
 
 
 def select(raw: bytes, asked: EditSettings, limits: LimitsConfig, size: Size) -> Selected:
@@ -171,20 +173,26 @@ def select(raw: bytes, asked: EditSettings, limits: LimitsConfig, size: Size) ->
         size: (height, width) of the image, which the mask must have too.
 
     Raises:
-        InvalidRequest: naming MASK, SETTINGS.mask_mode or SETTINGS.expand.
+        InvalidRequest: naming MASK, or the setting.
     """
     expands = any(asked.expand)
     canvas_size(size, asked.expand, limits)
     if expands and not raw:
         return Selected(grown(np.zeros(size, np.bool_), asked.expand, constant_values=True))
-    mask = decode_mask(raw, "MASK", limits, size)
+    mask, strength = decode_mask(raw, "MASK", limits, size), None
+    if asked.mask_mode == "strength":
+        for name in ("mask_dilate", "mask_feather"):
+            if getattr(asked, name):
+                told = "is given with mask_mode strength"
+                raise InvalidRequest(f"SETTINGS.{name}", told, "0: grey fades out by itself")
+        strength = grown(mask.luminance, asked.expand, constant_values=255)
     chosen = selected(mask, asked.mask_mode)
     warnings = _looked_at(mask, asked.mask_mode, chosen)
     if expands:
         chosen = grown(chosen, asked.expand, constant_values=True)
     elif not chosen.any():
         raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, asked.mask_mode))
-    return Selected(chosen, warnings)
+    return Selected(chosen, warnings, strength)
 
 
 def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
@@ -195,7 +203,9 @@ def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
     if share <= COVERS_MOST:
         return ()
     by_alpha = _by_alpha(mask, mode)
-    edited = "transparent (alpha 0)" if by_alpha else f"white (luminance {WHITE_FROM} or more)"
+    edited = (
+        "transparent (alpha 0)" if by_alpha else f"white (luminance {_white_from(mode)} or more)"
+    )
     other = "SETTINGS.mask_mode white edits where it is white" if by_alpha else "invert it"
     return (
         f"MASK: {share:.0%} of the picture is edited, since there the mask is {edited}; if what is "
@@ -237,7 +247,8 @@ def selected(mask: DecodedMask, mode: str) -> Bools:
 
     `white`: luminance of at least 128 edits, alpha is ignored. `alpha`: fully transparent edits.
     `auto`: `alpha` if any pixel is at all transparent, else `white`; so an opaque white-on-black
-    mask saved with an alpha channel is read as its author sees it.
+    mask saved with an alpha channel is read as its author sees it. `strength`: any luminance above
+    0 edits, alpha is ignored.
 
     Raises:
         InvalidRequest: `alpha` asked of a mask without transparency.
@@ -250,12 +261,16 @@ def selected(mask: DecodedMask, mode: str) -> Bools:
         assert mask.alpha is not None
         transparent: Bools = mask.alpha == 0
         return transparent
-    white: Bools = mask.luminance >= WHITE_FROM
+    white: Bools = mask.luminance >= _white_from(mode)
     return white
 
 
+def _white_from(mode: str) -> int:
+    return 1 if mode == "strength" else WHITE_FROM
+
+
 def _by_alpha(mask: DecodedMask, mode: str) -> bool:
-    if mask.alpha is None or mode == "white":
+    if mask.alpha is None or mode in ("white", "strength"):
         return False
     return mode == "alpha" or int(mask.alpha.min()) < 255
 
@@ -265,7 +280,7 @@ def _accepted(mask: DecodedMask, mode: str) -> str:
         opaque = mask.alpha is not None and int(mask.alpha.min()) == 255
         hint = ", or SETTINGS.mask_mode white: it is opaque" if opaque else ""
         return f"a mask with fully transparent pixels (alpha 0) where to edit{hint}"
-    return f"a mask with white pixels (luminance {WHITE_FROM} or more) where to edit"
+    return f"a mask with white pixels (luminance {_white_from(mode)} or more) where to edit"
 
 
 def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2D | None:
@@ -326,12 +341,14 @@ def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
     A model pixel is edited if any source pixel under it has a weight above 0; so a mask of one
     pixel never vanishes.
     """
-    if paste.shape == model_size:
-        return _full(paste)
-    covered = paste
+    return _full(strongest(paste, model_size))
+
+
+def strongest(values: Bytes2D, model_size: Size) -> Bytes2D:
+    """Of all source pixels under a model pixel the largest value, uint8 [h, w]."""
     for axis, size in enumerate(model_size):
-        covered = cover(covered, size, axis)
-    return _full(covered)
+        values = cover(values, size, axis)
+    return values
 
 
 def _full(values: Bytes2D) -> Bytes2D:

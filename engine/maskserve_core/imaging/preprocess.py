@@ -32,7 +32,13 @@ from maskserve_core.imaging.images import (
     model_size,
     resize,
 )
-from maskserve_core.imaging.masks import component_boxes, edit_mask, paste_weights, select
+from maskserve_core.imaging.masks import (
+    component_boxes,
+    edit_mask,
+    paste_weights,
+    select,
+    strongest,
+)
 from maskserve_core.imaging.view import View, see
 from maskserve_core.models.facts import ModelFacts
 
@@ -54,7 +60,8 @@ class PreparedEdit:
     pixels: npt.NDArray[np.uint8]
     """PIXELS: RGB [h, w, 3] at the model's size."""
     edit_mask: npt.NDArray[np.uint8]
-    """EDIT_MASK: [h, w] at the model's size, 255 edits."""
+    """EDIT_MASK: [h, w] at the model's size; above 0 edits, below 255 for that share of the steps.
+    """
     controls: npt.NDArray[np.uint8]
     """CONTROLS: RGB [pictures, h, w, 3] at the model's size."""
     request: EditRequest
@@ -97,7 +104,11 @@ def prepare_edit(
     view = see(selection.pixels, asked, facts.native_resolution, facts.size_multiple)
     paste = paste_weights(selection.pixels, asked.mask_dilate, asked.mask_feather)
     assert paste is not None, "something is selected"
-    edit = mask_for_model(edit_mask(view.window.of(paste), view.size), facts)
+    if selection.strength is None:
+        edit = edit_mask(view.window.of(paste), view.size)
+    else:
+        edit = strongest(view.window.of(selection.strength), view.size)
+    edit = mask_for_model(edit, facts)
     pixels = _seen(source, asked, view)
     controls = _control_pictures(control, accepted.controls, view, config)
     if asked.output_encoding == "auto":

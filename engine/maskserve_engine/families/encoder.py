@@ -161,7 +161,7 @@ class Encoder(ABC):
 
         Args:
             pixels: [H, W, 3] source at model resolution.
-            edit_mask: [H, W], above 127 = edit.
+            edit_mask: [H, W], above 0 = edit.
             prompt: any text; what exceeds the text encoders is cut, as diffusers does.
             negative_prompt: what to lead away from, as `prompt`; None where nothing is.
         """
@@ -188,7 +188,7 @@ class Encoder(ABC):
     ) -> list[NDArray[np.float32]]:
         """The same of several edits' pixels and masks of one size, in one call."""
         with torch.inference_mode():
-            blanked = [_image(pixels) * torch.from_numpy(mask <= 127) for pixels, mask in edits]
+            blanked = [_image(pixels) * torch.from_numpy(mask == 0) for pixels, mask in edits]
             return list(self._all_moments(torch.cat(blanked)))
 
     def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
@@ -220,7 +220,7 @@ class Encoder(ABC):
             maps = []
             for box in pieces.boxes:
                 part = pieces.outer(box, level).slices
-                blanked = torch.from_numpy(edit_mask[part] <= 127)
+                blanked = torch.from_numpy(edit_mask[part] == 0)
                 maps.append(self._on_device(_image(pixels[part]) * blanked))
             norm = MixedNorm(template.sums, pieces, self.vae.device)
             maps = self._down(maps, norm)

@@ -67,6 +67,19 @@ def template_noise(shape: torch.Size, seed: int, dtype: torch.dtype) -> Tensor:
     return draw(shape, torch.Generator("cpu").manual_seed(seed), dtype)
 
 
+def is_soft(edit_mask: NDArray[np.uint8]) -> bool:
+    """Whether an edit mask has grey, as `mask_mode: strength` leaves it."""
+    return bool(((edit_mask > 0) & (edit_mask < 255)).any())
+
+
+def joins(after: int, steps: int) -> float:
+    """The grey, as a share, from which a latent is part of the edit behind so many of its steps
+    (differential diffusion, Levin and Fried 2023): what may change by g of 1 is so for the last g
+    of them. White is from the start and black never; behind the last step it is as before it.
+    """
+    return max(steps - after, 1) / steps
+
+
 def noise_outside(noise: Tensor, mask: Tensor, seed: int) -> Tensor:
     """An edit's noise under its mask, the template's elsewhere.
 

@@ -24,7 +24,14 @@ from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.batch.graphs import bucket
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flow.schedule import Schedule, Shift, linear_shift, make_schedule
-from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
+from maskserve_engine.stages.latents import (
+    Posterior,
+    draw,
+    is_soft,
+    joins,
+    noise_outside,
+    template_noise,
+)
 
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines
 
@@ -46,19 +53,21 @@ def unpack_latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FlowBlend:
-    """Inpaint semantics: outside the mask, latents follow the noised source."""
+    """Inpaint semantics: outside the mask, latents follow the noised source. So they do under its
+    grey, until the edit takes them in (`latents.joins`).
+    """
 
     mask: Tensor
-    """[n, 4C], 1 = edit."""
+    """[n, 4C] float32, 1 = edit."""
     clean: Tensor
     """[n, 4C] source latents."""
     noise: Tensor
     """[n, 4C] the request's noise."""
 
-    def apply(self, latents: Tensor, sigma: Tensor, *, last: bool) -> Tensor:
-        """Latents after a step that ended at `sigma`."""
-        source = self.clean if last else self.source(sigma)
-        return (1 - self.mask) * source + self.mask * latents
+    def apply(self, latents: Tensor, sigma: Tensor, after: int, steps: int) -> Tensor:
+        """Latents after so many of the row's steps, the last of which ended at `sigma`."""
+        source = self.clean if after == steps else self.source(sigma)
+        return torch.where(self.mask >= joins(after, steps), latents, source)
 
     def source(self, sigma: Tensor) -> Tensor:
         """[n, 4C] noised to `sigma`."""
@@ -110,12 +119,23 @@ def start_fill(
 ) -> FlowStart:
     """FluxFillPipeline's preparation; draws image sample, noise, masked-image sample, in order."""
     clean = image.sample(generator)
-    latents = _mixed(clean, draw(clean.shape, generator, clean.dtype), schedule)
-    mask = torch.from_numpy(edit_mask > 127).float()
+    noise = draw(clean.shape, generator, clean.dtype)
+    latents = _mixed(clean, noise, schedule)
+    mask = torch.from_numpy(edit_mask > 0).float()
     condition = torch.cat(
         (pack_latents(masked.sample(generator)), packed_mask(mask, factor, latents.dtype)), dim=1
     )
-    return FlowStart(pack_latents(latents), condition, None)
+    blend = None
+    if is_soft(edit_mask):
+        strength = torch.from_numpy(edit_mask).float()[None, None] / 255
+        blend = blended(clean, noise, F.adaptive_max_pool2d(strength, clean.shape[1:])[0])
+    return FlowStart(pack_latents(latents), condition, blend)
+
+
+def blended(clean: Tensor, noise: Tensor, mask: Tensor) -> FlowBlend:
+    """Of [C, h, w] latents and a mask of them, [1, h, w] float32."""
+    each = (mask.expand_as(clean).contiguous(), clean, noise)
+    return FlowBlend(*(pack_latents(part) for part in each))
 
 
 def start_inpaint(
@@ -130,17 +150,14 @@ def start_inpaint(
     Args:
         clean: [C, h, w] of the source.
         noise: [C, h, w]
-        mask: [1, h, w], 1 = edit.
+        mask: [1, h, w] float32, 1 = edit.
         schedule: the row's.
         outside_seed: of the noise outside the mask; None: it is the edit's, too.
     """
     if outside_seed is not None:
         noise = noise_outside(noise, mask, outside_seed)
     latents = _mixed(clean, noise, schedule)
-    blend = FlowBlend(
-        pack_latents(mask.expand_as(latents).contiguous()), pack_latents(clean), pack_latents(noise)
-    )
-    return FlowStart(pack_latents(latents), None, blend)
+    return FlowStart(pack_latents(latents), None, blended(clean, noise, mask))
 
 
 def _mixed(clean: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
@@ -354,11 +371,11 @@ class FlowPreparation:
             masked, factor = self._posterior(job.masked_moments), self._facts.vae_scale_factor
             return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
         clean = image.mode() if semantics.reference else image.sample(generator)
-        mask = torch.from_numpy(job.edit_mask > 127).float()[None, None]
+        mask = torch.from_numpy(job.edit_mask).float()[None, None] / 255
         start = start_inpaint(
             clean,
             self.noise(clean, generator),
-            self.sampled(mask, clean.shape[1:])[0].to(clean.dtype),
+            self.sampled(mask, clean.shape[1:])[0],
             schedule,
             job.request.template_noise_seed if self._shares_noise else None,
         )

@@ -377,8 +377,8 @@ class FlowRow:
         """
         if self.blend is not None:
             computed, after = moved[: len(self.latents)], self.step + 1
-            sigma, last = self.schedule.sigmas[after], after == self.steps
-            computed.copy_(self.blend.apply(computed, sigma, last=last))
+            sigma = self.schedule.sigmas[after]
+            computed.copy_(self.blend.apply(computed, sigma, after, self.steps))
 
     def advance(self, moves: Tensor) -> None:
         """Book a step that was taken.
@@ -418,7 +418,7 @@ class FlowRow:
         sigma = self.schedule.sigmas[after]
         latents = self.latents + self.moved * (walk[self.step].change / walk[self.step - 1].change)
         if self.blend is not None:
-            latents = self.blend.apply(latents, sigma, last=False)
+            latents = self.blend.apply(latents, sigma, after, self.steps)
         if self.inactive is None:
             return latents
         return torch.cat((latents, self.inactive.outside.at(sigma)[:, : self.channels]))

@@ -11,15 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
-from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
+from maskserve_engine.stages.latents import Posterior, draw, is_soft, noise_outside, template_noise
 
 
 @dataclass(frozen=True, slots=True)
 class UnetBlend:
-    """Base models: outside the mask, latents follow the noised source."""
+    """Base models, and masks with grey: outside the mask, latents follow the noised source. So they
+    do under grey, until the edit takes them in (`latents.joins`).
+    """
 
     mask: Tensor
-    """[1, h, w], 1 = edit."""
+    """[1, h, w] float32, 1 = edit."""
     clean: Tensor
     """[C, h, w] source latents."""
     noise: Tensor
@@ -35,7 +37,7 @@ class UnetStart:
     condition: Tensor | None
     """[1 + C, h, w] mask and masked image of inpainting models."""
     blend: UnetBlend | None
-    """Of base models."""
+    """Of base models, and of masks with grey."""
 
 
 def start_row(
@@ -55,7 +57,7 @@ def start_row(
     Args:
         image: of the source.
         masked: of the source with the masked area blanked; None for base models.
-        edit_mask: [H, W], above 127 = edit.
+        edit_mask: [H, W], above 0 = edit.
         schedule: the row's.
         generator: of the edit's seed.
         dtype: of the model.
@@ -65,15 +67,19 @@ def start_row(
     if masked is None or not schedule.whole:
         clean = image.sample(generator).to(dtype)
     noise = draw(image.mean.shape, generator, dtype)
-    mask = torch.from_numpy(edit_mask > 127).float()[None, None]
-    mask = F.interpolate(mask, size=noise.shape[1:])[0].to(dtype)
+    strength = torch.from_numpy(edit_mask).float()[None, None] / 255
+    mask = F.interpolate((strength > 0).to(dtype), size=noise.shape[1:])[0]
+    strength = F.adaptive_max_pool2d(strength, noise.shape[1:])[0]
     if outside_seed is not None:
         noise = noise_outside(noise, mask, outside_seed)
     latents = schedule.start(None if clean is None else clean[None], noise[None])[0]
     if masked is None:
         assert clean is not None
-        return UnetStart(latents, None, UnetBlend(mask, clean, noise))
-    return UnetStart(latents, torch.cat((mask, masked.sample(generator).to(dtype))), None)
+        return UnetStart(latents, None, UnetBlend(strength, clean, noise))
+    blend = None
+    if is_soft(edit_mask):
+        blend = UnetBlend(strength, image.mode().to(dtype) if clean is None else clean, noise)
+    return UnetStart(latents, torch.cat((mask, masked.sample(generator).to(dtype))), blend)
 
 
 @dataclass(frozen=True, slots=True)

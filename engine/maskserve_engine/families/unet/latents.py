@@ -16,6 +16,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.unet.rows import UnetRow
+from maskserve_engine.stages.latents import joins
 
 
 class PackedLatents:
@@ -85,13 +86,16 @@ class PackedLatents:
             torch.stack([own.scales for own in ahead], -1),
             torch.stack([own.pins for own in ahead], -1),
             torch.stack([own.sources for own in ahead], -1),
+            torch.tensor(
+                [[joins(row.step + at, row.steps) for row in rows] for at in range(1, steps + 1)]
+            ),
         ]
         moves = [_widened(own.moves, depth) for own in ahead if own.moves is not None]
         if moves:
             host.append(torch.stack(moves, 2))
         there = [x[..., None, None, None] for x in to_device(host, self._state.device)]
-        self._guides, self._scales, self._pins, self._sources, *linear = there
-        """[R, …], [S, R, …] and twice [S, 2, R, …] of numbers for [C, h, w]."""
+        self._guides, self._scales, self._pins, self._sources, self._joins, *linear = there
+        """[R, …], [S, R, …], twice [S, 2, R, …] and [S, R, …] of numbers for [C, h, w]."""
         self._moves = linear[0] if linear else None
         """[S, K + 1, R, K, …]: what each tensor of a state, and the answer, brings to the next one.
         None: samplers are not linear."""
@@ -100,7 +104,7 @@ class PackedLatents:
         """[R, C, h, w] the latents as the model takes them in a step."""
         taken = state[:, 0] * self._scales[at]
         if self._pinned is not None:
-            taken = self._pinned.beside(taken, self._pins[at])
+            taken = self._pinned.beside(taken, self._pins[at], self._pinned.inside)
         return taken.to(self._dtype)
 
     def _moved(self, answer: Tensor, at: int) -> Tensor:
@@ -116,7 +120,8 @@ class PackedLatents:
                 state.addcmul_(factor, part[:, None])
         if self._blended is not None:
             latents = state[:, 0]
-            latents.copy_(self._blended.beside(latents, self._sources[at]))
+            inside = self._blended.inside >= self._joins[at]
+            latents.copy_(self._blended.beside(latents, self._sources[at], inside))
         return state
 
 
@@ -124,7 +129,7 @@ class _Images(NamedTuple):
     """Noised images that stand for latents outside of masks."""
 
     inside: Tensor
-    """[R, 1, h, w] bool"""
+    """[R, 1, h, w] bool, or the share of the steps for which it is, float32"""
     clean: Tensor
     """[R, C, h, w]"""
     noise: Tensor
@@ -138,11 +143,13 @@ class _Images(NamedTuple):
         none = cls(*map(torch.zeros_like, some))._replace(inside=torch.ones_like(some.inside))
         return cls(*map(torch.stack, zip(*[row or none for row in rows], strict=True)))
 
-    def beside(self, latents: Tensor, levels: Tensor) -> Tensor:
-        """The images round [R, C, h, w] latents, at [2, R, 1, 1, 1] signal and noise share."""
+    def beside(self, latents: Tensor, levels: Tensor, inside: Tensor) -> Tensor:
+        """The images round [R, C, h, w] latents, at [2, R, 1, 1, 1] signal and noise share; of
+        `inside`, [R, 1, h, w] bool, the latents themselves.
+        """
         signal, share = levels
         images = torch.addcmul(signal * self.clean, share, self.noise)
-        return torch.where(self.inside, latents, images)
+        return torch.where(inside, latents, images)
 
 
 def _template(row: UnetRow) -> _Images | None:
@@ -154,7 +161,7 @@ def _template(row: UnetRow) -> _Images | None:
 def _source(row: UnetRow) -> _Images | None:
     """What latents follow outside the mask of an edit, with base models."""
     own = row.blend
-    return None if own is None else _Images(own.mask > 0, own.clean, own.noise)
+    return None if own is None else _Images(own.mask, own.clean, own.noise)
 
 
 def latents_ahead(row: UnetRow) -> Tensor | None:

@@ -317,6 +317,38 @@ def test_inpaint_models_get_whole_latents_so_that_no_mask_vanishes() -> None:
         assert ready.edit_mask[13, 21] == 255
 
 
+@pytest.mark.parametrize("semantics", [FILL, INPAINT])
+def test_grey_says_how_much_may_change(semantics: Any) -> None:
+    grey = np.zeros((64, 64), np.uint8)
+    grey[8:24, 8:24], grey[13, 21], grey[40, 40] = 60, 200, 1
+    source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
+    facts = replace(FILL_FACTS, semantics=semantics, native_resolution=64)
+    asked = {"MASK": encode(grey), "SETTINGS": settings(mask_mode="strength")}
+    ready = prepare(facts, IMAGE=source, **asked)
+    side = facts.vae_scale_factor if semantics.blends else 1
+    cells = grey.reshape(64 // side, side, 64 // side, side).max(axis=(1, 3))
+    expected = np.repeat(np.repeat(cells, side, 0), side, 1)
+    assert np.array_equal(ready.edit_mask, expected)
+    _, weights = source_and_weights(ready.context)
+    assert np.array_equal(weights, np.where(grey > 0, 255, 0))  # what may change is pasted whole
+    grown = {**asked, "SETTINGS": settings(mask_mode="strength", expand=[64, 0, 0, 0])}
+    wide = prepare(replace(facts, native_resolution=128), IMAGE=source, **grown).edit_mask
+    assert (wide[:, : wide.shape[1] // 2] == 255).all()
+    assert set(np.unique(wide)) == {0, 1, 60, 200, 255}
+
+
+@pytest.mark.parametrize("name", ["mask_dilate", "mask_feather"])
+def test_grey_is_not_grown(name: str) -> None:
+    asked = settings(mask_mode="strength", **{name: 3})
+    with pytest.raises(InvalidRequest, match=f"SETTINGS.{name}: is given with mask_mode strength"):
+        prepare(SETTINGS=asked)
+
+
+def test_black_may_not_change_at_all() -> None:
+    with pytest.raises(InvalidRequest, match=r"MASK: selects nothing.*luminance 1 or more"):
+        prepare(MASK=encode(np.zeros(SIZE, np.uint8)), SETTINGS=settings(mask_mode="strength"))
+
+
 @pytest.mark.parametrize(
     ("as_text", "asked", "answered"),
     [

@@ -179,7 +179,7 @@ class BrokenBlend:
     def __init__(self) -> None:
         self.calls = 0
 
-    def apply(self, latents: torch.Tensor, sigma: torch.Tensor, *, last: bool) -> torch.Tensor:
+    def apply(self, latents: torch.Tensor, *_: Any) -> torch.Tensor:
         self.calls += 1
         if self.calls > 1:
             raise RuntimeError("out of memory")

@@ -180,7 +180,9 @@ def packed(x: Tensor) -> Tensor:
 
 
 def pipeline(model: Toy, sampler: FlowMatchEulerDiscreteScheduler, job: EditJob) -> Tensor:
-    """[n, 4C] the edit's latents, by FluxInpaintPipeline's rule of blending."""
+    """[n, 4C] the edit's latents, by FluxInpaintPipeline's rule of blending; under grey by that of
+    differential diffusion, for each threshold by itself.
+    """
     settings, generator = job.request.settings, torch.Generator().manual_seed(job.request.seed)
     steps, (_, height, width) = settings.num_inference_steps or 0, job.moments.shape
     sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=SHIFT)
@@ -189,12 +191,12 @@ def pipeline(model: Toy, sampler: FlowMatchEulerDiscreteScheduler, job: EditJob)
     mean, logvar = torch.from_numpy(job.moments).chunk(2)
     first, second = (torch.randn((1, *mean.shape), generator=generator)[0] for _ in range(2))
     clean, noise = packed(mean + first * torch.exp(0.5 * logvar)), packed(second)
-    mask = torch.from_numpy(job.edit_mask[::4, ::4] > 127).float().expand_as(mean)
-    inside = packed(mask.contiguous())
+    grey = packed(torch.from_numpy(job.edit_mask[::4, ::4]).int().expand_as(mean).contiguous())
     sigmas = sampler.sigmas[begin:]
     latents = sigmas[0] * noise + (1 - sigmas[0]) * clean
     prompts = [job.conditioning] + ([job.negative] if job.negative else [])
-    for t, sigma in zip(sampler.timesteps[begin:], sigmas[1:], strict=True):
+    run = steps - begin
+    for step, (t, sigma) in enumerate(zip(sampler.timesteps[begin:], sigmas[1:], strict=True)):
         found = [
             model(
                 latents,
@@ -208,6 +210,8 @@ def pipeline(model: Toy, sampler: FlowMatchEulerDiscreteScheduler, job: EditJob)
         if job.negative:
             velocity = velocity + settings.true_cfg_scale * (velocity - found[1])
         latents = sampler.step(velocity, t, latents, return_dict=False)[0]
+        # What the next step may change: white from the first on, black never.
+        inside = (grey * run >= 255 * max(run - step - 1, 1)).float()
         latents = (1 - inside) * (sigma * noise + (1 - sigma) * clean) + inside * latents
     return latents
 
@@ -223,11 +227,21 @@ def adapter() -> ToyAdapter:
     return ToyAdapter(FACTS, model, sampler(), outside_noise="edit")
 
 
-def job(rng: np.random.Generator, number: int, *, whole: bool = False) -> EditJob:
+SOFT = np.array([1, 42, 51, 64, 85, 102, 127, 128, 170, 204, 254, 255], np.uint8)
+"""Greys at, below and above the thresholds of few steps."""
+
+
+def job(
+    rng: np.random.Generator, number: int, *, whole: bool = False, soft: bool = False
+) -> EditJob:
     """Of random size; every other one is guided."""
     h, w = (int(2 * rng.integers(2, 6)) for _ in range(2))
     mask = np.zeros((4 * h, 4 * w), np.uint8)
-    mask[: 4 * h if whole else 4 * h - 8] = 255
+    under = mask[: 4 * h if whole else 4 * h - 8]
+    under[:] = 255
+    if soft:  # latents of 4 x 4 pixels
+        cells = rng.choice(SOFT, (len(under) // 4, w))
+        under[:] = np.repeat(np.repeat(cells, 4, 0), 4, 1)
     more = {"negative_prompt": "", "true_cfg_scale": 2.5} if number % 2 else {}
     settings = EditSettings(
         num_inference_steps=int(rng.integers(2, 6)), strength=float(rng.choice([1.0, 0.6])),
@@ -251,7 +265,7 @@ def run(replay: Replay, rows: Sequence[Any], kinds: Sequence[str] = ()) -> None:
 
 def test_rows_of_any_mix_are_the_pipelines(adapter: ToyAdapter) -> None:
     rng = np.random.default_rng()
-    jobs = [job(rng, number) for number in range(4)]
+    jobs = [job(rng, number, soft=number > 1) for number in range(4)]
     rows = [adapter.dense_row(each) for each in jobs]
     run(Replay(adapter), rows)
     for each, row in zip(jobs, rows, strict=True):
@@ -264,7 +278,7 @@ def test_with_every_token_active_cached_rows_are_dense(
     adapter: ToyAdapter, kinds: Sequence[str]
 ) -> None:
     rng, replay = np.random.default_rng(), Replay(adapter)
-    jobs = [job(rng, number, whole=number < 2) for number in range(4)]
+    jobs = [job(rng, number, whole=number < 2, soft=number % 2 == 1) for number in range(4)]
     rows: list[Any] = []
     for each in jobs:
         anchors = adapter.anchors(adapter.tokens(each).total, 4, 1)

@@ -64,7 +64,9 @@ class Edit:
         if hasattr(self.own, "set_begin_index"):
             self.own.set_begin_index(begin)
         self.clean, self.noise = normal(rng, *SHAPE), normal(rng, *SHAPE)
-        self.mask = (normal(rng, 1, *SHAPE[1:]) > 0).float()
+        greys = [0, 255] if rng.random() < 0.5 else [0, 1, 51, 64, 85, 102, 127, 170, 254, 255]
+        self.grey = torch.from_numpy(rng.choice(greys, (1, *SHAPE[1:])))
+        self.mask = self.grey.float() / 255
         self.scale = float(rng.uniform(1.5, 8.0)) if rng.random() < 0.5 else 1.0
         self.blends = blends
         # So small that guidance does not make a rounding grow from step to step.
@@ -125,7 +127,10 @@ class Edit:
                 if step + 1 < len(self.timesteps):
                     at = self.timesteps[step + 1 : step + 2]
                     source = self.own.add_noise(source, self.noise[None], at)
-                latents = (1 - self.mask) * source[0] + self.mask * latents
+                # What the next step may change: white from the first on, black never.
+                left = max(len(self.timesteps) - step - 1, 1)
+                inside = (self.grey * len(self.timesteps) >= 255 * left).float()
+                latents = (1 - inside) * source[0] + inside * latents
         return latents
 
 

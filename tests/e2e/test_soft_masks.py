@@ -1,0 +1,40 @@
+"""Grey masks: how much a part of the picture may change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.fakes.pictures import scene
+from tests.support.calls import Grpc, edit_inputs, pixels
+
+SOURCE = scene(64, 64)
+
+
+def edit(grpc: Grpc, mask: np.ndarray, mode: str = "strength") -> np.ndarray:
+    asked = {"num_inference_steps": 8, "guidance_scale": 3.5, "mask_mode": mode}
+    return pixels(grpc.edit(edit_inputs(SOURCE, mask, **asked))[0]).astype(int)
+
+
+def test_grey_changes_less_than_white_and_black_nothing(grpc: Grpc) -> None:
+    mask = np.zeros((64, 64), np.uint8)
+    mask[16:48, 16:48] = 255
+    white = edit(grpc, mask)
+    assert np.array_equal(white, edit(grpc, mask, "white"))
+    changed = [np.abs(white - SOURCE)[mask > 0].mean()]
+    for grey in (160, 64):
+        made = edit(grpc, np.where(mask > 0, grey, 0).astype(np.uint8))
+        assert np.array_equal(made[mask == 0], SOURCE[mask == 0])
+        changed.append(np.abs(made - SOURCE)[mask > 0].mean())
+    assert changed == sorted(changed, reverse=True)
+    assert changed[0] > changed[-1]
+
+
+def test_a_grown_mask_has_no_grey(grpc: Grpc) -> None:
+    asked = edit_inputs(
+        SOURCE, np.full((64, 64), 9, np.uint8), mask_mode="strength", mask_feather=2
+    )
+    with pytest.raises(
+        Exception, match=r"\[INVALID_REQUEST\] SETTINGS.mask_feather: is given with"
+    ):
+        grpc.edit(asked)
