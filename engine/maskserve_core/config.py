@@ -372,6 +372,8 @@ class ProvenanceConfig(Table, frozen=True):
     """Of the key."""
     timestamp_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
     """Time-stamp authority (RFC 3161), asked for each answer; empty: none."""
+    timestamp_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
+    """Time that it has; without its stamp an answer is not sent."""
 
 
 class SafetyConfig(Table, frozen=True):

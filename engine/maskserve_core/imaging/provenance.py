@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import queue
+import threading
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +86,7 @@ class _Signed:
                 "provenance.certificate needs the package c2pa-python (the extra `provenance`)"
             ) from None
         self.xmp = XMP if asked.mark else b""
-        self._c2pa, self._model = c2pa, model
+        self._c2pa, self._model, self._asked = c2pa, model, asked
         self._agent = {"name": "maskserve", "version": importlib.metadata.version("maskserve")}
         # A thumbnail would be larger than the picture.
         plain = {"builder": {"thumbnail": {"enabled": False}}}
@@ -103,13 +105,38 @@ class _Signed:
             raise ConfigError(f"provenance.certificate cannot sign: {error}") from None
 
     def sign(self, encoded: bytes, output_format: str, box: Box) -> bytes:
-        signed = io.BytesIO()
         try:
-            builder = self._c2pa.Builder(self._manifest(box), self._context)
-            builder.sign(self._signer, f"image/{output_format}", io.BytesIO(encoded), signed)
+            if not self._asked.timestamp_url:
+                return self._signed(encoded, output_format, box)
+            return self._in_time(encoded, output_format, box)
         except self._c2pa.C2paError as error:
             raise EngineFailed(f"the picture could not be signed: {error}") from None
+
+    def _signed(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+        signed = io.BytesIO()
+        builder = self._c2pa.Builder(self._manifest(box), self._context)
+        builder.sign(self._signer, f"image/{output_format}", io.BytesIO(encoded), signed)
         return signed.getvalue()
+
+    def _in_time(self, *asked: Any) -> bytes:
+        """The same in a thread: the library waits for the time-stamp authority without an end."""
+        done: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                done.put(self._signed(*asked))
+            except Exception as error:
+                done.put(error)
+
+        threading.Thread(target=work, name="timestamp", daemon=True).start()
+        try:
+            made = done.get(timeout=self._asked.timestamp_s)
+        except queue.Empty:
+            told = f"no time stamp came within {self._asked.timestamp_s:g} s"
+            raise EngineFailed(f"the picture could not be signed: {told}") from None
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     def _manifest(self, box: Box) -> dict[str, Any]:
         """What is said of an edit, in C2PA's terms."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_another_key_than_the_certificates_is_told_at_start(
     _, other = write_signer(tmp_path)
     with pytest.raises(ConfigError, match=r"provenance\.certificate cannot sign"):
         make_mark(config_of(certificate=str(signer[0]), private_key=str(other)))
+
+
+def test_a_time_stamp_that_does_not_come_is_waited_for_so_long(signer: tuple[Path, Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and no more
+        given = {
+            "certificate": str(signer[0]),
+            "private_key": str(signer[1]),
+            "timestamp_url": f"http://127.0.0.1:{silent.getsockname()[1]}/",
+            "timestamp_s": 0.2,
+        }
+        with pytest.raises(ConfigError, match=r"cannot sign: .*no time stamp came within 0\.2 s"):
+            make_mark(config_of(**given))
 
 
 def _read(picture: bytes, output_format: str) -> dict[str, Any]:
