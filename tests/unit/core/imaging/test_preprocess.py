@@ -329,7 +329,7 @@ def test_grey_says_how_much_may_change(semantics: Any) -> None:
     cells = grey.reshape(64 // side, side, 64 // side, side).max(axis=(1, 3))
     expected = np.repeat(np.repeat(cells, side, 0), side, 1)
     assert np.array_equal(ready.edit_mask, expected)
-    _, weights = source_and_weights(ready.context)
+    _, weights = source_and_weights(ready.context, ready.request)
     assert np.array_equal(weights, np.where(grey > 0, 255, 0))  # what may change is pasted whole
     grown = {**asked, "SETTINGS": settings(mask_mode="strength", expand=[64, 0, 0, 0])}
     wide = prepare(replace(facts, native_resolution=128), IMAGE=source, **grown).edit_mask
