@@ -419,7 +419,7 @@ class Jobs:
                 if meta.get("event") == "node":
                     done[number] = nodes + 1, 0
                     self._progress[job.id] = {"nodes": sum(first for first, _ in done.values())}
-                elif meta.get("steps"):
+                elif meta.get("steps") and "key" not in meta:
                     done[number] = int(meta["step"]), int(meta["steps"])
                     step, steps = (sum(each) for each in zip(*done.values(), strict=True))
                     # Those that have not begun have as many.
