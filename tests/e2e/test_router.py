@@ -8,14 +8,11 @@ import hashlib
 import http.client
 import json
 import os
-import random
 import re
-import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -751,66 +748,6 @@ def test_a_router_that_stops_finishes_what_it_took(
         eventually("they run", lambda: sum(w["sent"] for w in told(site).values()) == 4)
         assert site.stop(60) == 0
         assert all(one.wait()[1]["event"] == "final" for one in pending)
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_jobs_outlive_routers_that_are_killed(
-    workers: list[WorkerProcess], tmp_path: Path, kills: int
-) -> None:
-    """At random moments: no job is lost, none has two ends, and a client that asks anew after a
-    broken connection gives none twice.
-    """
-    jobs = {"database": str(tmp_path / "jobs.sqlite"), "lease_s": 1.0, "running": 2}
-    site = RouterSite([worker.grpc_url for worker in workers], tmp_path, {"jobs": jobs})
-    draw = random.Random(secrets.randbits(32))
-    source, where = encode(scene(64, 64)), encode(blob_mask(64, 64))
-    picture, mask = (base64.b64encode(each).decode() for each in (source, where))
-    asked = {
-        "prompt": "a star",
-        "images": [{"image_url": f"data:image/png;base64,{picture}"}],
-        "mask": {"image_url": f"data:image/png;base64,{mask}"},
-        "mask_mode": "white",
-        "cache": "off",
-        "num_inference_steps": 30,
-    }
-
-    def call(method: str, path: str, body: Any = None, **headers: str) -> Any:
-        while True:  # as a client does whose connection breaks
-            url = f"http://{site.http_url}/v1/jobs{path}"
-            data = None if body is None else json.dumps(body).encode()
-            request = urllib.request.Request(url, data, headers, method=method)
-            broken = suppress(OSError, http.client.HTTPException)
-            with broken, urllib.request.urlopen(request, timeout=30) as answer:
-                return json.loads(answer.read())
-            threading.Event().wait(0.05)
-
-    def give(number: int) -> str:
-        headers = {"content-type": "application/json", "idempotency-key": f"job {number}"}
-        return str(call("POST", "", {**asked, "seed": number}, **headers)["id"])
-
-    def end_of(name: str) -> dict[str, Any]:
-        while (told := call("GET", f"/{name}"))["status"] in ("queued", "running"):
-            threading.Event().wait(0.1)
-        return dict(told)
-
-    with site, ThreadPoolExecutor(8) as clients:
-        count = 4 + 2 * kills
-        given = [clients.submit(give, number) for number in range(count)]
-        ends = [clients.submit(lambda one=one: end_of(one.result())) for one in given]
-        for _ in range(kills):
-            threading.Event().wait(draw.uniform(0.2, 1.5))
-            site.kill()
-            site.start()
-        ended = [one.result(240) for one in ends]
-        assert [end["status"] for end in ended] == ["succeeded"] * count
-        assert {one["id"] for one in call("GET", "")["data"]} == {end["id"] for end in ended}
-        assert [call("GET", f"/{end['id']}") for end in ended] == ended
-    pictures = [base64.b64decode(end["result"]["data"][0]["b64_json"]) for end in ended]
-    with closing(Grpc(workers[0].grpc_url)) as worker:  # each is its own edit, whole
-        for number in (0, count - 1):
-            edit = edit_inputs(source, where, "a star", seed=number, num_inference_steps=30)
-            expected = worker.begin(edit).wait()[0]
-            assert np.array_equal(pixels(pictures[number]), pixels(expected))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Jobs through a real worker and routers that are killed."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import random
+import secrets
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_harness.router_site import RouterSite
+from maskserve_serving.worker import WorkerProcess
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.calls import Grpc, edit_inputs, pixels
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_jobs_outlive_routers_that_are_killed(
+    worker: WorkerProcess, tmp_path: Path, kills: int
+) -> None:
+    """At random moments: no job is lost, none has two ends, and a client that asks anew after a
+    broken connection gives none twice.
+    """
+    jobs = {"database": str(tmp_path / "jobs.sqlite"), "lease_s": 1.0, "running": 2}
+    site = RouterSite([worker.grpc_url], tmp_path, {"jobs": jobs})
+    draw = random.Random(secrets.randbits(32))
+    source, where = encode(scene(64, 64)), encode(blob_mask(64, 64))
+    picture, mask = (base64.b64encode(each).decode() for each in (source, where))
+    asked = {
+        "prompt": "a star",
+        "images": [{"image_url": f"data:image/png;base64,{picture}"}],
+        "mask": {"image_url": f"data:image/png;base64,{mask}"},
+        "mask_mode": "white",
+        "cache": "off",
+        "num_inference_steps": 30,
+    }
+
+    def call(method: str, path: str, body: Any = None, **headers: str) -> Any:
+        while True:  # as a client does whose connection breaks
+            url = f"http://{site.http_url}/v1/jobs{path}"
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(url, data, headers, method=method)
+            broken = suppress(OSError, http.client.HTTPException)
+            with broken, urllib.request.urlopen(request, timeout=30) as answer:
+                return json.loads(answer.read())
+            threading.Event().wait(0.05)
+
+    def give(number: int) -> str:
+        headers = {"content-type": "application/json", "idempotency-key": f"job {number}"}
+        return str(call("POST", "", {**asked, "seed": number}, **headers)["id"])
+
+    def end_of(name: str) -> dict[str, Any]:
+        while (told := call("GET", f"/{name}"))["status"] in ("queued", "running"):
+            threading.Event().wait(0.1)
+        return dict(told)
+
+    with site, ThreadPoolExecutor(8) as clients:
+        count = 4 + 2 * kills
+        given = [clients.submit(give, number) for number in range(count)]
+        ends = [clients.submit(lambda one=one: end_of(one.result())) for one in given]
+        for _ in range(kills):
+            threading.Event().wait(draw.uniform(0.2, 1.5))
+            site.kill()
+            site.start()
+        ended = [one.result(240) for one in ends]
+        assert [end["status"] for end in ended] == ["succeeded"] * count
+        assert {one["id"] for one in call("GET", "")["data"]} == {end["id"] for end in ended}
+        assert [call("GET", f"/{end['id']}") for end in ended] == ended
+    pictures = [base64.b64decode(end["result"]["data"][0]["b64_json"]) for end in ended]
+    with closing(Grpc(worker.grpc_url)) as client:  # each is its own edit, whole
+        for number in (0, count - 1):
+            edit = edit_inputs(source, where, "a star", seed=number, num_inference_steps=30)
+            expected = client.begin(edit).wait()[0]
+            assert np.array_equal(pixels(pictures[number]), pixels(expected))
