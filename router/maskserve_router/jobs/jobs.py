@@ -222,7 +222,8 @@ class Jobs:
         job = await self._asked((await self._opened()).get, name)
         if job is None or (job.scope != client.scope and not client.admin):
             raise JobNotFound
-        return replace(job, progress=self._progress.get(name, job.progress))
+        # What has ended is told as it is kept, by every router alike.
+        return replace(job, progress=self._progress.get(name, job.progress)) if job.open else job
 
     async def result(self, job: JobRecord) -> bytes | None:
         """The answer's JSON; None: there is none."""
@@ -387,7 +388,8 @@ class Jobs:
             state, result = FAILED, b""
         ended = partial(end, state, time.time(), self._config.keep_s)
         try:
-            done = await self._do(partial(ended, result=result, error=problem))
+            far = self._progress.get(job.id, job.progress)
+            done = await self._do(partial(ended, result=result, error=problem, progress=far))
         except (SQLAlchemyError, OSError) as error:
             log.error("job %s: its result is lost: %s", job.id, _short(error))
             state, told = FAILED, error_body(EngineFailed("its result could not be kept"))["error"]

@@ -378,6 +378,7 @@ class JobStore:
         owner: str | None,
         result: bytes = b"",
         error: Any = None,
+        progress: Any = None,
     ) -> bool:
         """A job has come to its end; False: it had one already, or another router has it.
 
@@ -390,6 +391,7 @@ class JobStore:
                 renews its lease).
             result: the answer.
             error: OpenAI's object.
+            progress: how far it came; None: as it was told last.
         """
         mine = and_(_JOBS.c.id == name, _JOBS.c.state.in_(_OPEN))
         if owner is not None:
@@ -399,6 +401,9 @@ class JobStore:
                 return False
             if result:
                 _put(db, name, _RESULT, result)
+            if progress is not None:
+                told = {"progress": msgspec.json.encode(progress).decode()}
+                db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**told))
         return True
 
     def told(self, owner: str, name: str, *, taken: bool) -> None:
