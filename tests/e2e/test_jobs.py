@@ -8,9 +8,10 @@ import json
 import random
 import secrets
 import threading
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,18 @@ def test_jobs_outlive_routers_that_are_killed(
             url = f"http://{site.http_url}/v1/jobs{path}"
             data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(url, data, headers, method=method)
-            broken = suppress(OSError, http.client.HTTPException)
-            with broken, urllib.request.urlopen(request, timeout=30) as answer:
-                return json.loads(answer.read())
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return json.loads(answer.read())
+            except urllib.error.HTTPError as refused:
+                if refused.code < 500:
+                    raise AssertionError(refused.read()) from None
+            except (OSError, http.client.HTTPException):
+                pass
             threading.Event().wait(0.05)
 
     def give(number: int) -> str:
-        headers = {"content-type": "application/json", "idempotency-key": f"job {number}"}
+        headers = {"content-type": "application/json", "idempotency-key": f"job-{number}"}
         return str(call("POST", "", {**asked, "seed": number}, **headers)["id"])
 
     def end_of(name: str) -> dict[str, Any]:

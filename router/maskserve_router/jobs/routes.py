@@ -28,7 +28,9 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
         client = front.client(request.headers)
         named = request.headers.get("idempotency-key")
         if named is not None and _NAME.fullmatch(named) is None:
-            raise InvalidRequest("Idempotency-Key", "has another form", "up to 255 letters")
+            raise InvalidRequest(
+                "Idempotency-Key", "has another form", "up to 255 characters of ASCII, no blanks"
+            )
         with ExitStack() as held:
             form, _ = await edits.read(request, client, held)
             job, new = await jobs.add(form, client, named)
