@@ -196,6 +196,20 @@ class JobsConfig(Table, frozen=True):
     minutes at most."""
 
 
+OUTPUT = r"^[a-z][a-z0-9+]*://[A-Za-z0-9._@+=,/ -]*/$"
+Prefix = Annotated[str, Meta(pattern=OUTPUT, description="a URL that ends with a slash")]
+
+
+class OutputUrls(Table, frozen=True):
+    """`[outputs]`: where `output_url` may have pictures put in place of the answer."""
+
+    urls: tuple[Prefix, ...] = ()
+    """Prefixes as `s3://bucket/edits/` or `file:///srv/edits/`, where there are no keys; each ends
+    with a slash. Empty: nowhere."""
+    timeout_s: Seconds = 60.0
+    """Time that one picture may take."""
+
+
 class Grpc(Table, frozen=True):
     """`[grpc]`: bounds on calls and connections of the clients' gRPC port."""
 
@@ -231,6 +245,8 @@ class Key(Table, frozen=True):
     adapters: tuple[str, ...] = ()
     """LoRAs that are this key's (`*` stands for any characters): to keys that do not name them they
     are not there."""
+    output_urls: tuple[Prefix, ...] = ()
+    """Prefixes that its `output_url` may begin with; each ends with a slash."""
     jobs_per_day: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Jobs that it may give from 0 to 24 o'clock UTC; 0: any number."""
     job_bytes_per_day: Annotated[int, Meta(ge=0, le=2**50)] = 0
@@ -254,6 +270,7 @@ class RouterConfig(Table, frozen=True):
     grpc: Grpc = Grpc()
     image_urls: ImageHosts = ImageHosts()
     jobs: JobsConfig = JobsConfig()
+    outputs: OutputUrls = OutputUrls()
     keys: tuple[Key, ...] = ()
     keys_file: str = ""
     """TOML file with `[[keys]]` and nothing else, such as a mounted secret, added to those that

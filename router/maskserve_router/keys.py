@@ -68,6 +68,8 @@ class KeyHolder:
     """What its jobs may amount to in a day."""
     webhook_secret: str = ""
     """Signs its webhooks; empty: it has none."""
+    output_urls: tuple[str, ...] = ()
+    """Prefixes of where its pictures may be put."""
 
     def sees(self, adapter: str) -> bool:
         """Whether a LoRA is there for it."""
@@ -96,10 +98,18 @@ class KeyRing:
         keys: of the configuration; without any, every client is let in.
         max_edits: of everybody together where there are no keys.
         webhook_secret: likewise.
+        output_urls: likewise.
     """
 
-    def __init__(self, keys: tuple[Key, ...], max_edits: int, webhook_secret: str = "") -> None:
+    def __init__(
+        self,
+        keys: tuple[Key, ...],
+        max_edits: int,
+        webhook_secret: str = "",
+        output_urls: tuple[str, ...] = (),
+    ) -> None:
         self._max_edits, self._webhook_secret = max_edits, webhook_secret
+        self._output_urls = output_urls
         self._anybody: KeyHolder | None = None
         self._clients: list[tuple[bytes, KeyHolder]] = []
         self.change(keys)
@@ -111,7 +121,11 @@ class KeyRing:
         before = {client.name: client.served for _, client in self._clients}
         owned = frozenset(pattern for key in keys for pattern in key.adapters)
         anybody = KeyHolder(
-            "anybody", self._max_edits, admin=True, webhook_secret=self._webhook_secret
+            "anybody",
+            self._max_edits,
+            admin=True,
+            webhook_secret=self._webhook_secret,
+            output_urls=self._output_urls,
         )
         self._anybody = None if keys else anybody
         self._clients = [
@@ -129,6 +143,7 @@ class KeyRing:
                     tuple(owned.difference(key.adapters)),
                     Daily(key.jobs_per_day, key.job_bytes_per_day, key.job_megapixel_steps_per_day),
                     key.webhook_secret,
+                    key.output_urls,
                 ),
             )
             for key in keys

@@ -155,8 +155,11 @@ def _edit(pictures: Json, without: Collection[str]) -> Json:
 
 
 def _picture() -> Json:
-    """A picture of an answer; with `keep_result` the id under which it is kept, or null."""
-    one = _object(b64_json=_TEXT)
+    """A picture of an answer, or where it was put; with `keep_result` the id under which it is
+    kept, or null.
+    """
+    one = _object(b64_json=_TEXT, url=_TEXT)
+    one["required"] = []
     one["properties"]["template_id"] = {"type": ["string", "null"]}
     return one
 

@@ -40,6 +40,7 @@ from maskserve_router.openai.edits import ImageEdits
 from maskserve_router.openai.image_urls import ImageUrls
 from maskserve_router.openai.routes import openai_routes
 from maskserve_router.openai.templates import TemplateRoutes
+from maskserve_router.outputs import Outputs
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.server_calls import ServerCalls
@@ -96,7 +97,10 @@ class Router:
         )
         self._certificates = Certificates(config.listen)
         self._keys = keys = KeyRing(
-            config.keys, config.admission.max_edits, config.jobs.webhook_secret
+            config.keys,
+            config.admission.max_edits,
+            config.jobs.webhook_secret,
+            config.outputs.urls,
         )
         bodies = Bodies(config.http, self.admission, turns)
         front = Front(
@@ -115,7 +119,8 @@ class Router:
             config, front, calls, OpenCalls(config.grpc, self.metrics), self._certificates
         )
         self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
-        edits = ImageEdits(bodies, config.limits, front, turns, self.pool, urls)
+        self._outputs = Outputs(config.outputs.timeout_s)
+        edits = ImageEdits(bodies, config.limits, front, turns, self.pool, urls, self._outputs)
         templates = TemplateRoutes(bodies, front, control, turns)
         self._jobs = Jobs(
             config, edits, keys, self.admission, turns, Webhooks(config.jobs), self.metrics
@@ -233,6 +238,7 @@ class Router:
         await self.http.stop()
         await self.admin.stop()
         await self._urls.close()
+        self._outputs.close()
         await self._control.missed.close()
         if self._watching is not None:
             self._watching.cancel()

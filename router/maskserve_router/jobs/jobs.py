@@ -430,7 +430,7 @@ class Jobs:
 
             # A worker may still hold the run before, of a router that was killed.
             name = job.id if job.runs == 1 else f"{job.id}.{job.runs}"
-            return await self._edits.answer(client, form, job.bytes, {}, name, tell)
+            return await self._edits.answer(client, form, job.bytes, {}, name, tell, job.id)
 
     async def _tell(self, job: JobRecord) -> None:
         """Tell a job's webhook of its end."""

@@ -134,15 +134,20 @@ def _sendable(request_id: str) -> str:
     return "".join(c for c in request_id[:128] if c.isascii() and c.isprintable())
 
 
-def images_body(asked: Fields, pictures: Sequence[tuple[bytes, dict[str, Any]]]) -> dict[str, Any]:
-    """The answer to an edit: pictures with the META of each."""
+def images_body(
+    asked: Fields,
+    pictures: Sequence[tuple[bytes, dict[str, Any]]],
+    urls: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The answer to an edit: pictures with the META of each, or the URLs where they were put."""
+    sent = [{"url": url} for url in urls] or [
+        {"b64_json": text_of_picture(picture)} for picture, _ in pictures
+    ]
     return {
         "created": int(time.time()),
         **_told_of(pictures[0][0]),
         "output_format": asked.output_format,
-        "data": [
-            {"b64_json": text_of_picture(picture), **_kept_as(meta)} for picture, meta in pictures
-        ],
+        "data": [{**one, **_kept_as(meta)} for one, (_, meta) in zip(sent, pictures, strict=True)],
         "usage": _usage([meta for _, meta in pictures]),
         "maskserve": [meta for _, meta in pictures],
     }

@@ -48,6 +48,7 @@ from maskserve_router.openai.workflow_form import (
     texts_of,
     workflow_message,
 )
+from maskserve_router.outputs import Outputs, check_output
 from maskserve_router.pool import Pool
 from maskserve_router.turns import Turns
 
@@ -70,9 +71,10 @@ class ImageEdits:
         turns: Turns,
         pool: Pool,
         urls: ImageUrls,
+        outputs: Outputs,
     ) -> None:
         self._bodies, self._limits, self._front = bodies, limits, front
-        self._turns, self._pool, self._urls = turns, pool, urls
+        self._turns, self._pool, self._urls, self._outputs = turns, pool, urls, outputs
 
     async def edit(self, request: Request, request_id: str) -> Response:
         headers = dict(request.headers.items())
@@ -109,6 +111,12 @@ class ImageEdits:
         parse = partial(self._turns.run, client, size)
         form = await read_form(request.headers, body, picture, parse, self._texts)
         del body
+        if (url := form.fields.output_url) is not None:
+            check_output(url, client.output_urls)
+            if form.fields.stream:
+                raise InvalidRequest("output_url", "is given with a stream", "stream: false")
+            if form.fields.n > 1 and not url.endswith("/"):
+                raise InvalidRequest("output_url", "is one file for several", "a folder, NAME/")
         return await parse(self._checked, form), size
 
     async def answer(
@@ -119,6 +127,7 @@ class ImageEdits:
         headers: dict[str, str],
         request_id: str,
         tell: Tell | None = None,
+        called: str | None = None,
     ) -> msgspec.Raw:
         """The answer's JSON to a form that asks for no stream.
 
@@ -129,14 +138,18 @@ class ImageEdits:
             headers: of the call.
             request_id: of its edits.
             tell: is told META of each event of each picture, with the picture's number.
+            called: what files in a folder are named by; None: `request_id`.
 
         Raises:
             MaskserveError: the router's own.
             Failure: a worker's.
         """
         pictures = await self._pictures(client, form, size, headers, request_id, tell)
-        made = sum(len(picture) for picture, _ in pictures)
-        return await self._turns.run(client, made, _answer, form.fields, pictures)
+        urls = _output_urls(form.fields, called or request_id)
+        puts = zip(urls, pictures, strict=False)
+        await asyncio.gather(*(self._outputs.put(url, picture) for url, (picture, _) in puts))
+        made = 0 if urls else sum(len(picture) for picture, _ in pictures)
+        return await self._turns.run(client, made, _answer, form.fields, pictures, urls)
 
     def work(self, form: EditForm) -> float:
         """Megapixels of a form's picture times the steps of all its edits, as asked or by default.
@@ -353,8 +366,19 @@ def _margins(asked: str, image: Size, anchor: str) -> list[int]:
     return [left, top, more[1] - left, more[0] - top]
 
 
-def _answer(asked: Fields, pictures: Sequence[Picture]) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(images_body(asked, pictures)))
+def _output_urls(asked: Fields, name: str) -> list[str]:
+    """Where each picture is to be put; none: into the answer."""
+    if asked.output_url is None:
+        return []
+    if not asked.output_url.endswith("/"):
+        return [asked.output_url]
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    numbers = [""] if asked.n == 1 else [f"-{number}" for number in range(asked.n)]
+    return [f"{asked.output_url}{plain}{number}.{asked.output_format}" for number in numbers]
+
+
+def _answer(asked: Fields, pictures: Sequence[Picture], urls: Sequence[str]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(images_body(asked, pictures, urls)))
 
 
 def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:

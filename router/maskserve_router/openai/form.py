@@ -105,6 +105,9 @@ class Fields(Table, frozen=True):
     response_format: Literal["b64_json"] = "b64_json"
     stream: bool = False
     partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
+    output_url: str | None = None
+    """Where the picture is to be put in place of the answer, below a prefix that the key may write
+    to: a file, or a folder if it ends with a slash."""
     webhook: str | None = None
     """Of a job: https URL of a listed host that is told when it has ended."""
     user: str | None = None

@@ -1,0 +1,99 @@
+"""Where answers go that are not to come back: URLs below prefixes that the operator listed.
+
+fsspec writes them, with the operator's own credentials (`AWS_…`, `GOOGLE_…`, the file system's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final
+
+import fsspec
+
+from maskserve_core.errors import EngineFailed, InvalidRequest
+
+log = logging.getLogger("maskserve.router")
+_NAME: Final = re.compile(r"[A-Za-z0-9._@+=, -]+")
+"""A part of a path below a prefix: nothing that a file system reads as more than a name."""
+_LONGEST: Final = 1024
+_THREADS: Final = 8
+
+
+def check_output(url: str, prefixes: Sequence[str], field: str = "output_url") -> None:
+    """Refuse what may not be written to.
+
+    Args:
+        url: of a file, or of a folder if it ends with a slash.
+        prefixes: that it may begin with; each ends with a slash.
+        field: of the request, for errors.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if not prefixes:
+        raise InvalidRequest(field, "is given, and no prefix is listed for it", "none")
+    accepted = f"a URL below {', '.join(sorted(prefixes))}"
+    prefix = next((each for each in prefixes if url.startswith(each)), None)
+    if prefix is None:
+        raise InvalidRequest(field, "is not below a prefix that is listed", accepted)
+    parts = url[len(prefix) :].removesuffix("/").split("/") if url != prefix else []
+    if len(url) > _LONGEST or not all(_NAME.fullmatch(part) and part.strip(".") for part in parts):
+        raise InvalidRequest(field, "has a part that is no plain name", accepted)
+
+
+class Outputs:
+    """Writes answers, in threads.
+
+    Args:
+        timeout_s: that one may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(_THREADS, "outputs")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def put(self, url: str, content: bytes) -> None:
+        """Write a file, whole or not at all.
+
+        Raises:
+            EngineFailed: it cannot be written, or not in time.
+        """
+        work = asyncio.get_running_loop().run_in_executor(self._threads, _write, url, content)
+        try:
+            await asyncio.wait_for(asyncio.shield(work), self._timeout_s)
+            return
+        except (TimeoutError, asyncio.TimeoutError):
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            told = f"not within {self._timeout_s:g} s"
+        except Exception as error:  # each file system has its own
+            log.error("%s: %s: %s", url, type(error).__name__, error)
+            told = type(error).__name__
+        raise EngineFailed(f"output_url: could not be written: {told}")
+
+
+def _write(url: str, content: bytes) -> None:
+    files, path = fsspec.url_to_fs(url, auto_mkdir=True) if _local(url) else fsspec.url_to_fs(url)
+    if not _local(url):  # an object is there once it is whole
+        files.pipe_file(path, content)
+        return
+    half = f"{path}.{secrets.token_hex(4)}.part"
+    try:
+        files.pipe_file(half, content)
+        files.mv(half, path)
+    except BaseException:
+        with suppress(OSError):
+            files.rm_file(half)
+        raise
+
+
+def _local(url: str) -> bool:
+    return url.startswith("file://")
