@@ -401,6 +401,27 @@ MUTATIONS = (
         "self.share = self._behind",
         "pass",
         f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does[dense]",
+    # Jobs, and masks with grey.
+    Mutation(
+        "a lost router ends its job",
+        "router/maskserve_router/jobs/store.py",
+        "            mine = and_(mine, _JOBS.c.owner == owner)",
+        "            mine = and_(mine)",
+        f"{_UNIT}/router/test_job_store.py::test_a_lost_routers_job_has_one_end",
+    ),
+    Mutation(
+        "a redirect takes a webhook",
+        "router/maskserve_router/jobs/webhooks.py",
+        "if 200 <= status < 300:",
+        "if 200 <= status < 400:",
+        f"{_UNIT}/router/test_jobs.py::test_a_webhook_is_told_until_it_is_taken",
+    ),
+    Mutation(
+        "grey is white",
+        f"{_ENGINE}/stages/latents.py",
+        "return max(steps - after, 1) / steps",
+        "return 1 / (255 * steps)",
+        f"{_UNIT}/engine/families/flow/test_flow_family.py::test_rows_of_any_mix_are_the_pipelines",
     ),
 )
 

@@ -142,7 +142,7 @@ class HttpInference:
         headers: dict[str, str],
     ) -> AsyncGenerator[bytes, None]:
         """Each answer as JSON."""
-        if not self._front.models[message.model_name].decoupled:
+        if not self._front.models[message.head.model_name].decoupled:
             answer = await self._front.infer(message, size, client, headers, None, "generate")
             yield await self._turns.run(client, len(answer), _as_json, answer)
             return

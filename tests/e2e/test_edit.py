@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from safetensors.numpy import load
@@ -21,12 +24,14 @@ from tritonclient.utils import np_to_triton_dtype
 from maskserve_core.contracts.meta import STAGES, TIMINGS
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_harness.benchmarks.direct import request_of
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
 from tests.support.calls import (
     Grpc,
     Http,
     InferenceServerException,
+    edit_inputs,
     pixels,
     plain_edit,
     stream,
@@ -293,3 +298,37 @@ def test_a_worker_serves_no_shared_memory_repository_or_log(worker: WorkerProces
                 call(client)
             assert told in str(refused.value.status())
         client.close()
+
+
+def test_comfyui_s_node_gives_each_picture_s_edit(worker: WorkerProcess, grpc: Grpc) -> None:
+    pack = load_node_pack(CHECKOUT / "clients" / "comfyui")
+    node = pack.NODE_CLASS_MAPPINGS["MaskserveEdit"]
+    wanted = {**node.INPUT_TYPES()["required"], **node.INPUT_TYPES()["optional"]}
+    sources = [scene(64, 64, seed) for seed in (1, 2)]
+    mask = blob_mask(64, 64)
+    given = {
+        "image": torch.from_numpy(np.stack(sources).astype(np.float32) / 255),
+        "mask": torch.from_numpy(mask.astype(np.float32) / 255)[None],
+        "prompt": "a red star",
+        "seed": 5,
+        "url": worker.grpc_url,
+        "settings": json.dumps({"num_inference_steps": 2, "cache": "off"}),
+        "key": "",
+    }
+    assert given.keys() == wanted.keys()
+    (made,) = getattr(node(), node.FUNCTION)(**given)
+    assert node.RETURN_TYPES == ("IMAGE",)
+    assert (made.dtype, made.shape) == (torch.float32, (2, 64, 64, 3))
+    for number, source in enumerate(sources):
+        expected = pixels(grpc.edit(edit_inputs(source, mask, seed=5 + number))[0])
+        assert np.array_equal((made[number] * 255).round().to(torch.uint8).numpy(), expected)
+
+
+def load_node_pack(folder: Path) -> Any:
+    """As ComfyUI loads a folder of `custom_nodes`."""
+    spec = importlib.util.spec_from_file_location(str(folder), folder / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pack)
+    return pack
