@@ -401,6 +401,7 @@ MUTATIONS = (
         "self.share = self._behind",
         "pass",
         f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does[dense]",
+    ),
     # Jobs, and masks with grey.
     Mutation(
         "a lost router ends its job",
