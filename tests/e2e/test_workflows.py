@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import httpx
+import hypothesis
 import numpy as np
 import openai
 import pytest
