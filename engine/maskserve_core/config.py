@@ -331,8 +331,10 @@ class NodesConfig(Table, frozen=True):
     """
 
     find: str = ""
-    """Folder of a CLIPSeg model, as transformers saves one: masks by name. Empty: none is served.
-    """
+    """Folder of a CLIPSeg or GroundingDINO model, as transformers saves one: masks by name. Empty:
+    none is served."""
+    segment: str = ""
+    """Folder of a SAM model, beside a GroundingDINO."""
     enlarge: str = ""
     """Folder of a Swin2SR model that doubles sides, likewise."""
     likeness: str = ""
@@ -354,9 +356,17 @@ class NodesConfig(Table, frozen=True):
     needs them."""
 
     def folders(self) -> dict[str, str]:
-        """Those that are given, by model."""
-        named = {"find": self.find, "enlarge": self.enlarge, "likeness": self.likeness}
-        return {model: folder for model, folder in named.items() if folder}
+        """Those that are given, by key."""
+        keys = ("find", "segment", "enlarge", "likeness")
+        return {key: folder for key in keys if (folder := getattr(self, key))}
+
+    def models(self) -> dict[str, list[str]]:
+        """Folders by model: a GroundingDINO and its SAM are one."""
+        folders = self.folders()
+        segment = [folders.pop("segment")] if "segment" in folders else []
+        return {
+            key: [folder, *(segment if key == "find" else [])] for key, folder in folders.items()
+        }
 
 
 class ProvenanceConfig(Table, frozen=True):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    BertConfig,
+    BertTokenizerFast,
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
@@ -13,10 +15,24 @@ from transformers import (
     CLIPSegConfig,
     CLIPSegForImageSegmentation,
     CLIPSegProcessor,
+    GroundingDinoConfig,
+    GroundingDinoForObjectDetection,
+    GroundingDinoProcessor,
+    SamConfig,
+    SamMaskDecoderConfig,
+    SamModel,
+    SamProcessor,
+    SamPromptEncoderConfig,
+    SamVisionConfig,
     Swin2SRConfig,
     Swin2SRForImageSuperResolution,
+    SwinConfig,
     ViTImageProcessor,
 )
+from transformers.models.grounding_dino.image_processing_pil_grounding_dino import (
+    GroundingDinoImageProcessorPil,
+)
+from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
 from maskserve_training.text import build_clip_tokenizer
 
@@ -62,6 +78,53 @@ def build_likeness(folder: Path) -> None:
     CLIPModel(config).save_pretrained(folder)
     images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     CLIPProcessor(images, tokenizer).save_pretrained(folder)
+
+
+def build_grounded(find: Path, segment: Path) -> None:
+    """A GroundingDINO that finds boxes somewhere, and a SAM that finds something in them."""
+    torch.manual_seed(6)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "a", "red", "star", "heart"]
+    (find.parent / "vocab.txt").write_text("\n".join(words))
+    tokenizer = BertTokenizerFast(str(find.parent / "vocab.txt"))
+    backbone = SwinConfig(
+        image_size=32, patch_size=2, embed_dim=8, depths=[1, 1, 1], num_heads=[1, 1, 1],
+        window_size=4, out_features=["stage2", "stage3"],
+    )  # fmt: skip
+    text = BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=64,
+    )  # fmt: skip
+    config = GroundingDinoConfig(
+        backbone_config=backbone, text_config=text, num_queries=8, d_model=32, encoder_layers=1,
+        encoder_ffn_dim=16, encoder_attention_heads=2, decoder_layers=2, decoder_ffn_dim=16,
+        decoder_attention_heads=2, num_feature_levels=2, encoder_n_points=2, decoder_n_points=2,
+        max_text_len=16,
+    )  # fmt: skip
+    GroundingDinoForObjectDetection(config).save_pretrained(find)
+    images = GroundingDinoImageProcessorPil(size={"shortest_edge": 32, "longest_edge": 48})
+    GroundingDinoProcessor(images, tokenizer).save_pretrained(find)
+    SamModel(
+        SamConfig(
+            vision_config=SamVisionConfig(
+                hidden_size=16, output_channels=8, num_hidden_layers=1, num_attention_heads=2,
+                image_size=64, patch_size=16, mlp_dim=16, window_size=2, global_attn_indexes=[0],
+                num_pos_feats=4,
+            ),
+            prompt_encoder_config=SamPromptEncoderConfig(
+                hidden_size=8, image_size=64, patch_size=16, mask_input_channels=4
+            ),
+            mask_decoder_config=SamMaskDecoderConfig(
+                hidden_size=8, num_hidden_layers=1, num_attention_heads=2, mlp_dim=16,
+                iou_head_hidden_dim=8,
+            ),
+        )
+    ).save_pretrained(segment)  # fmt: skip
+    SamProcessor(
+        SamImageProcessorPil(
+            size={"longest_edge": 64}, pad_size={"height": 64, "width": 64},
+            mask_size={"longest_edge": 16}, mask_pad_size={"height": 16, "width": 16},
+        )
+    ).save_pretrained(segment)  # fmt: skip
 
 
 def build_enlarge(folder: Path) -> None:

@@ -74,9 +74,10 @@ class NodeFolder(NamedTuple):
     """Of its weights' files."""
 
     @classmethod
-    def of(cls, name: str, path: Path) -> NodeFolder:
-        weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
-        return cls(name, f"{name} {version_of(path)}", sum(file.stat().st_size for file in weights))
+    def of(cls, name: str, *paths: Path) -> NodeFolder:
+        weights = [file for path in paths for file in path.glob("*.safetensors")]
+        version = " ".join([name, *map(version_of, paths)])
+        return cls(name, version, sum(file.stat().st_size for file in weights))
 
 
 class NodeLoader(ResourceLoader[NodeFolder]):
@@ -132,8 +133,10 @@ class NodeModels:
         thread: Callable[[Config], None] = lambda config: None,
     ) -> None:
         self._config, self._thread = config, thread
-        folders = config.nodes.folders()
-        self._folders = {name: NodeFolder.of(name, Path(path)) for name, path in folders.items()}
+        self._folders = {
+            model: NodeFolder.of(model, *map(Path, paths))
+            for model, paths in config.nodes.models().items()
+        }
         self._light: dict[str, Nodes] = {LIGHT: PictureNodes(config.limits)}
         """Those without weights."""
         if config.nodes.verify_url:

@@ -16,6 +16,10 @@ def open_nodes(name: str, config: Config) -> Nodes:
         OSError: its folder is none of its class.
     """
     match name:
+        case "find" if config.nodes.segment:
+            from maskserve_engine.nodes.grounded import GroundedNodes
+
+            return GroundedNodes(config)
         case "find":
             from maskserve_engine.nodes.find import FindNodes
 

@@ -1,0 +1,35 @@
+"""GroundingDINO's boxes, and SAM's masks in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maskserve_core.config_file import config_of
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.pictures import read_mask
+from maskserve_engine.nodes.registry import open_nodes
+from tests.fakes.tiny_nodes import build_grounded
+from tests.support.workflows import run_one
+
+
+def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
+    build_grounded(tmp_path / "dino", tmp_path / "sam")
+    folders = {"find": str(tmp_path / "dino"), "segment": str(tmp_path / "sam")}
+    config = config_of({"nodes": folders, "model": {"device": "cpu"}})
+    assert config.nodes.models() == {"find": [folders["find"], folders["segment"]]}
+    nodes = open_nodes("find", config)
+    pixels = np.random.default_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
+    asked = {"picture": encode_png(pixels), "name": "A red star"}
+    seen = [
+        read_mask(run_one(nodes, "find", asked, {"threshold": threshold})["mask"], config.limits)
+        for threshold in (0.0, 0.02)
+    ]
+    assert [mask.shape for mask in seen] == [(40, 52)] * 2
+    assert (seen[0] >= seen[1]).all()  # more boxes, more of the picture
+    assert seen[0].any()
+    with pytest.raises(InvalidRequest, match="'A red star' is not found in the picture"):
+        run_one(nodes, "find", asked, {"threshold": 1.0})
