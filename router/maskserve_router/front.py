@@ -62,6 +62,10 @@ class Front:
         """Who calls; see `KeyRing.client`."""
         return self._keys.client(headers)
 
+    async def may_read(self, headers: Mapping[str, str]) -> None:
+        """Wait until the next message of a call with these headers may be read."""
+        await self._turns.may_read(self.client(headers))
+
     async def parse(self, raw: bytes, client: KeyHolder, held: ExitStack) -> ModelRequest:
         """The message of a client's call, held against its bytes until `held` is closed.
 
@@ -69,6 +73,7 @@ class Front:
             InvalidRequest: as `parse_request`.
             RetryLater: too many bytes are under way.
         """
+        self._turns.came(client, len(raw))
         held.enter_context(self._admission.hold(client, len(raw)))
         return await self._turns.run(client, len(raw), parse_request, raw, self.models)
 

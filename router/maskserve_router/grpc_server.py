@@ -98,7 +98,7 @@ class GrpcServer:
                 # A compressed message is inflated before anybody can count it.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
             ),
-            interceptors=(_Gate(front.client, open_calls),),
+            interceptors=(_Gate(front, open_calls),),
         )
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
@@ -284,16 +284,15 @@ class GrpcServer:
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets a call in when it begins, before any of its messages: by its key and its client's share.
+    """Lets a call in when it begins, before any of its messages: by its key and its client's share;
+    and each message when its key has its turn at this process.
 
     To the protocol a unary call is a stream of one message. Served as one, it is here that its
     message is waited for, so that a client which never sends it holds no more than it may.
     """
 
-    def __init__(
-        self, who: Callable[[Mapping[str, str]], KeyHolder], open_calls: OpenCalls
-    ) -> None:
-        self._who, self._open_calls = who, open_calls
+    def __init__(self, front: Front, open_calls: OpenCalls) -> None:
+        self._front, self._open_calls = front, open_calls
 
     async def intercept_service(
         self,
@@ -306,9 +305,14 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         is_open = handler_call_details.method in _OPEN
 
         async def serve(_: AsyncIterator[Any], context: Context) -> None:
+            async def read() -> Any:
+                if not is_open:
+                    await self._front.may_read(_headers(context))
+                return await context.read()
+
             try:
                 client = self._client(context, is_open)
-                with self._open_calls.enter(client, context.read) as call:
+                with self._open_calls.enter(client, read) as call:
                     if handler.stream_stream is not None:
                         async with aclosing(handler.stream_stream(call, context)) as answers:
                             async for answer in answers:
@@ -338,7 +342,7 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         Raises:
             Unauthorized: a key is needed, and this is none.
         """
-        client = None if is_open else self._who(_headers(context))
+        client = None if is_open else self._front.client(_headers(context))
         if client is None or client.scope == NO_SCOPE:
             return str(context.peer()).rpartition(":")[0]
         return f"key {client.name}"

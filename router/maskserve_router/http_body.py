@@ -58,6 +58,7 @@ class Bodies:
         coming = self._coming(request)
         if encoding in ("gzip", "deflate"):
             coming = self._inflated(coming, client)
+        await self._turns.may_read(client)
         body = io.BytesIO()  # gives what was written without a copy of all of it
         size = 0
         async with aclosing(coming):

@@ -1,23 +1,36 @@
-"""What keys have in turn: places, and threads for work that grows with what a client sends.
+"""What keys have in turn: places, threads for work that grows with what a client sends, and this
+process's time.
 
 The event loop routes everybody's edits and has to answer within milliseconds. What takes longer
 the more a client sends (inflating, parsing, decoding a mask) is done here, and a client that sends
-much waits behind itself.
+much waits behind itself. The loop itself copies what comes and what is sent on. So a key that has
+used much of the process of late is not read from for a while: what it sends stays with the client.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.shares import Shares
+from maskserve_core.worker.key_turns import KeyWork
 from maskserve_router.keys import KeyHolder
 
 _SMALL = 64 * 1024
 """Bytes that are worth no thread: to change to one and back takes as long."""
+_STEP_S = 0.25
+"""`KeyWork` forgets by steps; so long is one here, and 16 s are remembered."""
+_MOST_S = 1.6
+"""Processor seconds of those 16 that a key may have used when it is read from: a tenth of one."""
+_ENTRY_S = 0.05
+"""What a message that has waited counts as before it is there: of many that wait one is read."""
+_BYTES_PER_S = 400e6
+"""What the loop copies: gRPC makes three copies of a message as it comes, two as it is sent."""
 T = TypeVar("T")
 
 
@@ -79,6 +92,38 @@ class Turns:
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "turns")
         self._places = InTurn(threads)
+        self._used, self._at = KeyWork(), time.monotonic()
+        self._last: dict[str, float] = {}
+        """Key -> when it was last read from, of those of late."""
+
+    async def may_read(self, client: KeyHolder) -> None:
+        """Wait until a client's next message may be read: at once, unless it has used more than its
+        part of this process of late, and others are here.
+        """
+        key, waited = client.scope, False
+        self._last[key] = time.monotonic()
+        while key != NO_SCOPE and self._is_ahead(key):
+            waited = True
+            await asyncio.sleep(_STEP_S)
+        if waited:
+            self._spent(key, _ENTRY_S)
+
+    def came(self, client: KeyHolder, size: int) -> None:
+        """So many bytes of a client have come at once."""
+        self._spent(client.scope, size / _BYTES_PER_S)
+
+    def _is_ahead(self, key: str) -> bool:
+        self._spent(key, 0.0)
+        if self._used.had(key) <= _MOST_S:
+            return False
+        late = self._at - 64 * _STEP_S
+        self._last = {each: at for each, at in self._last.items() if at > late}
+        return any(each != key for each in self._last)
+
+    def _spent(self, key: str, seconds: float) -> None:
+        now = time.monotonic()
+        self._used.add(key, seconds, (now - self._at) / _STEP_S)
+        self._at = now
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -95,12 +140,23 @@ class Turns:
         if size <= _SMALL:
             return work(*given)
         await self._places.enter(client.scope)
-        task = asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
+        spent = [0.0]
+        task = asyncio.get_running_loop().run_in_executor(self._pool, _timed, spent, work, *given)
         # A thread cannot be stopped: the place is free when it is done, not when the client leaves.
-        task.add_done_callback(lambda done: self._over(client.scope, done))
+        task.add_done_callback(lambda done: self._over(client.scope, done, spent[0]))
         return await asyncio.shield(task)
 
-    def _over(self, key: str, done: asyncio.Future[Any]) -> None:
+    def _over(self, key: str, done: asyncio.Future[Any], seconds: float) -> None:
+        self._spent(key, seconds)
         if not done.cancelled():
             done.exception()  # where nobody waits for it any more, it is not complained of
         self._places.leave(key)
+
+
+def _timed(spent: list[float], work: Callable[..., T], *given: Any) -> T:
+    """What `work(*given)` gives; its processor seconds become the one element of `spent`."""
+    began = time.thread_time()
+    try:
+        return work(*given)
+    finally:
+        spent[0] = time.thread_time() - began

@@ -46,14 +46,18 @@ class KeyWork:
         self._weight = 1.0
         """Of what is given now. It grows, which is that what was given before counts less."""
 
-    def add(self, key: str, work: float) -> None:
-        """A key was given so much more."""
-        self._weight *= 1 + 1 / _MEMORY
+    def add(self, key: str, work: float, steps: float = 1.0) -> None:
+        """A key was given so much more, so many steps after whoever was before it."""
+        self._weight *= (1 + 1 / _MEMORY) ** steps
         self._given[key] = self._given.get(key, 0.0) + work * self._weight
         if self._weight > _HEAVY:
             scaled = ((key, given / self._weight) for key, given in self._given.items())
             self._given = {key: given for key, given in scaled if given > 1 / _HEAVY}
             self._weight = 1.0
+
+    def had(self, key: str) -> float:
+        """What a key was given, as far as it still counts."""
+        return self._given.get(key, 0.0) / self._weight
 
     def behind(self, keys: Iterable[str]) -> str:
         """Of these the one that had least."""

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 import maskserve_router.http_body as http_body
+import maskserve_router.turns as turns
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, Http, Key
@@ -76,6 +77,44 @@ async def test_a_body_that_came_fast_may_not_stand_still_behind_that(
         with pytest.raises(InvalidRequest, match="came too slowly"):
             await asyncio.wait_for(reading, 30)
     assert admission.bytes == 0
+
+
+async def test_a_key_that_uses_much_of_the_router_is_read_from_at_its_pace(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Registrations of 40 MiB, four at a time, held the loop for half of the time."""
+    now, slept = 0.0, 0
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now)
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now, slept
+        now, slept = now + seconds, slept + 1
+
+    monkeypatch.setattr(turns.asyncio, "sleep", sleep)
+    paced, greedy = Turns(1), client("greedy")
+
+    async def messages(until: float, seconds: float) -> int:
+        """Of 40 MiB, as many as are read."""
+        read, end = 0, now + until
+        while now < end:
+            await paced.may_read(greedy)
+            paced.came(greedy, 40 * MIB)
+            read += 1
+            await sleep(seconds)
+        return read
+
+    assert await messages(60.0, 0.1) > 550  # alone it has all of it
+    await paced.may_read(client("modest"))
+    assert slept > 550
+    assert await messages(15.0, 0.1) < 16
+    before = slept
+    for _ in range(9):
+        await paced.may_read(client("modest"))
+        await paced.may_read(KeyRing((), 3).client({}))
+    assert slept == before  # who uses little waits for nobody
+    now += 60.0
+    await paced.may_read(greedy)
+    assert slept == before  # nor does anybody by what is long ago
 
 
 def test_edits_of_one_key_leave_places_to_others():
