@@ -201,6 +201,7 @@ def hostile_soak(
         adapters=str(loras),
         controlnets=str(CHECKOUT / "assets" / "controlnets"),
         controlnet_device="cpu",
+        workflows=CHECKOUT / "assets" / "workflows",
         log_dir=options.out / "logs",
         say=options.say,
     )
