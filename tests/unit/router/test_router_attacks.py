@@ -111,7 +111,8 @@ async def test_a_message_that_was_refused_is_kept_by_nobody(
 
     monkeypatch.setattr(front, "parse_request", parse)
     monkeypatch.setattr(http_inference, "_checked_infer", parse)
-    monkeypatch.setattr(edits, "read_form", AsyncMock())
+    form = EditForm(Fields(prompt="a"), b"i", b"m", {})
+    monkeypatch.setattr(edits, "read_form", AsyncMock(return_value=form))
     monkeypatch.setattr(edits.ImageEdits, "_checked", parse)
     message = edit_request(bytes(size), b"")
     path = {"http": "/v2/models/edit/infer", "openai": "/v1/images/edits"}
