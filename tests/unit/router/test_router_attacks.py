@@ -702,13 +702,13 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     generated = http_inference.HttpInference(none, any_front, Turns(1))
     for model in ("edit", "edit_stream"):
         message = ModelRequest(pb.ModelInferRequest(model_name=model))
-        assert len([each async for each in generated._answers(message, 0, {})]) == 1
+        assert len([each async for each in generated._answers(message, 0, holder("a"), {})]) == 1
         assert threads.pop("generate_response") is not threading.current_thread()
     for name in ("_edit_message", "_picture", "_picture_of_event"):
         watch(edits, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
-    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, Turns(1), none, none)
-    await handlers._pictures(holder("a"), form, 2 * MIB, {}, "r")
+    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, Turns(1), none, none, none)
+    await handlers._pictures(holder("a"), form, 2 * MIB, {}, "r", None)
     events = handlers._events(holder("a"), form, pb.ModelInferRequest(), MIB, {})
     assert [len(picture) async for picture, _ in events] == [MIB]
     assert sorted(threads) == ["_edit_message", "_picture", "_picture_of_event"]
