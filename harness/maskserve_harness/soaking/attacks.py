@@ -249,7 +249,7 @@ async def runs_of_workflows(target: Target) -> Iterable[str]:
     settings = json.dumps({"num_inference_steps": 2}).encode()
     for name, value in (("IMAGE", image), ("MASK", mask), ("PROMPT", b"x"), ("SETTINGS", settings)):
         bytes_tensor.add_input(message, name, [value])
-    return await calls(target, [message.SerializeToString()] * 20)
+    return await calls(target, [message.SerializeToString()] * 8)
 
 
 async def adapter_checks(target: Target) -> Iterable[str]:
