@@ -410,13 +410,13 @@ def test_equal_nodes_of_one_run_after_the_other_are_run_once(site: Site) -> None
 
 def moments(count: int) -> list[Any]:
     """What is killed, and behind how many events of the run."""
-    few = [("nodes", 3), ("worker", 2), ("worker", 7)]
+    few = [("nodes", 3), ("worker", 2)]
     rng = np.random.default_rng()
     more = [(str(rng.choice(["nodes", "worker"])), int(rng.integers(1, 20))) for _ in range(count)]
     return [*few, *(pytest.param(*each, marks=pytest.mark.slow) for each in more)]
 
 
-@pytest.mark.parametrize(("what", "after"), moments(17))
+@pytest.mark.parametrize(("what", "after"), moments(18))
 def test_what_a_killed_server_had_alone_runs_again(
     site: Site, folder: Path, what: str, after: int
 ) -> None:
