@@ -21,7 +21,9 @@ class Sink:
             self.done.set()
 
     def wait(self) -> FinalEvent | Failed:
-        assert self.done.wait(60), "no final answer"
+        assert self.done.wait(240), (
+            "no final answer"
+        )  # ranks that start anew take long on a busy machine
         last = self.events[-1]
         assert isinstance(last, FinalEvent | Failed)
         return last
