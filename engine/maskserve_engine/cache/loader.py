@@ -1,8 +1,9 @@
 """The loader: entries on their way to the device, part by part, beside the step that reads them.
 
 The step begins on block 0 while later blocks arrive; it waits where it meets a part that is not
-there yet (FlashPS §4.2). Parts travel in the order of their turn (the step that reads them) and
-block, so what the next step will read never delays what this one reads. Tokens that a row reads are
+there yet (FlashPS §4.2). Parts travel in the order of their turn (the step that reads them), and
+within it in the order in which the step comes to them, block by block for all rows: what is read
+later never delays what is read sooner. Tokens that a row reads are
 gathered before they travel, so that as few bytes travel as are read: by a copy in host memory, or
 over a CUDA device's link. A CUDA device that reads the file by itself is given whole tensors where
 that is sooner, and gathers there.
@@ -469,7 +470,8 @@ class Loader:
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self._moves: deque[tuple[str, float, float]] = deque(maxlen=4096)
-        self._tasks: list[tuple[int, int, Load, Want]] = []
+        self._tasks: list[tuple[int, int, int, Load, Want]] = []
+        """A heap by turn and place among the wants of its turn."""
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -486,15 +488,15 @@ class Loader:
         """
         with self._changed:
             new = [
-                want
-                for want in wants
+                (place, want)
+                for place, want in enumerate(wants)
                 if want not in load.arrived
                 and load.asked.get(want, turn + 1) > turn
                 and load.keeps(want)
             ]
-            for want in new:
+            for place, want in new:
                 load.asked[want] = turn
-                heapq.heappush(self._tasks, (turn, next(self._order), load, want))
+                heapq.heappush(self._tasks, (turn, place, next(self._order), load, want))
             self._start()
             if new:  # else the loader would wake at every step, and take the interpreter from it
                 self._changed.notify_all()
@@ -523,7 +525,7 @@ class Loader:
             load.asked.clear()
             load.arrived.clear()
             load.lost = EntryLost("the load was dropped")
-            self._tasks = [task for task in self._tasks if task[2] is not load]
+            self._tasks = [task for task in self._tasks if task[3] is not load]
             heapq.heapify(self._tasks)
 
     def take_moves(self) -> list[tuple[str, float, float]]:
@@ -552,7 +554,7 @@ class Loader:
                     self._changed.wait()
                 if self._closed:
                     return
-                _, _, load, want = heapq.heappop(self._tasks)
+                *_, load, want = heapq.heappop(self._tasks)
                 self._moving = load
             if want not in load.arrived and load.lost is None:
                 self._move(load, want)

@@ -310,6 +310,30 @@ def test_parts_travel_in_the_order_of_their_turn() -> None:
     store.close()
 
 
+def test_rows_of_one_step_have_their_blocks_brought_in_side_by_side() -> None:
+    """A step begins on block 0 of all of its rows: blocks behind it travel later, whoever's."""
+    mover = GatedMover()
+    store = Store(MemoryTier(100 * SIZE), [], None, Loader(mover))
+    fill(store)
+    keys, entry = ("k", "other", "third"), random_entry(0)
+    for key in keys[1:]:
+        fill(store, key)
+    handles = [request(store, key=key) for key in keys]
+    handles[0].want([(0, "h")], 1)  # taken at once, and held up
+    for handle in handles:
+        handle.want([(block, "kv") for block in range(3)], 1)
+    for _ in range(1 + 3 * len(keys)):
+        mover.gate.release()
+    for handle in handles:
+        handle.wait(2, "kv")
+    moved = [block for block in range(3) for _ in keys]
+    expected = [entry.blocks[block].part("kv")[0].data for block in moved]
+    assert all(torch.equal(m[0].data, w) for m, w in zip(mover.moved[1:], expected, strict=True))
+    for handle in handles:
+        handle.release()
+    store.close()
+
+
 def test_a_part_that_was_not_asked_for_or_kept_is_an_error_not_a_hang(store: Store) -> None:
     fill(store)
     handle = request(store)
