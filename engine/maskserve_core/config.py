@@ -136,10 +136,11 @@ class EngineConfig(Table, frozen=True):
     cuda_graphs: bool = True
     """Whether steps of a UNet are recorded as CUDA graphs, on GPUs; what is recorded takes as much
     memory as a step."""
-    flux_cuda_graphs: bool = False
-    """Whether steps of FLUX are, too. Cached rows then compute up to an eighth more tokens; edits
-    that are `reproducible` or have LoRAs, ControlNets or a `first_block_threshold` are not
-    recorded. Not with `placed_bytes`, nor with several `devices`."""
+    flux_cuda_graphs: bool = True
+    """Whether steps of FLUX are, too, of up to as many tokens as one dense row has: larger ones do
+    not wait for the host. Cached rows then compute up to an eighth more tokens; edits that are
+    `reproducible` or have LoRAs, ControlNets or a `first_block_threshold` are not recorded, nor
+    are any where `placed_bytes` is set or a worker has several `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits one front serves at once."""
 

@@ -77,7 +77,7 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
         PIPELINES=("DummyPipeline",),
         SETTINGS=("cache.stride",),
         read=lambda folder, pipeline, native: facts,
-        records=lambda engine: engine.heartbeat_s > 1,
+        recorded_rows=lambda config: int(config.engine.heartbeat_s > 1),
         count=lambda config, height, width, halo, **how: (height, width, how["recorded"]),
     )
     monkeypatch.setitem(registry.FAMILIES, "dummy", dummy)
@@ -85,7 +85,7 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "DummyPipeline"}))
     assert load_adapter(config_of(tmp_path)) == ("adapter", facts)
     assert registry.counted_work(facts, 4, 6, recorded=True) == (4, 6, True)
-    assert not registry.records_steps(facts, Config())
+    assert not registry.recorded_rows(facts, Config())
     with pytest.raises(ConfigError, match=r'\[model\] t5_weights: a setting of FLUX models; use "'):
         load_adapter(config_of(tmp_path, model={"t5_weights": "int8"}))
     other = structs.replace(Config(), cache=structs.replace(Config().cache, stride=3))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,21 +13,8 @@ from maskserve_engine.families.registry import Encoder, load_encoder
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, job
+from tests.support.no_waits import nothing_waits
 from tests.support.sink import Sink
-
-
-@contextmanager
-def nothing_waits(device: torch.device) -> Iterator[None]:
-    """An operation inside that makes the host wait for the device is an error."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Loop:

@@ -28,6 +28,7 @@ from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import UnetBench
+from tests.support.no_waits import nothing_waits
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -118,13 +119,9 @@ def test_steady_steps_wait_for_nothing(kind: str) -> None:
     bench.fill_entry(kind)
     rows = [bench.row(ratio, seed) for seed, ratio in enumerate((0.1, 0.3, None))]
     bench.step(rows, kind)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits(CUDA):
         for _ in range(3):
             bench.step(rows, kind)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("by_token", [True, False])

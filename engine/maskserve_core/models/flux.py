@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import EngineConfig
+from maskserve_core.config import Config
 from maskserve_core.models.facts import (
     ALL_STEPS,
     ControlFacts,
@@ -329,9 +329,10 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     )
 
 
-def records(engine: EngineConfig) -> bool:
-    """Whether steps are CUDA graphs, on GPUs."""
-    return engine.flux_cuda_graphs
+def recorded_rows(config: Config) -> int:
+    """Dense rows whose tokens a step that is a CUDA graph may have, on GPUs; 0: none is one."""
+    alone = config.engine.devices == 1 and config.cache.placed_bytes <= 0
+    return int(config.engine.flux_cuda_graphs and alone)
 
 
 def count(

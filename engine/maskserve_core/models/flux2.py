@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import EngineConfig
+from maskserve_core.config import Config
 from maskserve_core.models import flux
 from maskserve_core.models.facts import DenseSteps, EditDefaults, ModelFacts, read_json
 from maskserve_core.models.latents import latent_space, with_statistics
@@ -63,9 +63,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     )
 
 
-def records(engine: EngineConfig) -> bool:
+def recorded_rows(config: Config) -> int:
     """Steps are not CUDA graphs."""
-    return False
+    return 0
 
 
 def count(

@@ -83,9 +83,11 @@ def check_family(config: Config, facts: ModelFacts) -> None:
                 raise ConfigError(f"[{section}] {key}: a setting of {other.NAME}; use {use}")
 
 
-def records_steps(facts: ModelFacts, config: Config) -> bool:
-    """Whether steps of a model are recorded as CUDA graphs, on GPUs."""
-    return FAMILIES[facts.family].records(config.engine)
+def recorded_rows(facts: ModelFacts, config: Config) -> int:
+    """Dense rows whose tokens a step may have that is recorded as a CUDA graph, on GPUs; 0: none
+    is recorded.
+    """
+    return FAMILIES[facts.family].recorded_rows(config)
 
 
 def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import ConfigError, EngineConfig
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import (
     ControlFacts,
     EditDefaults,
@@ -483,9 +483,9 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
     )
 
 
-def records(engine: EngineConfig) -> bool:
-    """Whether steps are CUDA graphs, on GPUs."""
-    return engine.cuda_graphs
+def recorded_rows(config: Config) -> int:
+    """Dense rows whose tokens a step that is a CUDA graph may have, on GPUs; 0: none is one."""
+    return config.engine.max_rows if config.engine.cuda_graphs else 0
 
 
 def count(

@@ -16,7 +16,7 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.files.safetensors_header import header_of
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, own_rule, own_stride, read_json
-from maskserve_core.models.registry import control_work, records_steps
+from maskserve_core.models.registry import control_work, recorded_rows
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.planning.own_anchors import own_bytes
@@ -105,14 +105,15 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     side = facts.native_resolution // facts.vae_scale_factor
     passes = config.engine.max_rows * (2 if facts.two_passes else 1)
     text = facts.text_tokens(config.model.max_sequence_length)
-    once = peak_values(adapter.work(side, side), passes, text) * dtype_of(config).itemsize
+    work, recorded = adapter.work(side, side), min(passes, _recorded(config, facts))
     # What is recorded keeps its memory beside that of steps that are not.
-    return 2 * once if _recorded(config, facts) else once
+    values = [peak_values(work, each, text) for each in (passes, recorded) if each]
+    return sum(values) * dtype_of(config).itemsize
 
 
-def _recorded(config: Config, facts: ModelFacts) -> bool:
-    """Whether steps of the model are CUDA graphs."""
-    return records_steps(facts, config) and device_of(config).type != "cpu"
+def _recorded(config: Config, facts: ModelFacts) -> int:
+    """Dense rows whose tokens a step may have that is a CUDA graph."""
+    return recorded_rows(facts, config) if device_of(config).type != "cpu" else 0
 
 
 def _own_bytes(config: Config, adapter: Adapter) -> int:

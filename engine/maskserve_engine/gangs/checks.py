@@ -26,10 +26,6 @@ def check_devices(config: Config, gpus: int) -> None:
             f"[engine] devices: {devices} devices per worker do not go with [controls] service; "
             "use one device"
         )
-    if config.engine.flux_cuda_graphs:
-        raise ConfigError(
-            f"[engine] flux_cuda_graphs: does not go with {devices} devices per worker; use false"
-        )
     if 0 < gpus < devices:
         raise ConfigError(
             f"[engine] devices: {devices} devices on {gpus} GPU(s); accepted: up to {gpus}"

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.kernels import has_kernels, operation
 
 
 def add_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     return added, F.layer_norm(added, added.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 
-@torch.library.custom_op("maskserve::add_norm", mutates_args=())
+@operation("add_norm")
 def _add_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -42,6 +42,6 @@ def _add_norm(
     return added, normed
 
 
-@_add_norm.register_fake
+@torch.library.register_fake("maskserve::add_norm")
 def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.kernels import has_kernels, operation
 
 
 def geglu(x: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def geglu(x: Tensor) -> Tensor:
     return hidden * F.gelu(gates)
 
 
-@torch.library.custom_op("maskserve::geglu", mutates_args=())
+@operation("geglu")
 def _geglu(x: Tensor) -> Tensor:
     import triton
 
@@ -31,6 +31,6 @@ def _geglu(x: Tensor) -> Tensor:
     return out
 
 
-@_geglu.register_fake
+@torch.library.register_fake("maskserve::geglu")
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 2)

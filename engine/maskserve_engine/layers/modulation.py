@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.layers.fp8 import FP8, Fp8Tokens, quantised
-from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.kernels import has_kernels, operation
 
 EPS = 1e-6
 
@@ -95,7 +95,7 @@ def _looked_up(vector: Vector) -> tuple[Tensor, Tensor | None]:
     return vector if isinstance(vector, PerRow) else (vector.view(1, -1), None)
 
 
-@torch.library.custom_op("maskserve::modulate", mutates_args=())
+@operation("modulate")
 def _modulate(x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor) -> Tensor:
     import triton
 
@@ -112,7 +112,7 @@ def _modulate(x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor) -> Tens
     return out
 
 
-@torch.library.custom_op("maskserve::modulate_fp8", mutates_args=())
+@operation("modulate_fp8")
 def _modulate_fp8(
     x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -137,12 +137,12 @@ def _new_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-@_modulate_fp8.register_fake
+@torch.library.register_fake("maskserve::modulate_fp8")
 def _(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
     return _new_fp8(x)
 
 
-@torch.library.custom_op("maskserve::add_gated", mutates_args=())
+@operation("add_gated")
 def _add_gated(x: Tensor, y: Tensor, gates: Tensor, row_of: Tensor) -> Tensor:
     import triton
 
@@ -156,7 +156,7 @@ def _add_gated(x: Tensor, y: Tensor, gates: Tensor, row_of: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("maskserve::add_gated_modulate", mutates_args=())
+@operation("add_gated_modulate")
 def _add_gated_modulate(
     x: Tensor,
     y: Tensor,
@@ -186,7 +186,7 @@ def _add_gated_modulate(
     return added, out, out_scales
 
 
-@_add_gated_modulate.register_fake
+@torch.library.register_fake("maskserve::add_gated_modulate")
 def _(
     x: Tensor, y: Tensor, g: Tensor, sh: Tensor, sc: Tensor, row_of: Tensor | None, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,8 +194,8 @@ def _(
     return x.new_empty(x.shape), *made
 
 
-@_modulate.register_fake
-@_add_gated.register_fake
+@torch.library.register_fake("maskserve::modulate")
+@torch.library.register_fake("maskserve::add_gated")
 def _(x: Tensor, *_: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 

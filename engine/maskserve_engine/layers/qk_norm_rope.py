@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.kernels import has_kernels, operation
 from maskserve_engine.layers.modulation import EPS
 
 
@@ -63,7 +63,7 @@ def fused(
     torch.ops.maskserve.qk_norm_rope(x, norms, torch.view_as_real(cis), stream_of, epsilon)
 
 
-@torch.library.custom_op("maskserve::qk_norm_rope", mutates_args=("x",))
+@operation("qk_norm_rope", mutates_args=("x",))
 def _qk_norm_rope(
     x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None, epsilon: float
 ) -> None:
@@ -86,6 +86,6 @@ def _qk_norm_rope(
     )
 
 
-@_qk_norm_rope.register_fake
+@torch.library.register_fake("maskserve::qk_norm_rope")
 def _(*_: Any) -> None:
     return None

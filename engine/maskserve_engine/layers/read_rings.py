@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.cache.entries import GROUP, Coded
-from maskserve_engine.layers.kernels import addresses
+from maskserve_engine.layers.kernels import addresses, operation
 
 FIELDS = 14
 """Of a map: addresses of data, scales, groups, ids, ring and own; positions in the region, the ring
@@ -72,7 +72,7 @@ def ring_table(maps: Sequence[RingMap]) -> Tensor:
     return torch.from_numpy(np.array(rows, np.int64))
 
 
-@torch.library.custom_op("maskserve::read_rings", mutates_args=("rings", "moments"))
+@operation("read_rings", mutates_args=("rings", "moments"))
 def read_rings(
     rings: Tensor, moments: Tensor, totals: Tensor, table: Tensor, halves: int, format: str
 ) -> None:
@@ -104,6 +104,6 @@ def read_rings(
     )
 
 
-@read_rings.register_fake
+@torch.library.register_fake("maskserve::read_rings")
 def _(*_: object) -> None:
     return None

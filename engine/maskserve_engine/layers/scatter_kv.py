@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maskserve_engine.cache.entries import GROUP, Coded
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.kernels import missing_triton
+from maskserve_engine.layers.kernels import missing_triton, operation
 
 _VECTOR = 16
 """Bytes that a thread reads or writes at once."""
@@ -183,7 +183,7 @@ def _launch(
     )
 
 
-@torch.library.custom_op("maskserve::scatter_kv", mutates_args=("outs",))
+@operation("scatter_kv", mutates_args=("outs",))
 def _scatter_kv(
     outs: Sequence[Tensor],
     row_of: Tensor,
@@ -243,6 +243,6 @@ def _scatter_kv(
     )
 
 
-@_scatter_kv.register_fake
+@torch.library.register_fake("maskserve::scatter_kv")
 def _(*_: object) -> None:
     return None

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.layers.kernels import addresses
+from maskserve_engine.layers.kernels import addresses, operation
 
 RANKS = 16
 """Of a slice, the most; the least that a tensor core multiplies."""
@@ -128,7 +128,7 @@ def add_map_slices(
     torch.ops.maskserve.expand(places, low, tiles, slices, ends, scales, 0)
 
 
-@torch.library.custom_op("maskserve::shrink", mutates_args=())
+@operation("shrink")
 def _shrink(
     x: Tensor, tiles: Tensor, slices: Tensor, ends: Tensor, first: int, outputs: int, most: int
 ) -> Tensor:
@@ -154,7 +154,7 @@ def _shrink(
     return low
 
 
-@torch.library.custom_op("maskserve::shrink_map", mutates_args=())
+@operation("shrink_map")
 def _shrink_map(
     x: Tensor,
     tiles: Tensor,
@@ -192,7 +192,7 @@ def _shrink_map(
     return low
 
 
-@torch.library.custom_op("maskserve::expand", mutates_args=("out",))
+@operation("expand", mutates_args=("out",))
 def _expand(
     out: Tensor,
     low: Tensor,
@@ -227,16 +227,16 @@ def _expand(
     )
 
 
-@_shrink.register_fake
+@torch.library.register_fake("maskserve::shrink")
 def _(x: Tensor, tiles: Tensor, _s: Tensor, _e: Tensor, _f: int, _o: int, most: int) -> Tensor:
     return x.new_empty(tiles.shape[0], TOKENS, most, RANKS)
 
 
-@_shrink_map.register_fake
+@torch.library.register_fake("maskserve::shrink_map")
 def _(x: Tensor, tiles: Tensor, _s: Tensor, _e: Tensor, *args: int) -> Tensor:
     return x.new_empty(tiles.shape[0], TOKENS, args[-1], RANKS)
 
 
-@_expand.register_fake
+@torch.library.register_fake("maskserve::expand")
 def _(*_: object) -> None:
     return None

@@ -4,8 +4,9 @@ It is written anew as each part is known. A part that fails has a reason in plac
 and the others go on. The parts: whether tests/gpu pass; which attention is used; how fast entries
 reach the device; steps of FLUX.1-dev's size (random weights) beside what their counted FLOPs take
 at the device's published peak, with rows of one mask ratio and of several, with entries in int8 and
-as they are by default; for how long the host asks for a step; what a step holds in memory beside
-what the memory table counts; steps that load their entries meanwhile; diffusers' own transformer in
+as they are by default; steps of one row as CUDA graphs, also between anchors of its own; for how
+long the host asks for a step; what a step holds in memory beside what the memory table counts;
+steps that load their entries meanwhile; diffusers' own transformer in
 turn, as it is, compiled and in FP8; steps of SDXL, also of rows with anchors of their own; T5 and
 the VAE; whole edits of the demo model (`--model FOLDER`: of another) through Triton, where there is
 one.
@@ -31,6 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ import numpy as np
 import torch
 
 from maskserve_core.config import CacheConfig
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
@@ -47,6 +50,7 @@ from maskserve_engine.layers.attention import choose_flash, missing_varlen
 from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.first_run_parts import (
+    in_turn,
     in_words,
     time_edits,
     time_loads,
@@ -54,8 +58,8 @@ from maskserve_harness.benchmarks.first_run_parts import (
     time_stages,
 )
 from maskserve_harness.benchmarks.live_bytes import peak_bytes
-from maskserve_harness.benchmarks.step import measure
-from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
+from maskserve_harness.benchmarks.step import kept, measure, stepping
+from maskserve_harness.benchmarks.step_rig import NO_TEXT, PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
@@ -68,6 +72,8 @@ MIXED = (2, 4, 8)
 """Rows of batches in which each has another mask ratio."""
 EDITS = 4
 """Whole edits for each that is under way at once."""
+_UNRECORDED = 2
+"""Steps of a mix before it is recorded, and with it."""
 _TESTS_S = 480
 _BUFFER = 32 * 2**20
 _SENT, _WIDTH = 2**28, 3072
@@ -110,9 +116,9 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     FLOPs take at the device's published peak.
     """
     rows = []
-    for format, kinds in ((FORMAT, KINDS), (DEFAULT, ("kv",))):
+    for format, kinds, batches in ((FORMAT, KINDS, BATCHES), (DEFAULT, ("kv",), BATCHES[:1])):
         bench.format = format
-        found = measure(bench, _asked(repeat, kind=kinds, batch=BATCHES, alike=True))
+        found = measure(bench, _asked(repeat, kind=kinds, batch=batches, alike=True))
         rows += [{**row, "format": format} for row in found]
     bench.format = FORMAT
     peak = peak_rates(bench.device, bench.dtype)
@@ -124,10 +130,45 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     return rows
 
 
+def time_recorded_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+    """Steps of one row asked for kernel by kernel, and in turn with these as CUDA graphs, which is
+    how a worker takes them (`recorded_ms`, where there are any): dense, of a row that reads an
+    entry, and of one between anchors of its own, which leaves its text out (`NO_TEXT`).
+    """
+    weights = {"ms": bench.weights}
+    graphs = Graphs.on(bench.device, bench.dtype)
+    if graphs is not None:
+        weights["recorded_ms"] = replace(bench.weights, graphs=graphs, placed_bytes=0)
+    bench.fill_entry("kv")
+    found = []
+    for kind, ratio in (("kv", None), *((kind, m) for kind in ("kv", NO_TEXT) for m in RATIOS)):
+        ways = {}
+        for name, own in weights.items():
+            make = bench.anchored_row if kind == NO_TEXT else bench.row
+            row: Any = make(ratio, 0)  # type: ignore[arg-type]
+            row.recorded = name == "recorded_ms"
+            ways[name] = kept(bench, 1, stepping(bench, [row], kind), own)
+        for _ in range(_UNRECORDED):
+            for step in ways.values():
+                step()
+        found.append(
+            {"kind": kind, "mask_ratio": ratio, **in_turn(Timer(bench.device), ways, repeat)}
+        )
+    return found
+
+
 def time_mixed_steps(bench: Bench | UnetBench, repeat: int) -> list[dict[str, Any]]:
     """Of rows that all have different masks, as edits do; one row of a UNet."""
     batches = MIXED if isinstance(bench, Bench) else (1,)
     return measure(bench, _asked(repeat, kind=("kv",), batch=batches, alike=False))
+
+
+def unet_bench(preset: str, dtype: torch.dtype, device: torch.device, steps: int = 1) -> UnetBench:
+    """A UNet whose steps are recorded, as a worker's are."""
+    bench = UnetBench(preset, dtype, device, FORMAT, steps=steps)
+    bench.weights = replace(bench.weights, graphs=Graphs.on(device, dtype))
+    bench.buckets = bench.weights.graphs is not None
+    return bench
 
 
 def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
@@ -301,6 +342,7 @@ def main(
         bench = made.pop()
         find("steps", partial(steps, bench, args.repeat))
         find("mixed", partial(time_mixed_steps, bench, args.repeat))
+        find("recorded", partial(time_recorded_steps, bench, args.repeat))
         find("asked", partial(ask_for_steps, bench))
         held = find("held", partial(weigh_steps, bench))
         find("loads", partial(time_loads, bench, few))
@@ -309,8 +351,8 @@ def main(
     unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
     if unet is not None:
         report["unet"] = unet
-        find("unet_steps", lambda: time_mixed_steps(UnetBench(unet, dtype, device, FORMAT), 3))
-        find("unet_own", lambda: time_own_steps(UnetBench(unet, dtype, device, FORMAT, steps=8)))
+        find("unet_steps", lambda: time_mixed_steps(unet_bench(unet, dtype, device), 3))
+        find("unet_own", lambda: time_own_steps(unet_bench(unet, dtype, device, steps=8)))
     find("stages", lambda: time_stages(device, dtype, demo=args.preset == "demo"))
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from maskserve_harness.reports import table
 
 Report = Mapping[str, Any]
 _GIB = 2**30
+_RECORDED = ("ms", "recorded_ms")
 _COLOURS = {"dense": "0.5", "kv": "tab:orange", "project": "tab:blue"}
 
 
@@ -147,6 +148,19 @@ def _own_table(steps: Sequence[Report]) -> list[str]:
     return [table(("m", "anchor's step ms", "step between ms"), rows)]
 
 
+def _recorded_table(steps: Sequence[Report]) -> list[str]:
+    rows = [
+        (s["kind"], _ratio(s), *(f"{s[key]:.1f}" if key in s else "–" for key in _RECORDED))
+        for s in steps
+    ]
+    return [
+        "A step of one row asked for kernel by kernel, and as CUDA graphs, as a worker takes it. "
+        "*no-text*: between anchors of the row's own.",
+        "",
+        table(("kind", "m", "kernel by kernel ms", "recorded ms"), rows),
+    ]
+
+
 def _asked_table(asked: Sequence[Report]) -> list[str]:
     rows = [(s["batch"], _ratio(s), *_tenths(s, "asked_ms", "ms")) for s in asked]
     return [
@@ -237,6 +251,7 @@ _FACTS: dict[str, Callable[[Any], str]] = {
 _SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "steps": ("Steps", _step_table),
     "mixed": ("Steps of rows that differ", _mixed_table),
+    "recorded": ("Recorded steps", _recorded_table),
     "asked": ("For how long the host asks", _asked_table),
     "unet_steps": ("Steps of {unet}", _mixed_table),
     "unet_own": ("Steps of {unet}, with anchors of a row's own", _own_table),

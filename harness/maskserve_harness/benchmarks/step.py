@@ -142,13 +142,18 @@ def stepping(bench: Bench | UnetBench, rows: Sequence[Any], kind: str) -> Callab
     return lambda: bench.between(rows, next(turns))
 
 
-def kept(bench: Bench | UnetBench, count: int, step: Callable[[], None]) -> Callable[..., None]:
-    """So many steps, or as many as are asked for, of rows that stay packed beside others."""
+def kept(
+    bench: Bench | UnetBench, count: int, step: Callable[[], None], weights: Any = None
+) -> Callable[..., None]:
+    """So many steps, or as many as are asked for, of rows that stay packed beside others; with
+    other weights than the bench's, if given.
+    """
     batch: Any = None
 
     def steps(count: int = count) -> None:
         nonlocal batch
         bench.batch = batch
+        bench.weights = weights or bench.weights
         for _ in range(count):
             step()
         batch = bench.batch

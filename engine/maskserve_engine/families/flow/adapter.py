@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.config import Config, ConfigError
+from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.imaging.masks import cover_a_side
 from maskserve_core.models.facts import ModelFacts, own_rule
-from maskserve_core.models.registry import counted_work, records_steps
+from maskserve_core.models.registry import counted_work, recorded_rows
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
 from maskserve_engine.adapters.fuse import fused
@@ -124,11 +124,6 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Self:
         """Raises ConfigError when a part is missing or unreadable."""
-        if config.engine.flux_cuda_graphs and config.cache.placed_bytes > 0:
-            raise ConfigError(
-                f"[cache] placed_bytes: {config.cache.placed_bytes} does not go with "
-                "[engine] flux_cuda_graphs, which places them anew at each step; use 0"
-            )
         made = partial(fused, config, part="denoiser")
         return cls(
             facts,
@@ -136,7 +131,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             load_sampler(config),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
-            graphs=records_steps(facts, config),
+            graphs=recorded_rows(facts, config) > 0,
             own=own_rule(config, facts),
         )
 
@@ -269,7 +264,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def keep_own(row: FlowRow, plan: OwnPlan | None) -> None:
         """Have both passes of a row keep what is their own; None: nothing."""
         if plan is not None:
-            row.own, row.recorded = OwnAnchors(plan), False
+            row.own = OwnAnchors(plan)
             if row.negative is not None:
                 row.negative = replace(row.negative, own=OwnAnchors(plan))
 

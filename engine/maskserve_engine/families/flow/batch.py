@@ -109,8 +109,11 @@ class FlowBatch(KeptBatch[Row, W]):
         self._stream = self.packed.layout.narrow.image_stream
         self._still = _still(self.packed)
         self._blends = any(row.blends for row in rows)
-        own_way = self.packed.residuals or self.packed.sees_fixed
-        self._recorded = all(row.recorded for row in rows) and not own_way
+        own_way = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
+        narrow = self.packed.layout.narrow
+        longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
+        few = narrow.row_stream.spans[-1][1] <= longest  # more keep the device busy by themselves
+        self._recorded = few and all(row.recorded for row in rows) and not own_way
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
         self._weights: W | None = None
         """The model's, with what the rows' adapters add to them."""

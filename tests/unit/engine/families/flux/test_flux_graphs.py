@@ -15,6 +15,7 @@ import torch
 from maskserve_core.config import ConfigError
 from maskserve_core.contracts.request import Lora
 from maskserve_core.imaging.masks import active_tokens
+from maskserve_core.models.registry import load_facts, recorded_rows
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
 from maskserve_engine.batch.graphs import Graphs, bucket
@@ -26,6 +27,7 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
+from tests.support import own_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
@@ -166,6 +168,28 @@ def test_a_recorded_step_runs_nothing_of_the_model_by_itself(
         assert len(walked) == 3  # the first, and the second once more to be recorded
 
 
+@pytest.mark.parametrize("text", [True, False])
+def test_steps_between_a_rows_own_anchors_are_recorded(
+    folder: Path, encoder: Encoder, text: bool
+) -> None:
+    """Its anchors, which keep what they compute, are not; rows beside it neither then."""
+    seed = int(np.random.default_rng().integers(1 << 30))
+    capture = Replayed()
+    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    jobs = jobs_of(encoder, seed, 3)
+    plans = [own_rows.plan(0, 3, text=text, format="int8"), None, own_rows.plan(0, text=text)]
+    for at in ([0], [2], [0, 1, 2], [0], [0, 1, 2]):
+        found = []
+        for adapter in (plain, own):
+            rows = [own_rows.row_of(adapter, jobs[i], plans[i]) for i in at]
+            own_rows.run(adapter, rows, [plans[i] for i in at])
+            found.append([row.result().array() for row in rows])
+        for one, other in zip(*found, strict=True):
+            assert_equal(one, other)
+    assert capture.recorded > 0, seed
+    assert graphs_of(own)._capture is capture, "recording was turned off"
+
+
 def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,11 +323,32 @@ def test_where_steps_are_not_recorded_nothing_changes(folder: Path, encoder: Enc
     assert Graphs.on(torch.device("cpu"), torch.float32) is None
 
 
-def test_what_recorded_steps_do_not_go_with_is_said(
+def test_recorded_steps_are_of_workers_with_one_device_that_keep_nothing_placed(
     tiny_fill: Path, tiny_unets: dict[str, Path]
 ) -> None:
-    on: dict[str, Any] = {"flux_cuda_graphs": True}
-    with pytest.raises(ConfigError, match=r"\[cache\] placed_bytes: 7 does not go with"):
-        load_adapter(config_of(tiny_fill, engine=on, cache={"placed_bytes": 7}))
+    facts = load_facts(tiny_fill)
+
+    def rows(**sections: dict[str, Any]) -> int:
+        return recorded_rows(facts, config_of(tiny_fill, **sections))
+
+    assert rows() == rows(cache={"placed_bytes": 0}) == 1
+    assert rows(cache={"placed_bytes": 7}) == rows(engine={"devices": 2}) == 0
+    off: dict[str, Any] = {"flux_cuda_graphs": False}
+    assert rows(engine=off) == 0
     with pytest.raises(ConfigError, match=r"\[engine\] flux_cuda_graphs: a setting of FLUX"):
-        load_adapter(config_of(tiny_unets["sd-fill"], engine=on))
+        load_adapter(config_of(tiny_unets["sd-fill"], engine=off))
+
+
+def test_steps_of_more_tokens_than_a_dense_row_has_are_not_recorded(
+    folder: Path, encoder: Encoder
+) -> None:
+    """They keep a device busy, and would hold as much memory as they take."""
+    capture = Replayed()
+    adapter, plain = adapter_of(folder, capture), adapter_of(folder, None)
+    jobs = [job_of(encoder, seed) for seed in (1, 2)]
+    for _ in range(3):
+        rows = [adapter.dense_row(job) for job in jobs]
+        own_rows.run(adapter, rows, [None, None])
+    assert capture.recorded == 0
+    for job, row in zip(jobs, rows, strict=True):
+        assert_equal(row.result().array(), own_rows.result(plain, job, None))
