@@ -50,6 +50,7 @@ from maskserve_engine.layers.attention import choose_flash, missing_varlen
 from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.first_run_parts import (
+    RIVALS,
     in_turn,
     in_words,
     time_edits,
@@ -151,9 +152,9 @@ def time_recorded_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
         for _ in range(_UNRECORDED):
             for step in ways.values():
                 step()
-        found.append(
-            {"kind": kind, "mask_ratio": ratio, **in_turn(Timer(bench.device), ways, repeat)}
-        )
+        took = in_turn(Timer(bench.device), ways, repeat)
+        found.append({"kind": kind, "mask_ratio": ratio, **took})
+    bench.weights, bench.batch = weights["ms"], None
     return found
 
 
@@ -284,6 +285,7 @@ def main(
         help="of the model; default: all",
     )
     parser.add_argument("--unet", choices=UNETS, help="UNet to step; default: SDXL on a GPU")
+    parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=RIVALS, help="default: all")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder, for whole edits")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each step")
     args = parser.parse_args(argv)
@@ -346,7 +348,7 @@ def main(
         find("asked", partial(ask_for_steps, bench))
         held = find("held", partial(weigh_steps, bench))
         find("loads", partial(time_loads, bench, few))
-        find("rivals", partial(time_rivals, bench, few, args.repeat))
+        find("rivals", partial(time_rivals, bench, few, args.repeat, args.rivals))
         del bench
     unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
     if unet is not None:
