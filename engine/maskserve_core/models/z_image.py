@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import ConfigError, EngineConfig
+from maskserve_core.config import ConfigError
 from maskserve_core.models import flux
 from maskserve_core.models.facts import (
     DenseSteps,
@@ -104,9 +104,9 @@ def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def records(engine: EngineConfig) -> bool:
+def recorded_rows(config: Config) -> int:
     """Steps are not CUDA graphs."""
-    return False
+    return 0
 
 
 def count(
