@@ -45,10 +45,10 @@ def test_memory_that_streams_hand_to_one_another_holds_what_was_written(
 ) -> None:
     """Loads and entries of random sizes, each read behind many that had its place."""
     mover: Mover = HostMover()
-    loads: tuple[torch.cuda.Stream, ...] = ()
+    loads = None
     if device.type == "cuda":
         mover = CudaMover(device, 2**16)
-        loads = mover.streams
+        loads = mover.stream
     reserve, rng = Reserve(2**20, device, loads), np.random.default_rng(0)
     for turn in range(200):
         sent = encode(torch.randn(int(rng.integers(100, 900)), 256), "int8")

@@ -33,8 +33,8 @@ def test_a_step_takes_no_more_than_was_counted(
     taken = peak_bytes(device, lambda: bench.step(rows, "kv"))
     counted = memory.peak_values(bench.work, len(rows), bench.text) * dtype.itemsize
     assert taken <= counted + SLACK
-    if set(ratios) == {None}:
-        assert taken >= 0.5 * counted
+    if set(ratios) == {None}:  # plain operations take nearly all of it, our kernels two fifths
+        assert taken >= (0.35 if on_gpu else 0.5) * counted
 
 
 def test_weights_take_what_was_counted(tiny_fill: Path, device: torch.device) -> None:

@@ -59,12 +59,13 @@ def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> No
     ids = torch.randperm(64)[:40]
     at = KvSlots(((8, 48),), torch.zeros(40, dtype=torch.long), *(torch.arange(40),) * 3)
     at = KvSlots(at.spans, *(x.to(CUDA) for x in (at.row_of, at.local, at.to + 8, at.numbers)))
-    keys, values = (encode(x.to(CUDA), format) for x in draw)
+    coded = [encode(x, format) for x in draw]  # which rounds otherwise on a device
+    keys, values = (each.map(*[lambda t: t.to(CUDA)] * 2) for each in coded)
     outs = [torch.zeros(48, 3, 32, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
     source = KvSource((keys, values), ids.to(CUDA))
     fused([source], outs[:2], at)
     plain = [out.cpu() for out in outs[2:]]
-    host = KvSource((encode(draw[0], format), encode(draw[1], format)), ids)
+    host = KvSource((coded[0], coded[1]), ids)
     scatter_kv([host], plain, KvSlots(at.spans, at.row_of, at.local, at.to, at.numbers))
     assert torch.equal(outs[0].cpu(), plain[0])
     assert torch.equal(outs[1].cpu(), plain[1])
@@ -132,7 +133,8 @@ def test_the_kernel_that_turns_heads_agrees_with_the_plain_path(by_token: bool) 
     norms = torch.randn(*((300,) if by_token else ()), 2, 1, 128, device=CUDA)
     cis = torch.polar(torch.ones(300, 64), torch.randn(300, 64)).to(CUDA)
     plain = rotate(norm_heads(x, norms), cis, x.dtype)
-    torch.testing.assert_close(fused_heads(x, norms, cis), plain, rtol=2**-7, atol=2**-7)
+    fused_heads(x, norms, cis)
+    torch.testing.assert_close(x, plain, rtol=2**-7, atol=2**-7)
 
 
 def test_the_kernels_that_modulate_agree_with_the_plain_path() -> None:
@@ -187,7 +189,7 @@ def test_a_recorded_unet_step_answers_what_one_that_is_not_does(
     assert_recorded_alike(bench, bench.weights, ratios)
 
 
-@pytest.mark.parametrize("ratios", [(0.11,), (0.1, 0.3, None)])
+@pytest.mark.parametrize("ratios", [(0.11,), (0.1, 0.3)])
 def test_a_recorded_flux_step_answers_what_one_that_is_not_does(
     ratios: tuple[float | None, ...],
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.models import flux
 from maskserve_core.models.facts import (
     DenseSteps,

@@ -214,17 +214,15 @@ class LinkRates:
 
 
 class CudaMover:
-    """For a model on a CUDA device: two ways, on streams of its own, without the host waiting.
+    """For a model on a CUDA device: two ways, on a stream of its own, without the host waiting.
 
         gathered   file, or memory ─► tokens in a ring of pinned buffers ═► device
         direct     file that is registered ═► whole tensor on the device ─► tokens of it
 
     The first moves fewer bytes, at the pace of one core, the second more, at the link's: whichever
     is done sooner by `rates` is taken. A buffer of the ring is used again once its copy has left.
-    Copies have a stream for themselves: the link goes on while tokens wait for a place among the
-    kernels of a step, which they are given before these. No more than `_AHEAD` direct copies are on
-    their way, so that what is needed sooner is never far behind, and so that the seconds of a move
-    are those of its way.
+    No more than `_AHEAD` direct copies are on their way, so that what is needed sooner is never far
+    behind, and so that the seconds of a move are those of its way.
 
     Args:
         device: the model's.
@@ -245,10 +243,7 @@ class CudaMover:
         rates: LinkRates | None = None,
     ) -> None:
         self.device, self.rates = device, rates or LinkRates()
-        self._link, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._taking = torch.cuda.Stream(device, priority=_SOONER)
-        self.streams = (self._link, self._taking)
-        """What writes to `room`: the first before the second."""
+        self.stream, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._ring = [
             (torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
             for _ in range(buffers)
@@ -256,7 +251,7 @@ class CudaMover:
         self._bytes, self._next = buffer_bytes, 0
         self._registrar = registrar
         self._ahead: deque[torch.cuda.Event] = deque()
-        """Behind the last direct copies and what took their tokens."""
+        """Of the last direct copies."""
         self._ids: deque[tuple[NDArray[np.int64], Tensor]] = deque(maxlen=_IDS)
         """Ids as they are on the device: blocks of one level have the same."""
 
@@ -286,16 +281,15 @@ class CudaMover:
     def move(
         self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._link):
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             arrived = tuple(
                 coded.map(
                     lambda t: self._travel(t, ids, room), lambda t: self._travel(t, None, room)
                 )
                 for coded in parts
             )
-            self._taking.wait_stream(self._link)
             event = torch.cuda.Event()
-            event.record(self._taking)
+            event.record(self.stream)
         return Arrival(arrived, event)
 
     def _travel(
@@ -328,7 +322,7 @@ class CudaMover:
             pinned = buffer[: each * (end - begin)].view(source.dtype).view(shape)
             gathered(source, some, pinned)
             arrived[begin:end].copy_(pinned, non_blocking=True)
-            left.record(self._link)
+            left.record(self.stream)
 
     def _direct(self, source: FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor) -> bool:
         """Have the device read the whole tensor from the file, if that is sooner."""
@@ -345,30 +339,18 @@ class CudaMover:
         plain = there is None and source.cut is None
         to = out if plain else torch.empty(whole.nbytes, dtype=torch.uint8, device=self.device)
         to.copy_(memory[whole.offset : whole.offset + whole.nbytes], non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(self._link)
-        file.copied(copied)
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        file.copied(event)
+        self._ahead.append(event)
         if not plain:
             tokens, out = to.view(len(whole), -1), out.view(len(arrived), -1)
-            copied = self._take(copied, tokens[:, first : first + out.shape[1]], there, out)
-        self._ahead.append(copied)
-        return True
-
-    def _take(
-        self, come: torch.cuda.Event, tokens: Tensor, ids: Tensor | None, out: Tensor
-    ) -> torch.cuda.Event:
-        """Write the tokens `ids` (None: all) to `out` once they have come; passed when done."""
-        with torch.cuda.stream(self._taking):
-            self._taking.wait_event(come)
-            if ids is None:
+            tokens = tokens[:, first : first + out.shape[1]]
+            if there is None:
                 out.copy_(tokens, non_blocking=True)
             else:
-                torch.index_select(_widest(tokens), 0, ids, out=_widest(out))
-            for each in (tokens, out):
-                each.record_stream(self._taking)
-            taken = torch.cuda.Event()
-            taken.record(self._taking)
-        return taken
+                torch.index_select(_widest(tokens), 0, there, out=_widest(out))
+        return True
 
     def _on_device(self, ids: NDArray[np.int64]) -> Tensor:
         for known, there in self._ids:
@@ -376,7 +358,6 @@ class CudaMover:
                 return there
         there = torch.empty(len(ids), dtype=torch.int64, device=self.device)
         self._gathered(torch.from_numpy(ids), None, there)
-        there.record_stream(self._taking)
         self._ids.append((ids, there))
         return there
 
@@ -398,11 +379,8 @@ Want = tuple[int, str]
 
 _LOOK_S = 0.2
 """How often who waits looks whether the loader's thread is alive."""
-_AHEAD = 6
-"""Direct copies that are on their way, or wait for their tokens to be taken, at once: each has a
-tensor's bytes of the device."""
-_SOONER = -1
-"""Priority of the stream that takes tokens: a kernel of it is begun before those that wait."""
+_AHEAD = 2
+"""Direct copies that are on their way at once: while one is, the next is asked for."""
 _IDS = 8
 """Lists of ids that stay on the device: those of some rows, at some levels each."""
 

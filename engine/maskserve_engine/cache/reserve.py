@@ -59,16 +59,16 @@ class Reserve:
     Args:
         nbytes: of it.
         device: where it is.
-        loads: streams that bring loads, the first of which writes before the others do; none: not
-            on a CUDA device. Entries are written, and all blocks read, on the device's default one.
+        loads: the stream that brings loads; None: not on a CUDA device. Entries are written, and
+            all blocks read, on the device's default one.
     """
 
     def __init__(
-        self, nbytes: int, device: torch.device, loads: Sequence[torch.cuda.Stream] = ()
+        self, nbytes: int, device: torch.device, loads: torch.cuda.Stream | None = None
     ) -> None:
         nbytes -= nbytes % ALIGN
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._streams = (torch.cuda.default_stream(device), *loads) if loads else ()
+        self._streams = () if loads is None else (torch.cuda.default_stream(device), loads)
         self._free = [_Span(0, nbytes)] if nbytes else []
         """In the order of their places."""
         self._left: deque[_Span] = deque()

@@ -220,7 +220,7 @@ def open_reserve(mover: Mover, budget: int) -> Reserve | None:
     if not isinstance(mover, CudaMover) or not budget:
         return None
     try:
-        return Reserve(budget + budget // _PADDING, mover.device, mover.streams)
+        return Reserve(budget + budget // _PADDING, mover.device, mover.stream)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"[cache] budget_bytes: {mover.device} does not have {budget} bytes in one piece; "
