@@ -25,8 +25,8 @@ def operation(
     """Make what launches a kernel `torch.ops.maskserve.NAME`, so that tensors of no memory can
     stand in for a device's (`torch.library.register_fake`).
 
-    As `torch.library.custom_op` does, without what that looks at in each call: it took 15 us of the
-    host, three times what the dispatch itself takes, and a step has some 280 of them.
+    As torch's decorator of custom operations does, without what that looks at in each call: it took
+    15 us of the host, three times what the dispatch itself takes, and a step has some 280 of them.
 
     Args:
         name: of it.

@@ -85,15 +85,20 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
     part = "transformer" if flux else "unet"
     net = getattr(pipe, part)
     for name, layer in list(layers_of(net)):
-        write(path, one_layer(name, layer, part))
-        load(pipe, path)
-        scale, expected = 1.0, theirs(pipe, case, flux=flux)
-        # Until it matters: random weights hear little of a timestep.
-        while np.abs(plain - expected).max() <= 10 * tolerance(expected) and scale < 4**8:
-            scale *= 4.0
-            pipe.set_adapters("x", scale)
-            expected = theirs(pipe, case, flux=flux)
-        pipe.delete_adapters("x")
+        for _ in range(8):  # draws, until one matters: queries can lie where attention is flat
+            write(path, one_layer(name, layer, part))
+            load(pipe, path)
+            scale, expected = 1.0, theirs(pipe, case, flux=flux)
+            # Random weights hear little of a timestep.
+            while (little := np.abs(plain - expected).max() <= 10 * tolerance(expected)) and (
+                scale < 4**8
+            ):
+                scale *= 4.0
+                pipe.set_adapters("x", scale)
+                expected = theirs(pipe, case, flux=flux)
+            pipe.delete_adapters("x")
+            if not little:
+                break
         row = adapter.dense_row(job)
         factors = read_lora(path, base, str(folder))["denoiser"]
         adapter.attach(row, job, ((adapter.low_rank(factors), scale),))

@@ -106,7 +106,7 @@ def test_a_start_that_cannot_fit_names_what_would(tiny_fill: Path) -> None:
     said = str(refused.value)
     assert "does not fit the device, of which 23.0 GiB are free: weights 22.2" in said
     assert 'weights = "int8"' in said
-    assert said.endswith("would: rows 5, templates 8")
+    assert said.endswith("would: rows 4, templates 8")
     with pytest.raises(ConfigError, match=r"GiB are missing with weights = .nf4."):
         check_fits(config, 5 * GIB)
     named = config_of(FLUX_FILL, model={"weights": "nf4", "encoder_device": "cpu"})
