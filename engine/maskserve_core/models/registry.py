@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from maskserve_core.config import Config, ConfigError, EngineConfig
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.models import flux, flux2, qwen_image, unet, z_image
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
@@ -27,8 +27,10 @@ class FamilyFacts(Protocol):
     def SETTINGS(self) -> Collection[str]:  # noqa: N802
         """Keys of the configuration, as `model.gguf`, that only models of such families have."""
 
-    def records(self, engine: EngineConfig, /) -> bool:
-        """Whether steps are recorded as CUDA graphs, on GPUs."""
+    def recorded_rows(self, config: Config, /) -> int:
+        """Dense rows whose tokens a step may have that is recorded as a CUDA graph, on GPUs; 0:
+        none is recorded.
+        """
 
     def read(self, folder: Path, pipeline: str, native_resolution: int, /) -> ModelFacts:
         """The facts of a folder; `native_resolution` 0: what the folder says."""

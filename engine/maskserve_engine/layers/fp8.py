@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.kernels import has_kernels, operation
+from maskserve_engine.layers.kernels import has_kernels, operation, stand_in
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -149,7 +149,7 @@ def _quantise(x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-@torch.library.register_fake("maskserve::quantise")
+@stand_in("quantise")
 def _(x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     out = x.new_empty(len(x), x.shape[1] + up.shape[1], dtype=FP8)
     return out, x.new_empty(len(x), 1, dtype=torch.float32)

@@ -10,12 +10,13 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
 _ours = torch.library.Library("maskserve", "FRAGMENT")
 
 
@@ -23,7 +24,7 @@ def operation(
     name: str, mutates_args: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make what launches a kernel `torch.ops.maskserve.NAME`, so that tensors of no memory can
-    stand in for a device's (`torch.library.register_fake`).
+    stand in for a device's (`stand_in`).
 
     As torch's decorator of custom operations does, without what that looks at in each call: it took
     15 us of the host, three times what the dispatch itself takes, and a step has some 280 of them.
@@ -40,6 +41,12 @@ def operation(
         made: Callable[..., Any] = getattr(torch.ops.maskserve, name).default
         return made
 
+    return registered
+
+
+def stand_in(name: str) -> Callable[[F], F]:
+    """Answer an operation for tensors of no memory."""
+    registered: Callable[[F], F] = torch.library.register_fake(f"maskserve::{name}")
     return registered
 
 
@@ -75,6 +82,6 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
     return torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64)
 
 
-@torch.library.register_fake("maskserve::addresses")
+@stand_in("addresses")
 def _(tensors: Sequence[Tensor]) -> Tensor:
     return torch.empty(len(tensors), dtype=torch.int64, device="cpu")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.layers.fp8 import FP8, Fp8Tokens, quantised
-from maskserve_engine.layers.kernels import has_kernels, operation
+from maskserve_engine.layers.kernels import has_kernels, operation, stand_in
 
 EPS = 1e-6
 
@@ -137,7 +137,7 @@ def _new_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-@torch.library.register_fake("maskserve::modulate_fp8")
+@stand_in("modulate_fp8")
 def _(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
     return _new_fp8(x)
 
@@ -186,7 +186,7 @@ def _add_gated_modulate(
     return added, out, out_scales
 
 
-@torch.library.register_fake("maskserve::add_gated_modulate")
+@stand_in("add_gated_modulate")
 def _(
     x: Tensor, y: Tensor, g: Tensor, sh: Tensor, sc: Tensor, row_of: Tensor | None, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,8 +194,8 @@ def _(
     return x.new_empty(x.shape), *made
 
 
-@torch.library.register_fake("maskserve::modulate")
-@torch.library.register_fake("maskserve::add_gated")
+@stand_in("modulate")
+@stand_in("add_gated")
 def _(x: Tensor, *_: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 

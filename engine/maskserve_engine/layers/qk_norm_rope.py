@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.layers.kernels import has_kernels, operation
+from maskserve_engine.layers.kernels import has_kernels, operation, stand_in
 from maskserve_engine.layers.modulation import EPS
 
 
@@ -86,6 +86,6 @@ def _qk_norm_rope(
     )
 
 
-@torch.library.register_fake("maskserve::qk_norm_rope")
+@stand_in("qk_norm_rope")
 def _(*_: Any) -> None:
     return None

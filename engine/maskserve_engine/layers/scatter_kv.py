@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maskserve_engine.cache.entries import GROUP, Coded
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.kernels import missing_triton, operation
+from maskserve_engine.layers.kernels import missing_triton, operation, stand_in
 
 _VECTOR = 16
 """Bytes that a thread reads or writes at once."""
@@ -243,6 +243,6 @@ def _scatter_kv(
     )
 
 
-@torch.library.register_fake("maskserve::scatter_kv")
+@stand_in("scatter_kv")
 def _(*_: object) -> None:
     return None

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.layers.kernels import addresses, operation
+from maskserve_engine.layers.kernels import addresses, operation, stand_in
 
 RANKS = 16
 """Of a slice, the most; the least that a tensor core multiplies."""
@@ -227,16 +227,16 @@ def _expand(
     )
 
 
-@torch.library.register_fake("maskserve::shrink")
+@stand_in("shrink")
 def _(x: Tensor, tiles: Tensor, _s: Tensor, _e: Tensor, _f: int, _o: int, most: int) -> Tensor:
     return x.new_empty(tiles.shape[0], TOKENS, most, RANKS)
 
 
-@torch.library.register_fake("maskserve::shrink_map")
+@stand_in("shrink_map")
 def _(x: Tensor, tiles: Tensor, _s: Tensor, _e: Tensor, *args: int) -> Tensor:
     return x.new_empty(tiles.shape[0], TOKENS, args[-1], RANKS)
 
 
-@torch.library.register_fake("maskserve::expand")
+@stand_in("expand")
 def _(*_: object) -> None:
     return None

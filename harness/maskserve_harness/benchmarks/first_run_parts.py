@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
@@ -155,7 +155,9 @@ def _allocator(device: torch.device) -> dict[str, int]:
     return {name: int(stats.get(name, 0)) for name in names}
 
 
-def in_turn(timer: Timer, ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def in_turn(
+    timer: Timer, ways: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, float]:
     """Medians of milliseconds, after a first time of each."""
     for each in ways.values():
         each()
