@@ -103,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     )
     subcommands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_edit(subcommands)
+    _add_mask(subcommands)
     status = subcommands.add_parser("status", help="what a worker is doing")
     status.set_defaults(run=commands.status)
     cancel = subcommands.add_parser("cancel", help="withdraw edits by their request ids")
@@ -118,6 +119,37 @@ def parser() -> argparse.ArgumentParser:
     _add_web(subcommands)
     _add_serve(subcommands)
     return top
+
+
+def _add_mask(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    mask = subcommands.add_parser(
+        "mask",
+        help="find a thing in an image, and write its mask",
+        description="Find a thing in an image by its name, or by clicks and a box, and write its "
+        "mask. Of a router whose node servers find or segment; --url is its HTTP port.",
+        epilog='example: maskserve mask --url http://localhost:8080 --image a.png --find "the car" '
+        "--out m.png",
+    )
+    _add_common(mask)
+    mask.add_argument("--image", required=True, metavar="FILE", help="PNG, JPEG or WebP")
+    mask.add_argument("--out", required=True, metavar="FILE", help="where to write: a PNG")
+    _add_mask_from(mask)
+    mask.set_defaults(run=commands.mask)
+
+
+def _add_mask_from(command: argparse._ActionsContainer) -> None:
+    """What a mask is found by."""
+    command.add_argument("--find", metavar="TEXT", help="in place of a mask: the thing's name")
+    command.add_argument(
+        "--click",
+        action="append",
+        metavar="X,Y[,0]",
+        help="in place of a mask: a pixel of the thing, with 0 of what is none of it; may be given "
+        "again",
+    )
+    command.add_argument(
+        "--box", metavar="L,T,R,B", help="in place of a mask: a box round the thing"
+    )
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -174,6 +206,7 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="keep the edited picture on the server for some time, as the next edit's "
         "--template-id; prints its id",
     )
+    _add_mask_from(files)
     files.add_argument("--mask-mode", choices=MASK_MODES, help="what of the mask edits")
     files.add_argument("--dilate", dest="mask_dilate", type=int, metavar="PX", help="grow the mask")
     files.add_argument(

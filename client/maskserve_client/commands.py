@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import ssl
 import sys
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Final, Preview, Progress
+from maskserve_client.router_http import RouterHttp
 from maskserve_client.templates import Templates
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import file_facts
@@ -126,6 +128,8 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if value is not None}
     if options.expand is not None:
         settings["expand"] = _margins(options.expand)
+    if found := mask_from(options):
+        settings["mask_from"] = found
     if options.lora:
         settings["loras"] = [_lora(text) for text in options.lora]
     if options.control:
@@ -146,6 +150,42 @@ def _margins(text: str) -> list[int]:
             "--expand", f"{text!r} is not four pixel counts", "LEFT,TOP,RIGHT,BOTTOM, as 0,0,256,0"
         ) from None
     return [left, top, right, bottom]
+
+
+def mask_from(options: argparse.Namespace) -> dict[str, Any]:
+    """What `--find`, `--click` and `--box` say, as the setting has it; the server looks at it.
+
+    Raises:
+        InvalidRequest: numbers are of another form.
+    """
+    found: dict[str, Any] = {} if options.find is None else {"text": options.find}
+    if options.click:
+        clicks = [_numbers("--click", text, (2, 3), "X,Y, or X,Y,0") for text in options.click]
+        found["points"] = [[*click, 1] if len(click) == 2 else click for click in clicks]
+    if options.box is not None:
+        found["box"] = _numbers("--box", options.box, (4,), "LEFT,TOP,RIGHT,BOTTOM")
+    return found
+
+
+def _numbers(option: str, text: str, counts: tuple[int, ...], accepted: str) -> list[float]:
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) not in counts:
+        raise InvalidRequest(option, f"is {text!r}", accepted)
+    return [int(each) if each == int(each) else each for each in found]
+
+
+def mask(options: argparse.Namespace) -> None:
+    """`maskserve mask`: write the mask of a thing in a picture."""
+    router = RouterHttp(options.url, key=options.key, context=_context(options))
+    picture = Path(options.image).read_bytes()
+    [found] = router.send_form("/v1/masks", mask_from(options), picture)["data"]
+    Path(options.out).write_bytes(base64.b64decode(found["b64_json"]))
+    told = {"out": options.out, "score": found["score"]}
+    score = "" if found["score"] is None else f", score {found['score']:.2f}"
+    print(json.dumps(told) if options.json else f"{options.out}{score}")
 
 
 def _lora(text: str) -> dict[str, Any]:
@@ -370,16 +410,20 @@ class _ByHttp:
         }[op](name)
 
 
+def _context(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """Of TLS, where `--ca` names an authority."""
+    if options.ca is None:
+        return None
+    trusted = _authorities(options.ca)
+    assert trusted is not None
+    return ssl.create_default_context(cadata=trusted.decode())
+
+
 @contextmanager
 def _templates(options: argparse.Namespace) -> Iterator[_ByControl | _ByHttp]:
     """The server's templates; `--url http://…` is a router's HTTP port."""
     if options.url.startswith(("http://", "https://")):
-        context = None
-        if options.ca is not None:
-            trusted = _authorities(options.ca)
-            assert trusted is not None
-            context = ssl.create_default_context(cadata=trusted.decode())
-        yield _ByHttp(Templates(options.url, key=options.key, context=context))
+        yield _ByHttp(Templates(options.url, key=options.key, context=_context(options)))
         return
     with connected(options) as client:
         yield _ByControl(client)

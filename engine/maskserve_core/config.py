@@ -335,7 +335,7 @@ class NodesConfig(Table, frozen=True):
     """Folder of a CLIPSeg or GroundingDINO model, as transformers saves one: masks by name. Empty:
     none is served."""
     segment: str = ""
-    """Folder of a SAM model, beside a GroundingDINO."""
+    """Folder of a SAM model: masks by clicks and boxes, and of what a GroundingDINO finds."""
     enlarge: str = ""
     """Folder of a Swin2SR model that doubles sides, likewise."""
     likeness: str = ""
@@ -362,12 +362,11 @@ class NodesConfig(Table, frozen=True):
         return {key: folder for key in keys if (folder := getattr(self, key))}
 
     def models(self) -> dict[str, list[str]]:
-        """Folders by model: a GroundingDINO and its SAM are one."""
-        folders = self.folders()
-        segment = [folders.pop("segment")] if "segment" in folders else []
-        return {
-            key: [folder, *(segment if key == "find" else [])] for key, folder in folders.items()
-        }
+        """Folders by model: a GroundingDINO has a SAM of its own."""
+        found = {key: [folder] for key, folder in self.folders().items()}
+        if "find" in found:
+            found["find"] += found.get("segment", [])
+        return found
 
 
 class ProvenanceConfig(Table, frozen=True):

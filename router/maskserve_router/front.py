@@ -20,6 +20,7 @@ from maskserve_router.edit_call import EditCall, make_edit_call, parse_request
 from maskserve_router.failures import Failure, guarded
 from maskserve_router.forwarded import known_headers
 from maskserve_router.keys import EditCounts, KeyHolder, KeyRing
+from maskserve_router.masks import MaskFinder
 from maskserve_router.metrics import Metrics
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.tracing import Tracing
@@ -42,8 +43,9 @@ class Front:
         metrics: Metrics,
         tracing: Tracing,
         workflows: Workflows,
+        masks: MaskFinder,
     ) -> None:
-        self._workflows = workflows
+        self._workflows, self._masks = workflows, masks
         self._keys, self._dispatcher, self._control = keys, dispatcher, control
         self._admission, self._turns = admission, turns
         self._metrics, self._tracing = metrics, tracing
@@ -104,6 +106,7 @@ class Front:
             return await self._control.infer(message, client)
         if message.head.model_name in self._workflows.plans:
             return await self._workflows.infer(message, headers, timeout, client, self)
+        await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
             return await self._dispatcher.infer(call, client)
@@ -128,6 +131,7 @@ class Front:
                 async for event in events:
                     yield await self._turns.run(client, event.ByteSize(), _in_stream, event)
             return
+        await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
             async with aclosing(self._dispatcher.stream(call, client)) as answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -222,3 +222,12 @@ def _made(answer: bytes, address: str, tries: int) -> Made:
         return Made(picked_up(result.outputs, parts), address, result.seconds, tries)
     except (KeyError, ValueError, msgspec.MsgspecError):
         raise EngineFailed(f"node server {address} answered with something else") from None
+
+
+def hosts(model: str, records: Mapping[str, Any]) -> list[str]:
+    """Addresses of the node servers that run a model."""
+    return [
+        address
+        for address, record in records.items()
+        if record and any(each["name"] == model for each in record["models"])
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from maskserve_core.contracts.keys import TEMPLATE_ID
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import EditSettings, MaskFrom
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.reading import sentences
 from maskserve_router.openai.form import EXTENSIONS, Fields, ImageUrl
@@ -39,7 +39,7 @@ def document() -> Json:
             "description": "Masked image edits: OpenAI's API, templates, and KServe v2.",
         },
         "security": [{}, {"key": []}],
-        "paths": {**_openai(), **_jobs(), **_templates(), **_kserve(), **_health()},
+        "paths": {**_openai(), **_jobs(), **_masks(), **_templates(), **_kserve(), **_health()},
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             "schemas": {
@@ -121,6 +121,19 @@ def _jobs() -> Json:
             "delete": _answers("End it, or forget one that has ended", _DELETED, "Error"),
         },
     }
+
+
+def _masks() -> Json:
+    found = _object(b64_json=_TEXT, score={"type": ["number", "null"]})
+    answer = _answers("The mask of a thing", _object(object=_TEXT, data=_list(found)), "Error")
+    form = {
+        "type": "object",
+        "properties": {"image": _PICTURE, **_properties(MaskFrom)},
+        "required": ["image"],
+        "additionalProperties": False,
+    }
+    body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    return {"/v1/masks": {"post": {**answer, "requestBody": body}}}
 
 
 def _job() -> Json:

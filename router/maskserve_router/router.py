@@ -33,11 +33,13 @@ from maskserve_router.jobs.jobs import Jobs
 from maskserve_router.jobs.routes import job_routes
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.keys import KeyRing
+from maskserve_router.masks import MaskFinder
 from maskserve_router.metrics import Metrics
 from maskserve_router.node_pool import NodePool
 from maskserve_router.open_calls import OpenCalls
 from maskserve_router.openai.edits import ImageEdits
 from maskserve_router.openai.image_urls import ImageUrls
+from maskserve_router.openai.masks import mask_routes
 from maskserve_router.openai.routes import openai_routes
 from maskserve_router.openai.templates import TemplateRoutes
 from maskserve_router.outputs import Outputs
@@ -103,6 +105,7 @@ class Router:
             config.outputs.urls,
         )
         bodies = Bodies(config.http, self.admission, turns)
+        masks = MaskFinder(self._nodes, turns)
         front = Front(
             keys,
             self._dispatcher,
@@ -112,6 +115,7 @@ class Router:
             self.metrics,
             self._tracing,
             workflows,
+            masks,
         )
         calls = ServerCalls(self.pool, workflows.models)
         listen = config.listen
@@ -133,6 +137,7 @@ class Router:
                 keys.client,
                 [
                     *openai_routes(edits, templates),
+                    *mask_routes(bodies, front, masks, turns),
                     *job_routes(front, edits, self._jobs),
                     *workflow_routes(keys.client, workflows),
                 ],

@@ -54,7 +54,7 @@ from maskserve_router.edit_call import MODELS, request_id_of
 from maskserve_router.failures import Failure
 from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.model_request import ModelRequest
-from maskserve_router.node_pool import NodePool
+from maskserve_router.node_pool import NodePool, hosts
 from maskserve_router.operations import control_request
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
@@ -147,7 +147,7 @@ class Workflows:
         for plan in self.plans.values():
             calls = [step for step in every_step(plan.steps) if isinstance(step, NodeCall)]
             models = sorted({NODE_TYPES[call.node].model for call in calls} - {EDIT})
-            hosts = {model: _hosts(model, records) for model in models}
+            hosts = {model: hosts(model, records) for model in models}
             listed.append({**msgspec.to_builtins(plan), "hosts": hosts})
         return {"object": "list", "data": listed}
 
@@ -432,15 +432,6 @@ def _logged(
         }
         extra = {**about(settings.request_id or ""), "event": "workflow", "fields": fields}
         log.info("workflow %s", code, extra=extra)
-
-
-def _hosts(model: str, records: Mapping[str, Any]) -> list[str]:
-    """Addresses of the node servers that run a model."""
-    return [
-        address
-        for address, record in records.items()
-        if record and any(each["name"] == model for each in record["models"])
-    ]
 
 
 def contract_of(plan: WorkflowPlan) -> Contract:

@@ -58,6 +58,7 @@ def routes() -> set[tuple[str, str]]:
     """Paths and methods of the router's application."""
     from maskserve_router.http_app import HttpApp
     from maskserve_router.jobs.routes import job_routes
+    from maskserve_router.openai.masks import mask_routes
     from maskserve_router.openai.routes import openai_routes
 
     class Anything:
@@ -71,6 +72,7 @@ def routes() -> set[tuple[str, str]]:
 
     anything: Any = Anything()
     more = [*openai_routes(anything, anything), *job_routes(anything, anything, anything)]
+    more += mask_routes(anything, anything, anything, anything)
     app = HttpApp(anything, anything, anything, more).app()
     return {
         (re.sub(r":path\}", "}", route.path), method)

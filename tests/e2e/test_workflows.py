@@ -23,10 +23,11 @@ import tritonclient.grpc as grpcclient
 from msgspec import structs
 from tritonclient.utils import InferenceServerException
 
+from maskserve_client.cli import main as command_line
 from maskserve_client.client import Client
 from maskserve_core.config import LimitsConfig
 from maskserve_core.config_file import config_of
-from maskserve_core.errors import MaskserveError
+from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.folder import read_plans
 from maskserve_core.workflows.node_types import WorkflowError
@@ -179,13 +180,14 @@ def read(answer: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plans, and models of nodes."""
     folder = tmp_path_factory.mktemp("workflows")
-    from tests.fakes.tiny_nodes import build_enlarge, build_find
+    from tests.fakes.tiny_nodes import build_enlarge, build_find, build_segment
 
     build_find(folder / "find")
     build_enlarge(folder / "big")
+    build_segment(folder / "segment")
     (folder / "nodes.toml").write_text(
         f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nfind = "{folder / "find"}"\n'
-        f'enlarge = "{folder / "big"}"\nload = "use"\n'
+        f'enlarge = "{folder / "big"}"\nsegment = "{folder / "segment"}"\nload = "use"\n'
     )
     for plan in [*plans(), *drawn()]:
         (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
@@ -330,13 +332,41 @@ def test_openais_client_names_a_workflow_as_its_model(site: Site) -> None:
 def test_the_status_says_who_hosts_what(site: Site) -> None:
     site.run("tries", image=SOURCE, mask=two_regions())
     [record] = status(site.url)["nodes"].values()
-    models = {each["name"]: each for each in record["models"]}
+    models = {each["name"]: each for each in record["models"] if each["name"] != "segment"}
     assert {name: each["state"] for name, each in models.items()} == dict.fromkeys(
         ("pictures", "find", "enlarge"), "here"
     )
     assert models["find"]["bytes"] > 0
     assert models["enlarge"]["ended"] >= 1
     assert record["device_bytes"] == 8 * 2**30
+
+
+def test_a_mask_is_found_and_not_painted(site: Site, tmp_path: Path) -> None:
+    assert site.supervisor.router is not None
+    url = f"http://127.0.0.1:{site.supervisor.router.ports.http}"
+    clicked = {"points": [[40, 40, 1], [3, 3, 0]], "box": [8, 8, 60, 60]}
+    form = {name: json.dumps(value) for name, value in clicked.items()}
+    with httpx.Client(base_url=f"{url}/v1", timeout=60) as client:
+        files = {"image": ("a.png", SOURCE)}
+        answer = client.post("/masks", data=form, files=files).json()
+        [found] = answer["data"]
+        mask = base64.b64decode(found["b64_json"])
+        outside = client.post("/masks", data={"points": "[[70, 3, 1]]"}, files=files)
+        assert outside.status_code == 400
+        assert "points[0]: is 70, 3" in outside.json()["error"]["message"]
+    place, out = tmp_path / "a.png", tmp_path / "m.png"
+    place.write_bytes(SOURCE)
+    asked = ["mask", "--url", url, "--image", str(place), "--out", str(out), "--box", "8,8,60,60"]
+    assert command_line([*asked, "--click", "40,40", "--click", "3,3,0"]) == 0
+    assert out.read_bytes() == mask
+    with Client(site.url) as client:
+        settings: dict[str, Any] = {"seed": SEED, "num_inference_steps": STEPS, "cache": "off"}
+        painted = client.edit(SOURCE, mask, "a red star", mask_mode="white", **settings)
+        edited = client.edit(SOURCE, None, "a red star", mask_from=clicked, **settings)
+        assert edited.encoded == painted.encoded
+    refused = pytest.raises(InvalidRequest, match="mask_from: is given, and a worker finds no")
+    with Client(site.supervisor.workers[0].grpc_url) as worker, refused:
+        worker.edit(SOURCE, None, "a red star", mask_from=clicked, **settings)
 
 
 def test_a_job_may_be_a_workflow(site: Site) -> None:

@@ -135,3 +135,24 @@ def build_enlarge(folder: Path) -> None:
         upsampler="pixelshuffledirect",
     )  # fmt: skip
     Swin2SRForImageSuperResolution(config).save_pretrained(folder)
+
+
+def build_segment(folder: Path) -> None:
+    """A SAM that takes clicks for something or other."""
+    torch.manual_seed(5)
+    prompt = {"hidden_size": 16, "image_size": 64, "patch_size": 16, "mask_input_channels": 4}
+    decoder = {
+        "hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 16,
+        "num_hidden_layers": 2,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 64, "patch_size": 16, "mlp_dim": 16, "window_size": 2,
+        "global_attn_indexes": [0], "num_pos_feats": 8,
+    }  # fmt: skip
+    config = SamConfig(
+        vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder
+    )
+    SamModel(config).save_pretrained(folder)
+    images = SamImageProcessorPil(size={"longest_edge": 64}, pad_size={"height": 64, "width": 64})
+    SamProcessor(images).save_pretrained(folder)

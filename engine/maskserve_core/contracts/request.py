@@ -191,6 +191,9 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
     served = model_name(config)
     if settings.model is not None and settings.model != served:
         raise InvalidRequest("SETTINGS.model", "is not served here", served)
+    if settings.mask_from is not None:
+        told = "is given, and a worker finds no masks"
+        raise InvalidRequest("SETTINGS.mask_from", told, "a router with a node server that does")
     _check_guidance(settings, facts, config)
     _check_steps(settings, facts, config)
     _check_skipping(settings, facts)

@@ -120,6 +120,29 @@ ControlSettings = Annotated[
 ]
 
 
+Click = tuple[float, float, Literal[0, 1]]
+
+
+class MaskFrom(Table, frozen=True):
+    """What a mask is found by: words, or clicks and a box."""
+
+    text: Annotated[str, Meta(max_length=1000)] = ""
+    """The thing's name."""
+    points: Annotated[tuple[Click, ...], Meta(max_length=64)] = ()
+    """Clicks `[x, y, 1]` on the thing, and `[x, y, 0]` on what is none of it; pixels of the
+    source."""
+    box: Annotated[tuple[float, ...], Meta(max_length=4)] = ()
+    """`[left, top, right, bottom]` round the thing, pixels of the source."""
+
+    def check(self, field: str) -> None:
+        """Raises InvalidRequest: it names nothing, or in two ways."""
+        if bool(self.text) == bool(self.points or self.box):
+            told = "names a thing in two ways" if self.text else "names nothing"
+            raise InvalidRequest(field, told, "text, or points and box")
+        if len(self.box) not in (0, 4):
+            raise InvalidRequest(f"{field}.box", f"has {len(self.box)} numbers", "4")
+
+
 class EditSettings(Table, frozen=True):
     """Settings of one edit; `None` means the model's default."""
 
@@ -145,6 +168,9 @@ class EditSettings(Table, frozen=True):
     """`white`: white is edited; `alpha`: what is transparent is edited; `auto`: alpha if the mask
     has any; `strength`: grey says how much may change, as the share of the steps that it is part of
     the edit for, the last ones."""
+    mask_from: MaskFrom | None = None
+    """In place of MASK, of a router with a segmenter: `{"text": "the red car"}`, or clicks and a
+    box, `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
     mask_dilate: Pixels = 0
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: Pixels = 0

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import Click, EditSettings
 from maskserve_core.workflows.node_types import DECLARED, EDIT, NodeType, node
 from maskserve_core.workflows.ports import (
     Mask,
@@ -26,6 +26,13 @@ LIGHT: Final = "pictures"
 """The model of nodes that have no weights: every node server runs it."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 Pixels = Annotated[int, Meta(ge=0, le=512)]
+
+
+class Found(NamedTuple):
+    """A mask, and how well it fits."""
+
+    mask: Mask
+    verdict: Verdict
 
 
 class Best(NamedTuple):
@@ -77,6 +84,16 @@ def resembles(picture: Picture, text: Words | str, *, enough: Share = 0.25) -> V
 def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> Verdict:
     """Whether the picture shows what is stated, as a vision-language model says that the operator
     named: a score from 0 to 1, which passes from `enough` on.
+    """
+    raise NotImplementedError
+
+
+@node(model="segment", price_s=0.3)
+def segment(
+    picture: Picture, *, points: tuple[Click, ...] = (), box: tuple[float, ...] = ()
+) -> Found:
+    """What lies under clicks (x, y, and 1, or 0 for what is none of it) and in a box (left, top,
+    right, bottom); the verdict is how well the model says that it fits. Nothing is an error.
     """
     raise NotImplementedError
 

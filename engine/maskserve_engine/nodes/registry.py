@@ -32,6 +32,10 @@ def open_nodes(name: str, config: Config) -> Nodes:
             from maskserve_engine.nodes.likeness import LikenessNodes
 
             return LikenessNodes(config)
+        case "segment":
+            from maskserve_engine.nodes.segment import SegmentNodes
+
+            return SegmentNodes(config)
         case "verify":
             from maskserve_engine.nodes.verify import VerifyNodes
 

@@ -383,7 +383,8 @@ def _answer(asked: Fields, pictures: Sequence[Picture], urls: Sequence[str]) -> 
 
 def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
     """The request to a worker; `own` are settings that are not the client's."""
-    alpha = {} if "mask_mode" in form.settings else {"mask_mode": "alpha"}
+    own_mode = {"mask_mode", "mask_from"} & form.settings.keys()
+    alpha = {} if own_mode else {"mask_mode": "alpha"}
     asked = form.fields
     fields = {
         "model": asked.model,
@@ -393,8 +394,9 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelReque
     }
     settings = {**alpha, **form.settings, **fields, **own, "output_encoding": "raw"}
     mask = form.mask
-    if mask is None:  # what an image is to grow by needs no mask
-        mask = b"" if any(settings.get("expand") or ()) else form.image
+    if mask is None:  # what an image is to grow by needs none, and one may be found
+        found = any(settings.get("expand") or ()) or settings.get("mask_from")
+        mask = b"" if found else form.image
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image],
         "MASK": [mask],

@@ -47,6 +47,7 @@ _TEXT = frozenset(
         "template_id",
         "adapters",
         "name",
+        "text",
     )
 )
 """Settings that are text, whatever they look like; others are read as JSON."""
@@ -160,7 +161,7 @@ async def read_form(
     if files:
         raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
     asked = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
-    settings = {name: _setting(name, value) for name, value in asked.items()}
+    settings = {name: setting_of(name, value) for name, value in asked.items()}
     of_workflow = texts(values.get("model"))
     further = {name: values.pop(name) for name in of_workflow or () if name in values}
     known = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask", *(of_workflow or ())}
@@ -242,7 +243,7 @@ async def _read_multipart(
             elif name in ("image", "mask"):
                 raise InvalidRequest(name, "is text", "a file part (with a filename)")
             elif name != key:  # a list, as SDKs send one
-                values.setdefault(name, []).append(_setting(name, value))
+                values.setdefault(name, []).append(setting_of(name, value))
             elif name in values:
                 raise InvalidRequest(name[:40], "is given twice", "each field once")
             else:
@@ -270,7 +271,7 @@ def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any
         place = int(index) if index else len(column)
         if place in column:
             raise InvalidRequest(f"{name}[{place}].{key}", "is given twice", "each key once")
-        column[place] = _setting(key, text)
+        column[place] = setting_of(key, text)
     places = sorted({place for column in columns.values() for place in column})
     if not all(index for index, _, _ in parts) and len({len(c) for c in columns.values()}) > 1:
         raise InvalidRequest(
@@ -326,7 +327,7 @@ async def _read(name: str, told: Any, picture: Picture) -> bytes:
     return await picture(f"{name}.image_url", url)
 
 
-def _setting(name: str, value: Any) -> Any:
+def setting_of(name: str, value: Any) -> Any:
     """A setting's value; forms carry text alone."""
     if not isinstance(value, str) or name in _TEXT:
         return value

@@ -1,0 +1,98 @@
+"""The HTTP port of a router, as far as OpenAI's API has no client for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from maskserve_client.errors import ServerUnavailable, from_text
+from maskserve_core.errors import EngineFailed, InvalidRequest
+
+
+class RouterHttp:
+    """Calls one.
+
+    Args:
+        url: of the router's HTTP port.
+        key: where the router asks for one.
+        context: of TLS; by default the system's authorities are trusted.
+        timeout: seconds to wait for each answer.
+
+    Raises:
+        InvalidRequest: `url` is no HTTP address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str = "",
+        context: ssl.SSLContext | None = None,
+        timeout: float = 80.0,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise InvalidRequest("url", f"{url} is no HTTP address", "http[s]://HOST:PORT")
+        self._url, self._parts = url, parts
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._context, self._timeout = context, timeout
+
+    def send_form(self, path: str, fields: Mapping[str, Any], image: bytes) -> dict[str, Any]:
+        """The answer to a form of a picture and other values; raises as `call`."""
+        edge = uuid.uuid4().hex
+        parts = [
+            f'Content-Disposition: form-data; name="{name}"\r\n\r\n{_text(value)}'.encode()
+            for name, value in fields.items()
+        ]
+        told = 'Content-Disposition: form-data; name="image"; filename="image"\r\n\r\n'
+        parts.append(told.encode() + image)
+        body = b"".join(b"--%b\r\n%b\r\n" % (edge.encode(), part) for part in parts)
+        kind = f"multipart/form-data; boundary={edge}"
+        return self.call("POST", path, body + b"--%b--\r\n" % edge.encode(), {"Content-Type": kind})
+
+    def call(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The answer's JSON.
+
+        Raises:
+            MaskserveError: what the server answered, or ServerUnavailable.
+        """
+        parts = self._parts
+        host, port = str(parts.hostname), parts.port
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=self._timeout)
+            if parts.scheme == "http"
+            else http.client.HTTPSConnection(
+                host, port, timeout=self._timeout, context=self._context
+            )
+        )
+        try:
+            connection.request(method, path, body, {**self._headers, **(headers or {})})
+            answer = connection.getresponse()
+            raw = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerUnavailable(f"{self._url}: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+        try:
+            values: dict[str, Any] = json.loads(raw)
+            if answer.status == 200:
+                return values
+            told = values["error"]
+            code, message = str(told["code"]).upper(), str(told["message"])
+        except (ValueError, KeyError, TypeError):
+            raise EngineFailed(f"{self._url} answered {answer.status}, not as a router") from None
+        if code == "INVALID_API_KEY":
+            code = InvalidRequest.code
+            message = f"key: {message}"
+        raise from_text(f"[{code}] {message}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,89 @@
+"""Masks by clicks and boxes: SAM, from a folder as transformers saves one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from transformers import SamModel, SamProcessor
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.workflows.asked import AskedNode, one_by_one
+from maskserve_core.workflows.pictures import Grey, Pixels, encode_mask, read_picture
+from maskserve_core.workflows.values import Judgement
+from maskserve_engine.stages.loader import device_of
+
+Points: TypeAlias = Sequence[tuple[float, float, int]]
+"""(x, y, 1 or 0) of clicks; 0: it is not of the thing."""
+
+
+class SegmentNodes:
+    """`segment`.
+
+    Args:
+        config: of the node server; `[nodes] segment` is the folder.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._limits, self._device = config.limits, device_of(config)
+        folder = Path(config.nodes.segment)
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        if kind != "sam":
+            raise ConfigError(f"nodes.segment: {folder} is a {kind}; accepted: sam")
+        self._processor: Any = SamProcessor.from_pretrained(folder)
+        model: Any = SamModel.from_pretrained(folder)
+        self._model = model.to(self._device).eval()
+
+    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+        """Of each call its outputs."""
+        return one_by_one(self._run, calls)
+
+    def _run(self, asked: AskedNode) -> dict[str, Any]:
+        pixels = read_picture(asked.inputs["picture"], self._limits)
+        points, box = asked.settings["points"], asked.settings["box"]
+        check_clicks(points, box, pixels.shape[1], pixels.shape[0])
+        found, score = self.found(pixels, points, box)
+        if not found.any():
+            raise InvalidRequest("points" if points else "box", "show nothing in the picture")
+        return {"mask": encode_mask(found), "verdict": Judgement(round(score, 4), passed=True)}
+
+    @torch.inference_mode()
+    def found(self, pixels: Pixels, points: Points, box: Sequence[float]) -> tuple[Grey, float]:
+        """What lies under clicks and in a box, bool [H, W], and how well the model says that it
+        fits: of the masks that it answers the best.
+
+        Args:
+            pixels: [H, W, 3]
+            points: clicks.
+            box: left, top, right and bottom; empty: none.
+        """
+        asked: dict[str, Any] = {}
+        if points:
+            asked["input_points"] = [[[[float(x), float(y)] for x, y, _ in points]]]
+            asked["input_labels"] = [[[int(of_it) for *_, of_it in points]]]
+        if box:
+            asked["input_boxes"] = [[[float(side) for side in box]]]
+        given = self._processor(images=[pixels], return_tensors="pt", **asked)
+        sizes = given.pop("original_sizes"), given.pop("reshaped_input_sizes")
+        answer = self._model(**{name: x.to(self._device) for name, x in given.items()})
+        masks = self._processor.post_process_masks(answer.pred_masks.cpu(), *sizes)[0][0]
+        scores = answer.iou_scores[0, 0]
+        best = int(scores.argmax())
+        return np.ascontiguousarray(masks[best].numpy().astype(np.bool_)), float(scores[best])
+
+
+def check_clicks(points: Points, box: Sequence[float], width: int, height: int) -> None:
+    """Raises InvalidRequest: they are not of a picture of this size."""
+    size = f"within {width}x{height} pixels"
+    for at, (x, y, _) in enumerate(points):
+        if not (0 <= x < width and 0 <= y < height):
+            raise InvalidRequest(f"points[{at}]", f"is {x:g}, {y:g}", size)
+    if box:
+        left, top, right, bottom = box
+        if not (0 <= left < right <= width and 0 <= top < bottom <= height):
+            raise InvalidRequest("box", f"is {[round(side) for side in box]}", size)

@@ -1,0 +1,46 @@
+"""`/v1/masks`: the mask of a thing in a picture, to look at before an edit of it is asked for."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from maskserve_core.contracts.settings import MaskFrom
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.front import Front
+from maskserve_router.http_body import Bodies
+from maskserve_router.http_inference import while_connected
+from maskserve_router.masks import MaskFinder
+from maskserve_router.openai.answers import answering, json_answer, text_of_picture
+from maskserve_router.openai.form import convert, read_multipart, setting_of
+from maskserve_router.turns import Turns
+
+
+def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -> list[Route]:
+    """Routes of masks, for whoever may call."""
+
+    async def find(request: Request, request_id: str) -> Response:
+        """A multipart form: `image`, and `text`, or `points` and `box` as JSON."""
+        client = front.client(request.headers)
+        with ExitStack() as held:
+            body = await bodies.read(request, client, held)
+            parse = partial(turns.run, client, len(body))
+            values, files = await parse(read_multipart, request.headers, body)
+            del body
+            images = files.pop("image", [])
+            if len(images) != 1 or files:
+                raise InvalidRequest("image", f"is given {len(images)} times", "one file")
+            asked = convert(
+                {name: setting_of(name, each) for name, each in values.items()}, MaskFrom
+            )
+            work = masks.find(images[0], asked, client, "mask")
+            found = await while_connected(request, work)
+            mask = await parse(text_of_picture, found.mask)
+        data = [{"b64_json": mask, "score": found.score}]
+        return json_answer({"object": "list", "data": data}, request_id)
+
+    return [Route("/v1/masks", answering(find), methods=["POST"])]

@@ -1,0 +1,98 @@
+"""`segment`: masks by clicks and boxes, beside transformers' own model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import SamModel, SamProcessor
+
+from maskserve_core.config import ConfigError, LimitsConfig
+from maskserve_core.config_file import config_of
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.workflows.asked import AskedNode
+from maskserve_core.workflows.pictures import read_mask
+from maskserve_engine.nodes.segment import SegmentNodes
+from tests.fakes.pictures import encode, scene
+from tests.fakes.tiny_nodes import build_segment
+
+SIZE = (48, 80)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("segment")
+    build_segment(made)
+    return made
+
+
+def nodes_of(folder: Path) -> SegmentNodes:
+    given = {"nodes": {"segment": str(folder)}, "model": {"device": "cpu"}}
+    return SegmentNodes(config_of(given))
+
+
+def expected(folder: Path, picture: Any, points: Any, box: Any) -> tuple[Any, float]:
+    """The best of the masks that the model answers, said again by itself."""
+    model: Any = SamModel.from_pretrained(folder)
+    processor: Any = SamProcessor.from_pretrained(folder)
+    asked: dict[str, Any] = {}
+    if points:
+        asked["input_points"] = [[[[x, y] for x, y, _ in points]]]
+        asked["input_labels"] = [[[each[2] for each in points]]]
+    if box:
+        asked["input_boxes"] = [[list(box)]]
+    given = processor(images=picture, return_tensors="pt", **asked)
+    sizes = given["original_sizes"], given["reshaped_input_sizes"]
+    names = ("pixel_values", "input_points", "input_labels", "input_boxes")
+    with torch.no_grad():
+        answer = model.eval()(**{name: given[name] for name in names if name in given})
+    every = processor.post_process_masks(answer.pred_masks, *sizes)[0][0]
+    best = answer.iou_scores[0, 0].argmax()
+    return every[best].numpy() > 0, float(answer.iou_scores[0, 0, best])
+
+
+@pytest.mark.parametrize(
+    ("points", "box"),
+    [
+        (((10.0, 12.0, 1),), ()),
+        (((70.0, 40.0, 1), (3.0, 3.0, 0), (20.0, 30.0, 1)), ()),
+        ((), (4.0, 6.0, 50.0, 40.0)),
+        (((10.0, 12.0, 1),), (4.0, 6.0, 50.0, 40.0)),
+    ],
+)
+def test_it_is_the_model_s_best_mask(folder: Path, points: Any, box: Any) -> None:
+    picture = scene(*SIZE)
+    mask, score = expected(folder, picture, points, box)
+    if not mask.any():
+        pytest.skip("these weights see nothing there")
+    given = {"picture": encode(picture)}
+    asked = AskedNode("segment", given, {"points": points, "box": box})
+    [made] = nodes_of(folder).run([asked])
+    assert isinstance(made, dict)
+    assert np.array_equal(read_mask(made["mask"], LimitsConfig()), mask)
+    assert made["verdict"].score == pytest.approx(score, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("points", "box", "told"),
+    [
+        (((80.0, 3.0, 1),), (), r"points\[0\]: is 80, 3; accepted: within 80x48 pixels"),
+        (((3.0, 3.0, 1), (2.0, -1.0, 0)), (), r"points\[1\]"),
+        ((), (10.0, 10.0, 10.0, 20.0), "box: is"),
+        ((), (10.0, 10.0, 90.0, 20.0), "box: is"),
+    ],
+)
+def test_what_lies_outside_is_refused(folder: Path, points: Any, box: Any, told: str) -> None:
+    given = {"picture": encode(scene(*SIZE))}
+    [refused] = nodes_of(folder).run([AskedNode("segment", given, {"points": points, "box": box})])
+    with pytest.raises(InvalidRequest, match=told):
+        raise refused  # type: ignore[misc]
+
+
+def test_another_model_is_told_at_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigError, match=r"nodes\.segment: .* is a bert; accepted: sam"):
+        nodes_of(tmp_path)

@@ -1,0 +1,143 @@
+"""Masks found by node servers: for `/v1/masks`, and for edits with `mask_from`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts.settings import MaskFrom
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.workflows.run import Task
+from maskserve_core.workflows.values import Judgement
+from maskserve_router.failures import Failure
+from maskserve_router.keys import KeyHolder
+from maskserve_router.masks import MaskFinder
+from maskserve_router.model_request import ModelRequest
+from maskserve_router.node_pool import Made
+from maskserve_router.turns import Turns
+
+CLIENT = KeyHolder("anybody", 64, admin=True)
+PLACES = {"points": [[3, 4, 1]], "box": [0, 0, 9, 9]}
+
+
+class Pool:
+    """Node servers that run these models."""
+
+    def __init__(self, *models: str, fails: str = "") -> None:
+        self.models, self.fails = models, fails
+        self.asked: list[Task] = []
+
+    async def records(self) -> dict[str, Any]:
+        return {"gone": None, "there": {"models": [{"name": name} for name in self.models]}}
+
+    async def call(self, task: Task, client: KeyHolder) -> Made:
+        self.asked.append(task)
+        if self.fails:
+            raise Failure(grpc.StatusCode.INVALID_ARGUMENT, self.fails)
+        verdict = {} if task.call.node == "find" else {"verdict": Judgement(0.75, passed=True)}
+        return Made({"mask": b"a mask", **verdict}, "there", 0.1, 1)
+
+
+def finder(pool: Pool) -> MaskFinder:
+    return MaskFinder(pool, Turns(1))  # type: ignore[arg-type]
+
+
+def request(mask: bytes = b"", image: bytes = b"picture", **settings: Any) -> Any:
+    message = ModelRequest(pb.ModelInferRequest(model_name="edit"))
+    values = {"IMAGE": image, "MASK": mask, "PROMPT": b"a star"}
+    for name, value in {**values, "SETTINGS": json.dumps(settings).encode()}.items():
+        message.add(name, [value])
+    return message
+
+
+def inputs(message: ModelRequest) -> dict[str, bytes]:
+    return {tensor.name: message.read(tensor.name) for tensor in message.head.inputs}
+
+
+async def test_words_are_found_and_clicks_segmented() -> None:
+    pool = Pool("find", "segment")
+    found = await finder(pool).find(b"picture", MaskFrom(text="the car"), CLIENT)
+    assert (found.mask, found.score) == (b"a mask", None)
+    clicked = MaskFrom(points=((3.0, 4.0, 1),), box=(0.0, 0.0, 9.0, 9.0))
+    found = await finder(pool).find(b"picture", clicked, CLIENT)
+    assert (found.mask, found.score) == (b"a mask", 0.75)
+    words, places = pool.asked
+    assert words.inputs == {"picture": b"picture", "name": "the car"}
+    assert places.call.node == "segment"
+    assert json.loads(json.dumps(places.call.settings)) == PLACES
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, "names nothing"),
+        ({"text": "a", "box": [0, 0, 9, 9]}, "names a thing in two ways"),
+        ({"box": [0, 0, 9]}, r"\.box: has 3 numbers"),
+        ({"text": "a car"}, "no segmenter that takes a thing's name is served"),
+        ({"points": [[3, 4, 2]]}, r"points\[0\]\[2\]"),
+        ({"points": [[3, 4]]}, r"points\[0\]"),
+    ],
+)
+async def test_what_names_nothing_is_refused(asked: dict[str, Any], told: str) -> None:
+    message = request(mask_from=asked)
+    with pytest.raises(InvalidRequest, match=rf"SETTINGS\.mask_from.*{told}"):
+        await finder(Pool("segment")).filled_in(message, CLIENT)
+    assert inputs(message)["MASK"] == b""
+
+
+async def test_a_node_s_refusal_names_the_setting() -> None:
+    told = "[INVALID_REQUEST] name: 'a car' is not found in the picture"
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.mask_from: name: 'a car' is not found"):
+        await finder(Pool("find", fails=told)).find(b"", MaskFrom(text="a car"), CLIENT)
+    with pytest.raises(Failure):
+        await finder(Pool("find", fails="[OVERLOADED] no")).find(b"", MaskFrom(text="a"), CLIENT)
+
+
+async def test_an_edit_is_given_its_mask() -> None:
+    message = request(mask_from=PLACES, seed=3)
+    await finder(Pool("segment")).filled_in(message, CLIENT)
+    filled = inputs(message)
+    assert filled["MASK"] == b"a mask"
+    assert json.loads(filled["SETTINGS"]) == {"mask_mode": "white", "seed": 3}
+
+
+async def test_other_edits_stay_as_they_are() -> None:
+    for message in (request(b"m", seed=3), request(b"m", mask_from=None, prompt="mask_from")):
+        before = message.encoded()
+        if "mask_from" in inputs(message)["SETTINGS"].decode() and b"prompt" in before:
+            with pytest.raises(InvalidRequest):  # as of any edit
+                await finder(Pool()).filled_in(message, CLIENT)
+        else:
+            await finder(Pool()).filled_in(message, CLIENT)
+        assert message.encoded() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"mask": b"m"}, "beside MASK"),
+        ({"image": b""}, "without IMAGE"),
+        ({"mask_mode": "alpha"}, "is alpha beside mask_from"),
+    ],
+)
+async def test_what_does_not_go_with_it_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        await finder(Pool("segment")).filled_in(request(**given, mask_from=PLACES), CLIENT)
+
+
+async def test_a_client_that_leaves_ends_the_call() -> None:
+    class Never(Pool):
+        async def call(self, task: Task, client: KeyHolder) -> Made:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    work = asyncio.create_task(finder(Never("find")).find(b"", MaskFrom(text="a"), CLIENT))
+    await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
