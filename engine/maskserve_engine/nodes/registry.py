@@ -4,6 +4,9 @@ node server that only composes pictures has no torch.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from maskserve_core.config import Config
 from maskserve_core.workflows.asked import Nodes
 
@@ -16,7 +19,7 @@ def open_nodes(name: str, config: Config) -> Nodes:
         OSError: its folder is none of its class.
     """
     match name:
-        case "find" if config.nodes.segment:
+        case "find" if _is_grounded(config.nodes.find):
             from maskserve_engine.nodes.grounded import GroundedNodes
 
             return GroundedNodes(config)
@@ -48,3 +51,9 @@ def thread_of(config: Config) -> None:
     from maskserve_engine.stages.cpu_threads import limit_threads
 
     limit_threads(config)
+
+
+def _is_grounded(folder: str) -> bool:
+    """Whether a folder that finds things has a GroundingDINO."""
+    told = json.loads((Path(folder) / "config.json").read_bytes())
+    return bool(told.get("model_type") == "grounding-dino")
