@@ -147,8 +147,8 @@ class Workflows:
         for plan in self.plans.values():
             calls = [step for step in every_step(plan.steps) if isinstance(step, NodeCall)]
             models = sorted({NODE_TYPES[call.node].model for call in calls} - {EDIT})
-            hosts = {model: hosts(model, records) for model in models}
-            listed.append({**msgspec.to_builtins(plan), "hosts": hosts})
+            where = {model: hosts(model, records) for model in models}
+            listed.append({**msgspec.to_builtins(plan), "hosts": where})
         return {"object": "list", "data": listed}
 
     async def node_servers(self) -> dict[str, Any]:

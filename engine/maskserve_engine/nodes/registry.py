@@ -19,7 +19,7 @@ def open_nodes(name: str, config: Config) -> Nodes:
         OSError: its folder is none of its class.
     """
     match name:
-        case "find" if _is_grounded(config.nodes.find):
+        case "find" if config.nodes.segment and _is_grounded(config.nodes.find):
             from maskserve_engine.nodes.grounded import GroundedNodes
 
             return GroundedNodes(config)

@@ -20,7 +20,10 @@ def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
     build_grounded(tmp_path / "dino", tmp_path / "sam")
     folders = {"find": str(tmp_path / "dino"), "segment": str(tmp_path / "sam")}
     config = config_of({"nodes": folders, "model": {"device": "cpu"}})
-    assert config.nodes.models() == {"find": [folders["find"], folders["segment"]]}
+    assert config.nodes.models() == {
+        "find": [folders["find"], folders["segment"]],
+        "segment": [folders["segment"]],
+    }
     nodes = open_nodes("find", config)
     pixels = np.random.default_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
     asked = {"picture": encode_png(pixels), "name": "A red star"}
