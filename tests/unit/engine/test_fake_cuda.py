@@ -249,7 +249,7 @@ def test_a_sampler_launches_as_much_for_any_number_of_guided_cached_rows(
             row.guidance = Guidance(row.prompt, 7.5)
             picture = row.latents.bfloat16()
             if blends:
-                row.blend = UnetBlend(picture[:1], picture, picture)
+                row.blend = UnetBlend(picture[:1], picture, picture, soft=False)
             else:
                 row.condition = picture
         for batch in (rows, rows[:1]):

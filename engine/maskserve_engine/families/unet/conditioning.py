@@ -26,6 +26,8 @@ class UnetBlend:
     """[C, h, w] source latents."""
     noise: Tensor
     """[C, h, w] the request's noise."""
+    soft: bool
+    """Whether the mask has grey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,18 @@ def start_row(
     noise = draw(image.mean.shape, generator, dtype)
     strength = torch.from_numpy(edit_mask).float()[None, None] / 255
     mask = F.interpolate((strength > 0).to(dtype), size=noise.shape[1:])[0]
-    strength = F.adaptive_max_pool2d(strength, noise.shape[1:])[0]
+    soft = is_soft(edit_mask)  # diffusers knows none, and takes one number of each latent's
+    strength = F.adaptive_max_pool2d(strength, noise.shape[1:])[0] if soft else mask.float()
     if outside_seed is not None:
         noise = noise_outside(noise, mask, outside_seed)
     latents = schedule.start(None if clean is None else clean[None], noise[None])[0]
     if masked is None:
         assert clean is not None
-        return UnetStart(latents, None, UnetBlend(strength, clean, noise))
+        return UnetStart(latents, None, UnetBlend(strength, clean, noise, soft))
     blend = None
-    if is_soft(edit_mask):
-        blend = UnetBlend(strength, image.mode().to(dtype) if clean is None else clean, noise)
+    if soft:
+        source = image.mode().to(dtype) if clean is None else clean
+        blend = UnetBlend(strength, source, noise, soft)
     return UnetStart(latents, torch.cat((mask, masked.sample(generator).to(dtype))), blend)
 
 

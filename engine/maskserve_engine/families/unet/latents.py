@@ -33,7 +33,8 @@ class PackedLatents:
         self._state = torch.stack([_deepened(row.state, depth) for row in rows])
         """[R, K, C, h, w] float32"""
         self._pinned = _Images.of([_template(row) for row in rows])
-        self._blended = _Images.of([_source(row) for row in rows])
+        self._soft = any(row.blend is not None and row.blend.soft for row in rows)
+        self._blended = _Images.of([_source(row, soft=self._soft) for row in rows])
         conditions = [row.condition for row in rows if row.condition is not None]
         self._condition = torch.stack(conditions) if conditions else None
         self._guided = any(row.guidance is not None for row in rows)
@@ -120,7 +121,9 @@ class PackedLatents:
                 state.addcmul_(factor, part[:, None])
         if self._blended is not None:
             latents = state[:, 0]
-            inside = self._blended.inside >= self._joins[at]
+            inside = self._blended.inside
+            if self._soft:
+                inside = inside >= self._joins[at]
             latents.copy_(self._blended.beside(latents, self._sources[at], inside))
         return state
 
@@ -158,10 +161,17 @@ def _template(row: UnetRow) -> _Images | None:
     return None if own is None else _Images(own.mask, own.template.clean, own.template.noise)
 
 
-def _source(row: UnetRow) -> _Images | None:
-    """What latents follow outside the mask of an edit, with base models."""
+def _source(row: UnetRow, *, soft: bool) -> _Images | None:
+    """What latents follow outside the mask of an edit, with base models.
+
+    Args:
+        row: of the edit.
+        soft: whether a row beside it, or itself, has a mask with grey.
+    """
     own = row.blend
-    return None if own is None else _Images(own.mask, own.clean, own.noise)
+    if own is None:
+        return None
+    return _Images(own.mask if soft else own.mask > 0, own.clean, own.noise)
 
 
 def latents_ahead(row: UnetRow) -> Tensor | None:

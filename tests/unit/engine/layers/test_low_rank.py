@@ -41,6 +41,15 @@ Asked = Sequence[tuple[int, float]]
 MODELS = ("fill", "inpaint", *EACH_SORT)
 
 
+def each_with(values: Sequence[Any]) -> list[Any]:
+    """Each model with each value, slow where the model is."""
+    return [
+        pytest.param(*getattr(model, "values", (model,)), value, marks=getattr(model, "marks", ()))
+        for model in MODELS
+        for value in values
+    ]
+
+
 class Model:
     """A tiny model and random LoRAs of every layer that one may change: in diffusers, and here."""
 
@@ -147,7 +156,10 @@ MIXES: tuple[Asked, ...] = (
 
 @pytest.mark.parametrize(
     ("model", "loras"),
-    [*((name, mix) for name in MODELS for mix in MIXES), ("reference", MIXES[3])],
+    [
+        *each_with(MIXES),
+        ("reference", MIXES[3]),
+    ],
     ids=str,
     indirect=["model"],
 )
@@ -205,7 +217,7 @@ def test_with_all_tokens_active_a_cached_row_with_loras_equals_a_dense_one(
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [*((name, kind) for name in MODELS for kind in KINDS), ("reference", "kv")],
+    [*each_with(KINDS), ("reference", "kv")],
     indirect=["model"],
 )
 def test_cached_rows_with_other_loras_share_a_batch(model: Model, kind: str) -> None:

@@ -92,7 +92,7 @@ class Edit:
             guidance=Guidance(prompt, self.scale) if self.scale > 1 else None,
             state=schedule.state(self.start),
             condition=None if blends else normal(rng, 1, *SHAPE[1:]),
-            blend=UnetBlend(self.mask, self.clean, self.noise) if blends else None,
+            blend=UnetBlend(self.mask, self.clean, self.noise, soft=True) if blends else None,
             inactive=inactive,
         )
 
