@@ -73,7 +73,7 @@ ONE_OF_A_SORT = (
     "kv int8, 1 guided row",
     "kv int8, 2 rows beside a priming one",
     "kv int8, 1 row, fp8, graphs",
-    "kv int8, 4 rows, mixed, graphs",
+    "kv int8, 2 rows, mixed, graphs",
     "SD 2.1, dense, 1 row",
     "SD 2.1, kv int8, 4 rows, mixed",
     "SD 2.1, kv int8, 1 row, halo 4",
