@@ -439,21 +439,29 @@ def test_equal_nodes_of_one_run_after_the_other_are_run_once(site: Site) -> None
 
 
 def moments(count: int) -> list[Any]:
-    """What is killed, and behind how many events of the run."""
+    """What is killed, and behind how many events of the run; None: drawn where the test runs, as
+    processes that share the tests have to find the same ones.
+    """
     few = [("nodes", 3), ("worker", 2)]
-    rng = np.random.default_rng()
-    more = [(str(rng.choice(["nodes", "worker"])), int(rng.integers(1, 20))) for _ in range(count)]
-    return [*few, *(pytest.param(*each, marks=pytest.mark.slow) for each in more)]
+    more = [
+        pytest.param(
+            ("nodes", "worker")[number % 2], None, id=f"drawn-{number}", marks=pytest.mark.slow
+        )
+        for number in range(count)
+    ]
+    return [*few, *more]
 
 
 @pytest.mark.parametrize(("what", "after"), moments(18))
 def test_what_a_killed_server_had_alone_runs_again(
-    site: Site, folder: Path, what: str, after: int
+    site: Site, folder: Path, what: str, after: int | None
 ) -> None:
+    rng = np.random.default_rng()
+    after = after or int(rng.integers(1, 20))
     [plan] = [plan for plan in plans() if plan.name == "tries"]
     asked = {"image": SOURCE, "mask": two_regions()}
     eventually("all serve", site.whole, timeout_s=240)
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = int(rng.integers(2**31))
     settings = {"seed": seed, "reproducible": True, "progress": True}
     before = []
     for count, event in enumerate(site.stream("tries", **asked, settings=settings), 1):
