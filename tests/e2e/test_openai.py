@@ -240,7 +240,7 @@ def test_a_template_is_registered_edited_without_its_image_and_deleted(
     assert made.status_code == 200, made.text
     name = made.json()["id"]
     assert made.json()["state"] == "absent"
-    (listed,) = call("GET").json()["data"]
+    (listed,) = [each for each in call("GET").json()["data"] if each["id"] == name]
     assert (listed["id"], listed["tier_bytes"]) == (name, {})
     assert call("GET", headers=others).json()["data"] == []
     assert call("GET", f"/{name}", headers=others).status_code == 404
