@@ -240,9 +240,9 @@ def test_a_template_is_registered_edited_without_its_image_and_deleted(
     assert made.status_code == 200, made.text
     name = made.json()["id"]
     assert made.json()["state"] == "absent"
-    (listed,) = [each for each in call("GET").json()["data"] if each["id"] == name]
+    (listed,) = call("GET").json()["data"]
     assert (listed["id"], listed["tier_bytes"]) == (name, {})
-    assert name not in {each["id"] for each in call("GET", headers=others).json()["data"]}
+    assert call("GET", headers=others).json()["data"] == []
     assert call("GET", f"/{name}", headers=others).status_code == 404
 
     more = {"seed": 5, **STEPS}
@@ -270,7 +270,7 @@ def test_a_template_is_registered_edited_without_its_image_and_deleted(
     assert call("DELETE", "/no-template").status_code == 400
     assert call("DELETE", f"/{name}", headers=others).status_code == 404
     assert call("DELETE", f"/{name}").json()["deleted"] is True
-    assert name not in {each["id"] for each in call("GET").json()["data"]}
+    assert call("GET").json()["data"] == []
 
 
 def test_an_edit_goes_on_with_the_result_of_another(
@@ -301,8 +301,7 @@ def test_an_edit_goes_on_with_the_result_of_another(
     meta = answer.json()["maskserve"][0]
     assert (meta["template_id"], meta["cache"]) == (name, "hit")
     assert edited(name, others).status_code == 404
-    of_others = requests.get(f"{url}/templates", headers=others, timeout=60).json()["data"]
-    assert name not in {each["id"] for each in of_others}
+    assert requests.get(f"{url}/templates", headers=others, timeout=60).json()["data"] == []
     listed = requests.get(f"{url}/templates/{name}", headers=own, timeout=60).json()
     assert 0 < listed["expires_s"] <= 3600
 

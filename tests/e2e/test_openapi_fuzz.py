@@ -55,6 +55,9 @@ def site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with RouterSite([worker.grpc_url], tmp_path_factory.mktemp("openapi"), {}) as made:
         yield made
         assert requests.get(f"http://{made.http_url}/readyz", timeout=10).status_code == 200
+        url = f"http://{made.http_url}/v1/templates"  # of a worker that other files share
+        for template in requests.get(url, timeout=30).json()["data"]:
+            assert requests.delete(f"{url}/{template['id']}", timeout=30).status_code == 200
 
 
 @pytest.fixture
