@@ -34,6 +34,11 @@ from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_
 STEPS = 6
 
 
+@pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
+def folder(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Path:
+    return tiny_flux[request.param]
+
+
 def adapter_of(folder: Path, capture: Replayed | None, *, buckets: bool = True) -> FluxAdapter:
     """As where steps are recorded, by `capture`."""
     adapter = load_adapter(config_of(folder, cache={"placed_bytes": 0}))
