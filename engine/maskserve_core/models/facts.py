@@ -229,6 +229,11 @@ def one_scale(folder: Path) -> LatentSpace:
     return space
 
 
+def no_recorded_rows(config: Config) -> int:
+    """Of families whose steps are not CUDA graphs (`FamilyFacts.recorded_rows`)."""
+    return 0
+
+
 def own_stride(config: Config, facts: ModelFacts) -> float:
     """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
 

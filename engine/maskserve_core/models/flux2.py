@@ -7,9 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import Config
 from maskserve_core.models import flux
-from maskserve_core.models.facts import DenseSteps, EditDefaults, ModelFacts, read_json
+from maskserve_core.models.facts import (
+    DenseSteps,
+    EditDefaults,
+    ModelFacts,
+    no_recorded_rows,
+    read_json,
+)
 from maskserve_core.models.latents import latent_space, with_statistics
 from maskserve_core.models.semantics import EXACT_REFERENCE, REFERENCE
 from maskserve_core.planning.flops import ModelWork
@@ -32,6 +37,7 @@ _PATCH = 2
 
 lora_work = flux.lora_work
 control_work = flux.control_work
+recorded_rows = no_recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
@@ -61,11 +67,6 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         control=None,
         keeps_placed=True,
     )
-
-
-def recorded_rows(config: Config) -> int:
-    """Steps are not CUDA graphs."""
-    return 0
 
 
 def count(

@@ -7,9 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import Config
 from maskserve_core.models import flux
-from maskserve_core.models.facts import DenseSteps, EditDefaults, ModelFacts, read_json
+from maskserve_core.models.facts import (
+    DenseSteps,
+    EditDefaults,
+    ModelFacts,
+    no_recorded_rows,
+    read_json,
+)
 from maskserve_core.models.latents import latent_space
 from maskserve_core.models.semantics import INPAINT
 from maskserve_core.planning.flops import ModelWork
@@ -30,6 +35,7 @@ _PATCH = 2
 
 lora_work = flux.lora_work
 control_work = flux.control_work
+recorded_rows = no_recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
@@ -55,11 +61,6 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         padded_to=1,
         least_steps=2 if sampler.get("shift_terminal") else 1,
     )
-
-
-def recorded_rows(config: Config) -> int:
-    """Steps are not CUDA graphs."""
-    return 0
 
 
 def count(

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import Config, ConfigError
+from maskserve_core.config import ConfigError
 from maskserve_core.models import flux
 from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    no_recorded_rows,
     one_scale,
     read_json,
 )
@@ -46,6 +47,7 @@ _LAUNCHES, _LAUNCHES_OUTSIDE = (16.8, 26.8, 20.8), 14.6
 """Kernels of a block and outside, as FLUX's are counted: on a device without memory."""
 
 control_work = flux.control_work
+recorded_rows = no_recorded_rows
 
 
 def pads_of(tokens: int) -> int:
@@ -102,11 +104,6 @@ def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": 0,
         "num_single_layers": blocks,
     }
-
-
-def recorded_rows(config: Config) -> int:
-    """Steps are not CUDA graphs."""
-    return 0
 
 
 def count(
