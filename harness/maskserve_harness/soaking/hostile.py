@@ -62,7 +62,7 @@ _CONTROLLED, _NET = _KINDS, "outline"
 P95_BAR, MIB_BAR = 2.0, 1024
 """What holds: honest edits take at most so many times as long, and the router and the page have so
 much memory."""
-_NONE = ("TimeoutError", "refused", "closed", "none")
+_NONE = ("TimeoutError", "DEADLINE_EXCEEDED", "refused", "closed", "none")
 """How requests of an attack ended that were not answered."""
 
 
