@@ -301,9 +301,10 @@ class FlowPreparation:
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
         """The job's own, if it has been prepared; else draws the template's noise."""
-        own = job.prepared.template if isinstance(job.prepared, FlowPrepared) else None
+        if isinstance(job.prepared, FlowPrepared) and job.prepared.template is not None:
+            return job.prepared.template
         image, context = self._posterior(job.moments), self._facts.semantics.context
-        return own or template_inputs(image, noise_seed, context=context)
+        return template_inputs(image, noise_seed, context=context)
 
     def clean(self, job: EditJob) -> Tensor:
         """[N, 4C] the source: what a cached row has outside of its active tokens at the end."""
