@@ -21,7 +21,8 @@ export PYTHONDONTWRITEBYTECODE :=
 MODELS := .mypy_cache/models
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-full compose-test check bench bench-full serve constraints clean
+.PHONY: help setup demo page test test-full compose-test check lint types installs bench bench-full \
+	serve constraints clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 : /' \
@@ -50,12 +51,12 @@ demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/bench demo --model $(MODEL)
 
 # One more than there are cores: some tests wait. A file of tests/e2e runs in one process, where its
-# Triton is. What needs a GPU has it for itself; without one it is skipped where its modules are
-# imported already.
+# Triton is, and those that share one in the same. What needs a GPU has it for itself; without one
+# it is skipped where its modules are imported already.
 test: $(STAMP) ## the tests, with a real Triton
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(JOBS) + 1)) --dist worksteal tests/unit tests/contract \
 		tests/triton $(if $(GPU),,tests/gpu) $(PYTEST_FLAGS)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup tests/e2e $(PYTEST_FLAGS)
 	$(if $(GPU),$(PY) -m pytest tests/gpu $(PYTEST_FLAGS))
 
 test-full: $(STAMP) ## the tests, slow ones too
@@ -65,16 +66,23 @@ compose-test: $(STAMP) ## the containers: build, up, edit, kill a worker, down (
 	MASKSERVE_COMPOSE=required $(PY) -m pytest --slow tests/e2e/test_compose.py $(PYTEST_FLAGS)
 
 check: $(STAMP) ## lint, format, types, imports, whether all extras install from the public index
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(MAKE) -j$(JOBS) --output-sync=target types lint installs
+
+types: $(STAMP)
 	# Triton wants a model.py in a folder of that number; mypy wants a name for each.
 	mkdir -p $(MODELS)
 	for model in model_repository/* services/*; do test ! -e $$model/1/model.py \
 		|| ln -sfn $(CURDIR)/$$model/1/model.py $(MODELS)/triton_$${model##*/}.py; done
-	$(VENV)/bin/mypy --scripts-are-modules engine/maskserve_core engine/maskserve_engine router/maskserve_router \
+	$(VENV)/bin/mypy --num-workers $(JOBS) --scripts-are-modules engine/maskserve_core engine/maskserve_engine router/maskserve_router \
 		client/maskserve_client client/maskserve_page serving/maskserve_serving harness/maskserve_harness harness/maskserve_training \
 		scripts/*.py scripts/bench $(MODELS)/*.py
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
+
+installs: $(STAMP)
 	$(PY) scripts/bench check_install
 
 bench: $(STAMP) ## measured beside what people would use instead: 15 minutes

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.covering import leave_some_to_slow_runs
 from tests.support.examples import examples
 
 HERE = Path(__file__).parent
@@ -23,7 +24,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example may take as long as a busy machine has it take: tests count, they do not time.
 settings.register_profile(
-    "maskserve", examples(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    "maskserve",
+    examples(
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=False,  # as Hypothesis has it where it sees a CI
+    ),
 )
 settings.load_profile("maskserve")
 
@@ -40,6 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
         if folder in FOLDERS:
             item.add_marker(getattr(pytest.mark, folder))
+    leave_some_to_slow_runs(items)
     _skip(items, "gpu", _no_cuda)
     if not (config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
         _skip(items, "slow", lambda: "slow: runs with --slow or MASKSERVE_FULL=1")

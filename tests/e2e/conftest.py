@@ -24,6 +24,23 @@ from tests.fakes.collector import Collector, collector
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
 
+HERE = Path(__file__).parent
+SHARED = ("demo", "unet_worker")
+"""Workers that few files share."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each file runs in one process, and all files of a worker that few share in the same."""
+    groups: dict[Path, str] = {}
+    for item in items:
+        for name in SHARED:
+            if name in getattr(item, "fixturenames", ()):
+                groups[item.path] = name
+    for item in items:
+        if item.path.parent == HERE:
+            group = groups.get(item.path, item.path.stem)
+            item.add_marker(pytest.mark.xdist_group(group))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -96,9 +113,12 @@ def worker(supervisor: Supervisor) -> WorkerProcess:
 def unet_worker(
     tiny_unets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerProcess]:
-    """Of Stable Diffusion's inpainting model."""
+    """Of an SDXL base model, which has most to say: sizes, a blend, two text encoders."""
+    config = tmp_path_factory.mktemp("unet") / "worker.toml"
+    config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
     options = ServeOptions(
-        model=str(tiny_unets["sd-fill"]),
+        config=config,
+        model=str(tiny_unets["sdxl-base"]),
         name="unet",
         base_port=free_base_port(),
         log_dir=tmp_path_factory.mktemp("unet-logs"),

@@ -34,6 +34,8 @@ def check(source, prompt, made):
 """
 
 
+# tests/unit/core/imaging holds what is signed and how a check is asked and answered.
+@pytest.mark.slow
 def test_a_worker_with_a_certificate_signs_and_one_with_a_check_asks_it(
     model: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from tests.support.calls import (
     plain_edit,
 )
 
-MODELS = ("tiny-fill", "sd-fill")
+MODELS = ("tiny-fill", "sdxl-base")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_an_edit_runs_on_the_model_that_it_names(
 
 def test_each_model_has_its_own_settings(grpc: Grpc) -> None:
     guided = {"negative_prompt": "a blue circle", "guidance_scale": 5.0}
-    grpc.edit(plain_edit(model="sd-fill", **guided))
+    grpc.edit(plain_edit(model="sdxl-base", **guided))
     with pytest.raises(InferenceServerException, match=r"\[INVALID_REQUEST\] SETTINGS"):
         grpc.edit(plain_edit(model="tiny-fill", **guided))
 
@@ -83,7 +83,7 @@ def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
     with pytest.raises(InferenceServerException) as refused:
         grpc.edit(plain_edit(**asked))
     assert "[INVALID_REQUEST] SETTINGS.model" in refused.value.message()
-    assert "accepted: sd-fill, tiny-fill" in refused.value.message()
+    assert "accepted: sdxl-base, tiny-fill" in refused.value.message()
 
 
 def test_the_command_line_shows_both(router: RouterSite, workers: dict[str, WorkerProcess]) -> None:

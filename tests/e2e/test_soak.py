@@ -22,6 +22,8 @@ def run(model: Path, out: Path, minutes: float, sample_s: float) -> Report:
     return report
 
 
+# Each visit has tests of its own in this folder, and test_serve.py sees that nothing is left.
+@pytest.mark.slow
 def test_mixed_visits_are_answered_right_and_leave_nothing(model: Path, tmp_path: Path) -> None:
     report = run(model, tmp_path, minutes=0.25, sample_s=0.5)
     assert len(report.ends) > len(MIX) / 2

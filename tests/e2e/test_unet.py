@@ -63,7 +63,14 @@ class Served:
         return np.asarray(images[0])
 
 
-@pytest.fixture(scope="module", params=["sd-fill", "sdxl-base", "sd-base on two devices"])
+SLOW = ("sd-fill", "sd-base on two devices")
+"""Rows of these are held beside the pipeline, and pairs of processes beside one, in tests/unit."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=["sdxl-base", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+)
 def served(
     request: pytest.FixtureRequest,
     unet_worker: WorkerProcess,
@@ -73,7 +80,7 @@ def served(
     name, _, devices = request.param.partition(" ")
     folder = tiny_unets[name]
     with ExitStack() as running:
-        if name == "sd-fill":
+        if name == "sdxl-base":
             url = unet_worker.grpc_url
         else:
             config = tmp_path_factory.mktemp("unet") / "worker.toml"

@@ -68,10 +68,8 @@ def of_diffusers(form: str, folder: Path) -> Pixels:
     return np.asarray(diffusers_edit(pipeline, *args, max_sequence_length=16)[0])
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in APART if each != "int8")],
-)
+@pytest.mark.slow  # tests/unit/engine/stages/test_quantise.py holds the forms in a process
+@pytest.mark.parametrize("form", APART)
 def test_dense_edits_are_the_pipelines_and_cached_ones_hit(form: str, tmp_path: Path) -> None:
     pytest.importorskip({"nf4": "bitsandbytes", "gguf": "gguf"}.get(form, "torchao"))
     asked = {"num_inference_steps": STEPS, "seed": SEED}

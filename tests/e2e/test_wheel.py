@@ -65,6 +65,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+@pytest.mark.slow  # test_readme.py serves a clone in the same way; above: a wheel has what that has
 def test_it_serves(installed: Path, tmp_path: Path) -> None:
     base = free_base_port()
     url = f"localhost:{Ports.of_worker(base, 0).grpc}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import c2pa
 import msgspec
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.tensor_io import read_elements, tensor
 from maskserve_core.worker.liveness import signed_in
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
+from tests.support.certificates import write_signer
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 
@@ -132,6 +134,43 @@ def test_an_edit_passes_through_pre_and_postprocess(
     assert timings["postprocess"] > 0
     assert passing.text("IMAGE") == b""
     assert passing.text("META") == b'{"event": "progress", "step": 1}'
+
+
+def test_a_picture_is_signed_and_shown_to_the_check(
+    api: FakeTriton, load: Callable[[str], Any], worker: Config, tmp_path: Path
+) -> None:
+    chain, key = write_signer(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "def check(source, prompt, made):\n    return 'no stars' if 'star' in prompt else None\n"
+    )
+    with (tmp_path / "config.toml").open("a") as file:
+        file.write(f'[provenance]\ncertificate = "{chain}"\nprivate_key = "{key}"\n')
+        file.write(f'[safety]\ncheck = "{tmp_path}/own.py:check"\n')
+    source, mask = pictures()
+    pre, post = load("preprocess"), load("postprocess")
+
+    def answered(prompt: str) -> Any:
+        settings = EditSettings(seed=5, request_id="mine")
+        request = api.request(
+            IMAGE=encode_image(source, "png"),
+            MASK=encode_image(mask, "png"),
+            ACCEPTED=AcceptedEdit(prompt, settings, 123).to_json(),
+        )
+        [response] = pre.execute([request])
+        prepared = outputs("preprocess", response)
+        edit = EditRequest.from_json(prepared["REQUEST"][0])
+        final = api.request(
+            PIXELS=np.zeros((*prepared["EDIT_MASK"].shape, 3), np.uint8),
+            META=final_meta(edit, "w", "m", {}, {}),
+            CONTEXT=prepared["CONTEXT"],
+        )
+        [done] = post.execute([final])
+        return done
+
+    image = outputs("postprocess", answered("a circle"))["IMAGE"][0]
+    told = json.loads(c2pa.Reader("image/png", io.BytesIO(image)).json())
+    assert told["validation_state"] == "Valid"
+    assert "[REFUSED] no stars" in str(answered("a star").text("META"))
 
 
 def test_one_bad_request_leaves_its_neighbours_alone(

@@ -51,6 +51,8 @@ from maskserve_harness.published_models import SD21
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import samplers
 
+pytestmark = pytest.mark.each_value
+
 COMMITTED = json.loads(TABLE.read_text(encoding="utf-8"))
 SMALL = {
     **SD21,

@@ -28,8 +28,11 @@ from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from tests.fakes.jobs import config_of, guided
+from tests.support.covering import is_unet
 from tests.support.engines import job
 from tests.support.sink import Sink
+
+pytestmark = pytest.mark.spread("loop", sort=is_unet)
 
 T = TypeVar("T")
 Real = FluxAdapter | UnetAdapter

@@ -11,7 +11,9 @@ from maskserve_harness import mutants
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.mutants import MUTATIONS, Mutation
 
-ADDS = Mutation("adds", "engine/added.py", "return a + b", "return a - b", "tests/test_added.py")
+ADDS = Mutation(
+    "adds", "engine/added.py", "return a + b", "return a - b", "tests/test_added.py::test_it"
+)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
@@ -20,7 +22,6 @@ def test_each_lines_is_there_and_its_test_too(mutation: Mutation) -> None:
     assert text.count(mutation.line) == 1
     assert "\n" not in mutation.line
     path, _, name = mutation.test.partition("::")
-    name = name.partition("[")[0]  # that of a case has its parameters behind it
     assert f"def {name}(" in (CHECKOUT / path).read_text(encoding="utf-8")
 
 
@@ -46,7 +47,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_becomes_of_a_mutation(tree: Path) -> None:
-    weak = replace(ADDS, name="weak", test="tests/test_weak.py")
+    weak = replace(ADDS, name="weak", test="tests/test_weak.py::test_it")
     gone = replace(ADDS, name="gone", line="return a * b")
     unread = replace(ADDS, name="unread", wrong="return (")
     assert mutants.run([ADDS, weak, gone, unread], tree) == {

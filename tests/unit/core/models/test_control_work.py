@@ -14,6 +14,8 @@ from maskserve_harness.published_models import FLUX_DEV, SD21, SDXL
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 
+pytestmark = pytest.mark.each_value
+
 
 @pytest.fixture(autouse=True)
 def on_meta() -> Iterator[None]:

@@ -20,6 +20,8 @@ from maskserve_core.planning.degree_costs import (
 from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_harness.published_models import FLUX_DEV
 
+pytestmark = pytest.mark.each_value
+
 H100 = Line(5e-3, 1 / 495e12)
 
 

@@ -19,6 +19,8 @@ from maskserve_core.planning.flops import KINDS
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SDXL
 
+pytestmark = pytest.mark.each_value
+
 
 @pytest.fixture(autouse=True)
 def on_meta() -> Iterator[None]:

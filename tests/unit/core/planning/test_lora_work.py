@@ -32,6 +32,8 @@ from tests.support import cached_rows
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 
+pytestmark = pytest.mark.each_value
+
 UNETS = pytest.mark.parametrize("config", [TINY_SDXL, TINY_SD21], ids=["sdxl", "sd21"])
 
 

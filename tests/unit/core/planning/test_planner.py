@@ -34,6 +34,8 @@ from tests.support.examples import examples
 from tests.support.model_configs import TINY_SDXL
 from tests.support.planning import INF, costs_of, flux_costs, random_costs
 
+pytestmark = pytest.mark.spread("seed")
+
 leads = st.one_of(st.none(), st.integers(0, 9).map(float))
 
 

@@ -16,6 +16,8 @@ from maskserve_engine.families.flow.preparation import unpack_latents
 from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flow.schedule import make_schedule
 
+pytestmark = pytest.mark.each_value
+
 CHANNELS, TEXT = 16, 3
 
 

@@ -26,6 +26,8 @@ from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
 from tests.support.examples import examples
 from tests.support.ranks import Rank, by_ranks
 
+pytestmark = pytest.mark.spread("unet", "number")
+
 Kinds = tuple[str, ...]
 
 

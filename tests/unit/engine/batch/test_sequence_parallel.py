@@ -38,6 +38,8 @@ from tests.fakes.tiny_model import with_heads
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
 from tests.support.ranks import CPU, Rank, by_ranks
 
+pytestmark = pytest.mark.spread("model", "seed")
+
 HEADS = 6
 """Four ranks have 2, 1, 2 and 1 heads."""
 

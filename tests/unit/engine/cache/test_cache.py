@@ -34,6 +34,8 @@ from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
 
+pytestmark = pytest.mark.spread("seed")
+
 KEY = TemplateKey(
     model_revision="m",
     pixels_id="p",

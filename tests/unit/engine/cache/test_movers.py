@@ -29,6 +29,8 @@ from tests.fakes.cuda_runtime import Runtime
 from tests.fakes.entries import NOTE, random_entry
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.each_value
+
 BUFFER = 4096
 """Bytes of a pinned buffer: a part takes many."""
 

@@ -44,6 +44,9 @@ from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import samplers
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
+from tests.support.covering import is_unet
+
+pytestmark = pytest.mark.spread("model", sort=is_unet)
 
 
 class Model:

@@ -19,6 +19,9 @@ from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
+from tests.support.covering import is_unet
+
+pytestmark = pytest.mark.spread("model", sort=is_unet)
 
 MIX: tuple[tuple[str, ...], ...] = ((), ("one",), ("two", "one"), ("one", "one"), ())
 

@@ -26,6 +26,8 @@ from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.pictures import encode
 from tests.support.engines import edit, make_engine
 
+pytestmark = pytest.mark.each_value
+
 ANYBODY = KeyRing((), 1).client({})
 SIDE = (32, 48)
 STEPS = 10

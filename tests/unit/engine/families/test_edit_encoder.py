@@ -29,7 +29,10 @@ from maskserve_harness.benchmarks.direct import Direct, request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
+from tests.support.covering import is_unet
 from tests.support.text_loras import of_text, served
+
+pytestmark = pytest.mark.spread("model", sort=is_unet)
 
 Make = Callable[..., EditEncoder]
 

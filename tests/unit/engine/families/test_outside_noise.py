@@ -23,6 +23,8 @@ from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolera
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import VARIANTS
 
+pytestmark = pytest.mark.spread("seed")
+
 BASE_UNETS = [name for name in VARIANTS if "base" in name]
 
 

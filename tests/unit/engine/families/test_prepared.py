@@ -22,7 +22,10 @@ from maskserve_engine.stages import latents
 from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import VARIANTS
+from tests.support.covering import is_unet
 from tests.support.engines import edit, job, make_engine
+
+pytestmark = pytest.mark.spread("family", sort=is_unet)
 
 FLUX, TILED = ("fill", "inpaint"), "tiled sd-base"
 

@@ -21,6 +21,8 @@ from maskserve_engine.stages.latents import joins
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 
+pytestmark = pytest.mark.spread("seed")
+
 CELL = 8
 """Pixels of a grey: no less than a token's."""
 

@@ -38,6 +38,8 @@ from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
 from tests.support.model_configs import TINY_SD21
 
+pytestmark = pytest.mark.each_value
+
 FLUX_VAE = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,

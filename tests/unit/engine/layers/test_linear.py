@@ -38,6 +38,8 @@ from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 from maskserve_harness.published_models import SD21
 
+pytestmark = pytest.mark.spread("unet")
+
 KINDS = ("kv", "project", "dense")
 BLOCKS = (2, 2)
 Adapter = tuple[Tensor, Tensor, float]

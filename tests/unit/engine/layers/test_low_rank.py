@@ -30,9 +30,13 @@ from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import EACH_SORT
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS
+from tests.support.covering import is_unet
 from tests.support.frozen_tokens import Frozen, Recorded, first_blocks, flux_hooks, unet_hooks
 
-pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+    pytest.mark.spread("model", sort=is_unet),
+]
 LORAS = 3
 Asked = Sequence[tuple[int, float]]
 """Numbers of LoRAs, and their scales."""

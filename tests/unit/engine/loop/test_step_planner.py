@@ -17,6 +17,8 @@ from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
 from tests.fakes.entries import random_entry
 from tests.support.model_configs import TINY_FLUX
 
+pytestmark = pytest.mark.each_value
+
 TOKENS, BLOCKS = 16, 5
 WORK = flux_work({**TINY_FLUX, "num_layers": 2, "num_single_layers": 3}, 8, 8)
 SELECTION = Selection([np.arange(4, TOKENS)])

@@ -20,6 +20,8 @@ from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of
 from tests.fakes.tiny_unet import VARIANTS
 
+pytestmark = pytest.mark.each_value
+
 OFF: dict[str, Any] = {"warm_up": False}
 
 

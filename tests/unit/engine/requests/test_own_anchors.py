@@ -19,6 +19,8 @@ from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
 
+pytestmark = pytest.mark.spread("folder")
+
 
 @pytest.fixture(scope="module", params=["fill", "inpaint"])
 def folder(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Path:

@@ -30,6 +30,9 @@ from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import config_of
+from tests.support.covering import is_unet
+
+pytestmark = pytest.mark.spread("model", sort=is_unet)
 
 Pixels = NDArray[np.uint8]
 Latents = NDArray[np.float32]

@@ -24,6 +24,8 @@ from maskserve_engine.stages.vae import is_tiled, load_vae
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
 
+pytestmark = pytest.mark.each_value
+
 
 class Vaes(Encoder):
     """An encoder of pictures alone."""

@@ -27,6 +27,8 @@ from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolera
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result
 
+pytestmark = pytest.mark.spread("folder", "seed")
+
 
 @pytest.fixture(scope="module")
 def kontext(tiny_kontext: Path) -> tuple[Encoder, Replay]:

@@ -25,6 +25,8 @@ from tests.fakes.control_nets import CHANNELS, random_net
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 
+pytestmark = pytest.mark.spread("folder")
+
 NETS: dict[str, FluxControlNetModel] = {
     "plain": random_net(1, 1, 1),
     "guided": random_net(2, 1, 2, guidance_embeds=True),

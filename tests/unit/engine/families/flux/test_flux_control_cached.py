@@ -29,6 +29,8 @@ from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run
 
+pytestmark = pytest.mark.spread("folder")
+
 
 @pytest.fixture(scope="module")
 def nets(adapter: FluxAdapter) -> dict[str, Any]:

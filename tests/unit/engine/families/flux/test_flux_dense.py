@@ -14,6 +14,8 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 
+pytestmark = pytest.mark.spread("model", "seed")
+
 
 class Model:
     """One tiny model: diffusers' pipeline and our adapter over the same folder."""

@@ -31,6 +31,8 @@ from tests.support import own_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
+pytestmark = pytest.mark.spread("folder")
+
 STEPS = 6
 
 

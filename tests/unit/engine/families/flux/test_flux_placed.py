@@ -18,6 +18,8 @@ from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.step_rig import Bench
 
+pytestmark = pytest.mark.spread("folder")
+
 BLOCKS = (1, 2)
 ROOM = 2**26
 

@@ -27,6 +27,8 @@ from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import Primed, cached
 from tests.support.sink import Sink
 
+pytestmark = pytest.mark.spread("folder")
+
 STEPS = 12
 THRESHOLD = 0.2
 """Under which these models of random weights skip some steps and not others."""

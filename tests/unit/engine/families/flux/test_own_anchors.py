@@ -26,6 +26,8 @@ from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import NOISE_SEED, Primed, assert_equal
 from tests.support.own_rows import assert_as_alone, plan, result, row_of, run
 
+pytestmark = pytest.mark.spread("folder", "seed")
+
 
 @pytest.fixture(scope="module", params=["fill", "inpaint", "reference"])
 def folder(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Path:

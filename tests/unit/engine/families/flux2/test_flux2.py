@@ -32,6 +32,8 @@ from tests.support.cached_rows import Primed, assert_equal, cached, result
 from tests.support.lora_oracle import assert_same, deltas, read
 from tests.support.ranks import Rank, by_ranks
 
+pytestmark = pytest.mark.spread("model")
+
 
 class Model:
     """Diffusers' pipeline and our parts over the same folder."""

@@ -26,6 +26,8 @@ from tests.support import cached_rows
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, cached, result
 from tests.support.flop_count import counted
 
+pytestmark = pytest.mark.spread("config", "seed")
+
 
 @pytest.fixture(scope="module", params=EACH_SORT)
 def config(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Config:

@@ -36,6 +36,8 @@ from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
 from tests.support import own_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
 
+pytestmark = pytest.mark.spread("model", "served")
+
 
 def large_case(rng: np.random.Generator, **asked: Any) -> Case:
     """A random edit whose mask is seen by some latents."""

@@ -17,6 +17,8 @@ from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT, samplers
 
+pytestmark = pytest.mark.spread("model")
+
 
 class Model:
     """One tiny model: diffusers' pipeline and our adapter over the same folder."""

@@ -20,6 +20,8 @@ from maskserve_engine.families.unet.tile import Frame, TileBox, tile_of
 from maskserve_harness.counted import tile_bytes
 from maskserve_harness.published_models import SD21, SDXL
 
+pytestmark = pytest.mark.spread("seed")
+
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("offset", [0.0, 300.0])

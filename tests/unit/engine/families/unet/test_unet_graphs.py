@@ -25,6 +25,8 @@ from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.own_rows import plan, row_of, run
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
+pytestmark = pytest.mark.spread("folder")
+
 SIDE = 96
 TOKEN = 16
 """Pixels between two places at which a mask touches tokens of each level alike."""

@@ -27,6 +27,8 @@ from tests.support.flop_count import counted
 from tests.support.foretold_unet import ForetoldUnet
 from tests.support.own_rows import plan, result, row_of, run
 
+pytestmark = pytest.mark.spread("folder")
+
 SIDE = (72, 88)
 ALL = 64
 """A halo over any picture here."""

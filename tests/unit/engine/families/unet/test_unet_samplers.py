@@ -19,6 +19,8 @@ from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule, is
 from tests.fakes.jobs import tolerance
 from tests.fakes.tiny_unet import samplers
 
+pytestmark = pytest.mark.each_value
+
 SHAPE = 4, 6, 5
 BETAS: dict[str, Any] = {
     "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",

@@ -42,6 +42,8 @@ from tests.support.eventually import eventually
 from tests.support.flop_count import counted
 from tests.support.mixed_maps import mixed, recorded
 
+pytestmark = pytest.mark.spread("folder")
+
 ALL = 64
 """A halo over any picture here."""
 
