@@ -66,7 +66,7 @@ def test_it_is_far_less_than_the_grid() -> None:
         (pytest.mark.spread("a", "b", sort=lambda b: b == "z"), 2 * 2),
         (pytest.mark.unit, 48),
     ],
-    ids=str,
+    ids=lambda each: each.name if isinstance(each, pytest.MarkDecorator) else None,
 )
 def test_a_marker_leaves_cases_to_slow_runs(marker: Any, expected: int) -> None:
     items = [

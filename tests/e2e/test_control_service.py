@@ -128,14 +128,10 @@ def freeze(site: Site) -> None:
         process.suspend()
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        pytest.param(kill_server, marks=pytest.mark.slow),
-        pytest.param(kill_model, marks=pytest.mark.slow),
-        freeze,
-    ],
-)
+# tests/unit/engine/control_link/test_lost_service.py holds what edits get, and that a new one is
+# taken; it is started again as a worker is.
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [kill_server, kill_model, freeze])
 def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
     site: Site, expected: Pixels, harm: Callable[[Site], None]
 ) -> None:

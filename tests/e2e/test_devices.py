@@ -120,6 +120,8 @@ def test_no_edit_is_lost_with_a_rank(
     assert devices.workers[0].restarts == 0
 
 
+# A rank ends with its pipe: tests/unit/engine/gangs/test_rank.py; restarts: test_serve.py.
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_schedules(devices: Supervisor) -> None:
     eventually("two ranks", lambda: len(ranks(devices)) == 2, 60.0)
     old = ranks(devices)

@@ -15,6 +15,7 @@ from maskserve_harness.probing.calls import Stream
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import WorkerProcess
 from tests.support.eventually import eventually
 from tests.support.faults.client_faults import (
     ClientFault,
@@ -33,7 +34,6 @@ from tests.support.faults.worker_faults import (
 )
 from tests.support.faults.worker_site import Site
 
-SHORT = ("engine raises at every step",)
 # Steps of the tiny model take a few milliseconds, so a row is not freed within two of them.
 FREED_S = 2.0
 
@@ -51,13 +51,10 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         yield Site(supervisor.workers[0], side=64, steps=1000)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, id=fault.name, marks=[] if fault.name in SHORT else [pytest.mark.slow])
-        for fault in worker_faults()
-    ],
-)
+# test_serve.py kills a denoiser; tests/unit has an engine that gives up, processes that are gone or
+# silent (worker/test_liveness.py), and who is restarted for it (tests/unit/serving).
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", worker_faults(), ids=lambda fault: fault.name)
 def test_clients_are_told_and_the_worker_returns(site: Site, fault: WorkerFault) -> None:
     trial = try_worker_fault(site, fault)
     assert trial.as_told, trial
@@ -71,6 +68,7 @@ def test_a_killed_supervisor_is_back_as_soon(model: Path, tmp_path: Path) -> Non
     assert trial.serves_s <= trial.load_s + RETURN_BAR_S, trial
 
 
+@pytest.mark.slow  # tests/triton/test_frontend.py holds it with a fake of Triton
 def test_previews_that_cannot_be_made_cost_the_edit_nothing(site: Site) -> None:
     order = site.worker.spec.files.runtime / PREVIEWS
     order.touch()
@@ -89,6 +87,7 @@ def test_previews_that_cannot_be_made_cost_the_edit_nothing(site: Site) -> None:
 
 
 @pytest.mark.parametrize("fault", client_faults(), ids=lambda fault: fault.name)
-def test_a_client_that_leaves_frees_its_row(site: Site, fault: ClientFault) -> None:
-    with full_batch(site, rows=3):
-        assert freed_s(site, fault) < FREED_S
+def test_a_client_that_leaves_frees_its_row(worker: WorkerProcess, fault: ClientFault) -> None:
+    shared = Site(worker, side=64, steps=1000)
+    with full_batch(shared, rows=3):
+        assert freed_s(shared, fault) < FREED_S

@@ -97,6 +97,9 @@ def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[WorkerPr
     assert workers[0].restarts == 0
 
 
+# tests/unit holds each link: what is stuck (triton/test_traffic.py), that the worker's supervisor
+# starts it again (serving), and what its router's clients get (router/test_router_faults.py).
+@pytest.mark.slow
 def test_edits_that_do_not_reach_the_engine(
     workers: list[WorkerProcess], said: list[str], tmp_path: Path
 ) -> None:

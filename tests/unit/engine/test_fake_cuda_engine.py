@@ -28,6 +28,7 @@ from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from tests.fakes.jobs import config_of, guided
+from tests.support import examples
 from tests.support.covering import is_unet
 from tests.support.engines import job
 from tests.support.sink import Sink
@@ -154,7 +155,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     sinks: dict[str, Sink] = {}
     reads, led = False, loop.engine.adapter.facts.true_cfg
     turns, most = (24, 12) if isinstance(loop.engine.adapter, FluxAdapter) else (12, 8)
-    for number in range(turns):
+    for number in range(examples.number(turns)):
         if number == 0 or rng.random() < 0.15:
             asked = guided(rng) if led and rng.random() < 0.5 else {}
             asked["cache"] = str(rng.choice(["off", "auto", "require"]))

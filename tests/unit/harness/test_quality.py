@@ -68,6 +68,7 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
     assert kept.outside_max_abs_diff == lost.outside_max_abs_diff == 0
 
 
+@pytest.mark.slow  # that a bucket has the tokens next to the mask: test_flux_graphs.py
 def test_a_bucket_of_tokens_costs_no_quality(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps are recorded a few more tokens are computed, next to the mask."""
     edits = [edit for name in CLASSES if name != "most" for edit in edits_of(name, 2)]

@@ -7,6 +7,18 @@ import sys
 from multiprocessing import Pipe
 
 
+def test_it_ends_with_the_process_that_has_its_pipe() -> None:
+    ours, theirs = Pipe()
+    command = [sys.executable, "-m", "maskserve_engine.gangs.rank", str(theirs.fileno())]
+    rank = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+    try:
+        theirs.close()
+        ours.close()
+        assert rank.wait(timeout=60) == 0
+    finally:
+        rank.kill()
+
+
 def test_a_call_that_cannot_be_read_ends_the_process() -> None:
     ours, theirs = Pipe()
     command = [sys.executable, "-m", "maskserve_engine.gangs.rank", str(theirs.fileno())]

@@ -28,6 +28,7 @@ def test_more_processes_must_serve_a_tenth_more(rates: dict[int, float], expecte
     assert best(rates) == expected
 
 
+@pytest.mark.slow  # what is made of its answer: tests/unit/serving
 def test_a_model_is_tried_in_one_process_and_in_two(tmp_path: Path, tiny_fill: Path) -> None:
     config = tmp_path / "config.toml"
     tables = {"model": {"path": str(tiny_fill)}, "runtime_dir": str(tmp_path)}

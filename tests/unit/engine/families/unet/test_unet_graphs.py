@@ -99,7 +99,7 @@ def results(
     ("folder", "halo", "buckets"),
     [
         ("sdxl-base", 1, True),
-        ("sd-fill", 2, False),
+        pytest.param("sd-fill", 2, False, marks=pytest.mark.slow),
         pytest.param("sdxl-base", 2, False, marks=pytest.mark.slow),
         pytest.param("sd-fill", 1, True, marks=pytest.mark.slow),
     ],
@@ -187,7 +187,7 @@ def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
     ("folder", "mixed"),
     [
         ("sdxl-base", True),
-        ("sd-fill", False),
+        pytest.param("sd-fill", False, marks=pytest.mark.slow),
         pytest.param("sdxl-base", False, marks=pytest.mark.slow),
         pytest.param("sd-fill", True, marks=pytest.mark.slow),
     ],
