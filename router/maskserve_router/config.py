@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, structs
 
@@ -87,6 +87,9 @@ class Routing(Table, frozen=True):
 
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
+    order: Literal["slack", "fcfs"] = "slack"
+    """Of what waits of a key: `slack`, first what has to begin first to be in time, and what is due
+    at no time as if it were two minutes after it came; `fcfs`, by arrival."""
     default_model: str = ""
     """Served to edits that name no model; empty: what more than half of the workers serve."""
     remembered_images: Count = 65_536

@@ -106,6 +106,7 @@ class Dispatcher:
             becomes = held.enter_context(self._admission.edit(client, call.size))
             edit, digest = await self._measured(call, client)
             self._check_deadline(call, edit)
+            call.starts_by = self._latest_start(call, edit)
             unread = Unread()
             work = asyncio.create_task(self._attempts(call, edit, digest, send, unread))
             work.add_done_callback(unread.end)
@@ -173,7 +174,7 @@ class Dispatcher:
         patience_s = 0.0 if failure is None else self._config.faults.retry_wait_s
         try:
             return await self._pending.enter(
-                call.sent_as, edit, call.arrival, call.deadline, avoid, patience_s
+                call.sent_as, edit, call.arrival, call.deadline, avoid, patience_s, call.starts_by
             )
         except NoWorkerAvailable:
             if failure is None:
@@ -289,6 +290,15 @@ class Dispatcher:
                 f"{max(left, 0):.1f} s are left",
                 soonest - left,
             )
+
+    def _latest_start(self, call: EditCall, edit: Edit) -> float | None:
+        """When it has to begin to be in time; None: it is due at no time, or goes by arrival."""
+        due_s = call.due_s
+        if due_s is None or self._config.routing.order == "fcfs":
+            return None
+        now = time.monotonic()
+        alone = (worker.least_s(edit, now, alone=True) for worker in self._pool.ready())
+        return call.arrival + due_s - min(alone, default=0.0)
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:

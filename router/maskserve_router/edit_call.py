@@ -60,6 +60,8 @@ class EditCall:
     """Tries that failed after the client had seen events of them."""
     by_size_ms: int | None = None
     """When it is due by its size if it does not say so; None: at no time, or it is not known."""
+    starts_by: float | None = None
+    """When it has to begin to be in time, on time.monotonic's clock; None: it waits by arrival."""
     cancelled: bool = False
     """By its id: it is not sent any more."""
 

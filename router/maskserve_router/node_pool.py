@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.kept import Kept
+from maskserve_core.shares import urgency
+from maskserve_core.worker.step_scheduler import PATIENCE_S
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.run import Task
@@ -80,10 +83,11 @@ class NodePool:
     Args:
         files: addresses of the servers, and how much is kept.
         turns: makes messages of values, and values of messages.
+        order: `[routing] order`, of a key's own calls.
     """
 
-    def __init__(self, files: WorkflowFiles, turns: Turns) -> None:
-        self._turns, addresses = turns, files.nodes
+    def __init__(self, files: WorkflowFiles, turns: Turns, order: str = "slack") -> None:
+        self._turns, addresses, self._order = turns, files.nodes, order
         self._kept: Kept[_Asked, Made] = Kept(
             files.kept_bytes, _nbytes, lambda asked: asked.scope, files.kept_s
         )
@@ -116,9 +120,18 @@ class NodePool:
             return None
         return record
 
-    async def call(self, task: Task, client: KeyHolder) -> Made:
+    def seconds(self, node: str) -> float | None:
+        """What a call of a node type has taken of late; None: not known."""
+        return self._seconds.get(node)
+
+    async def call(self, task: Task, client: KeyHolder, due: float = math.inf) -> Made:
         """Run a node for a client at the server that has least to do; at the next one where that is
         gone, or at the first that is back.
+
+        Args:
+            task: the node.
+            client: who asks.
+            due: when it should be done, on time.monotonic's clock.
 
         Raises:
             Failure: the node's own error.
@@ -127,7 +140,7 @@ class NodePool:
         kind = NODE_TYPES[task.call.node]
         raw, digest = await self._turns.run(client, nbytes(task.inputs), _message, task, kind)
         if not kind.deterministic:
-            return await self._made(raw, kind, client)
+            return await self._made(raw, kind, client, due)
         asked = _Asked(client.scope, digest)
         while (made := self._kept.get(asked)) is None and asked in self._coming:
             await asyncio.wait([coming := self._coming[asked]])
@@ -138,7 +151,7 @@ class NodePool:
             return made._replace(kept=True)
         coming = self._coming[asked] = asyncio.get_running_loop().create_future()
         try:
-            made = await self._made(raw, kind, client)
+            made = await self._made(raw, kind, client, due)
             self._kept.put(asked, made)
             coming.set_result(made)
             return made
@@ -146,11 +159,17 @@ class NodePool:
             del self._coming[asked]
             coming.cancel()  # no effect once there is an answer; else whoever waits tries itself
 
-    async def _made(self, raw: bytes, kind: NodeType, client: KeyHolder) -> Made:
+    async def _made(self, raw: bytes, kind: NodeType, client: KeyHolder, due: float) -> Made:
         places = max(1, _AT_A_SERVER * len(self._servers))
-        async with self._places.setdefault(kind.model, InTurn(places)).place(client.scope):
+        line = self._places.setdefault(kind.model, InTurn(places))
+        starts_by = due - self._seconds.get(kind.name, kind.price_s)
+        async with line.place(client.scope, self._urgency(starts_by)):
             answer, address, tries = await self._answer(raw, kind)
             return await self._turns.run(client, len(answer), _made, answer, address, tries)
+
+    def _urgency(self, starts_by: float) -> float:
+        due = None if self._order == "fcfs" else starts_by
+        return urgency(time.monotonic(), 0, 0.0, due, PATIENCE_S)
 
     async def _answer(self, raw: bytes, kind: NodeType) -> tuple[bytes, str, int]:
         """A server's answer, which one's it is, and the number of tries; raises as `call`."""

@@ -1,9 +1,10 @@
 """Where edits wait until a worker has a place for them: the one way to a worker.
 
 Order: the next place goes to the key that has fewest edits at workers of that model
-(`core.shares`). A key's own edits are in the order of arrival, less `aging_s` seconds for each step
-of priority: a higher priority overtakes, and one of low priority that has waited long enough is
-overtaken no more.
+(`core.shares`). Of a key's own edits that one is next which has to begin first to be in time; one
+that is due at no time counts as if it were PATIENCE_S after it came, as at workers, and each step
+of priority as `aging_s` seconds: a higher priority overtakes, and one of low priority that has
+waited long enough is overtaken no more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from maskserve_core.contracts.keys import scope_of
 from maskserve_core.errors import Cancelled, DeadlineExceeded
 from maskserve_core.routing import Edit, NoWorkerAvailable, Policy
 from maskserve_core.shares import Shares, urgency
+from maskserve_core.worker.step_scheduler import PATIENCE_S
 from maskserve_router.pool import Pool
 from maskserve_router.worker import Sent, Worker, WorkerEpoch
 
@@ -79,6 +81,7 @@ class PendingQueue:
         deadline: float | None,
         avoid: frozenset[WorkerEpoch] = frozenset(),
         patience_s: float = 0.0,
+        starts_by: float | None = None,
     ) -> Sent:
         """Wait for a place; the edit stands in the worker's ledger from then on.
 
@@ -89,6 +92,7 @@ class PendingQueue:
             deadline: when nobody will want it any more, on the same clock.
             avoid: workers that it is not to be sent to, until they have been down.
             patience_s: how long it may wait for a worker to take edits where none does.
+            starts_by: when it has to begin, on that clock too; None: at no time.
 
         Raises:
             NoWorkerAvailable: none serves it.
@@ -96,7 +100,8 @@ class PendingQueue:
             Cancelled: by `cancel`.
         """
         self._number += 1
-        key = (urgency(arrival, edit.priority, self._aging_s), self._number)
+        urgent = urgency(arrival, edit.priority, self._aging_s, starts_by, PATIENCE_S)
+        key = (urgent, self._number)
         waiting = Waiting(request_id, edit, key, avoid, hopes=patience_s > 0.0)
         insort(self._waiting, waiting)
         self.dispatch()

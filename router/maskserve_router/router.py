@@ -45,6 +45,7 @@ from maskserve_router.openai.templates import TemplateRoutes
 from maskserve_router.outputs import Outputs
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
+from maskserve_router.run_times import RunTimes
 from maskserve_router.server_calls import ServerCalls
 from maskserve_router.tracing import Tracing
 from maskserve_router.turns import Turns
@@ -84,9 +85,16 @@ class Router:
             config, self.pool, self.pending, self.admission, turns, self.metrics
         )
         self._tracing = Tracing(config)
-        self._nodes = NodePool(config.workflows, turns)
+        self._nodes = NodePool(config.workflows, turns, config.routing.order)
+        times = RunTimes(config, self._nodes.seconds, lambda: len(self.pool.ready()))
         workflows = Workflows(
-            _plans(config), self._nodes, self.pool.ready, self.admission, turns, config.limits
+            _plans(config),
+            self._nodes,
+            self.pool.ready,
+            self.admission,
+            turns,
+            config.limits,
+            times,
         )
         self._control = control = ClusterControl(
             config.name,

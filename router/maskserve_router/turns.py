@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import insort
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -44,12 +45,14 @@ class InTurn:
     def __init__(self, places: int) -> None:
         self._places = places
         self._held = Shares(places)
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[float, str, asyncio.Future[None]]] = []
 
-    async def enter(self, key: str) -> None:
-        """Wait for a place; it is the key's until it leaves."""
+    async def enter(self, key: str, urgency: float = 0.0) -> None:
+        """Wait for a place; it is the key's until it leaves. Of its own that wait the lowest
+        urgency is next, and of equal ones the first.
+        """
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((key, place))
+        insort(self._waiting, (urgency, key, place), key=lambda each: each[0])
         self._hand_out()
         try:
             await place
@@ -65,18 +68,19 @@ class InTurn:
         self._hand_out()
 
     @asynccontextmanager
-    async def place(self, key: str) -> AsyncIterator[None]:
+    async def place(self, key: str, urgency: float = 0.0) -> AsyncIterator[None]:
         """Have one for a time."""
-        await self.enter(key)
+        await self.enter(key, urgency)
         try:
             yield
         finally:
             self.leave(key)
 
     def _hand_out(self) -> None:
-        self._waiting = [each for each in self._waiting if not each[1].cancelled()]
+        self._waiting = [each for each in self._waiting if not each[2].cancelled()]
         while self._waiting and self._held.total < self._places:
-            key, place = chosen = self._held.in_turn(self._waiting, lambda each: each[0])[0]
+            chosen = self._held.in_turn(self._waiting, lambda each: each[1])[0]
+            _, key, place = chosen
             self._waiting.remove(chosen)
             self._held.book(key)
             place.set_result(None)

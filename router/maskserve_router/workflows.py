@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import secrets
 import time
 import uuid
@@ -56,6 +57,7 @@ from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import NodePool, hosts
 from maskserve_router.operations import control_request
+from maskserve_router.run_times import RunTime, RunTimes
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
 from maskserve_router.worker import Worker
@@ -115,6 +117,7 @@ class Workflows:
         admission: counts runs among a key's operations, and their values among its bytes.
         turns: copies pictures, off the loop.
         limits: of texts.
+        times: what runs take.
     """
 
     def __init__(
@@ -125,7 +128,9 @@ class Workflows:
         admission: Admission,
         turns: Turns,
         limits: LimitsConfig,
+        times: RunTimes,
     ) -> None:
+        self._times = times
         self._admission, self._turns, self._limits = admission, turns, limits
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
@@ -204,17 +209,20 @@ class Workflows:
                 event = _event(plan, {**meta, "request_id": _own(settings)}, outputs)
                 unread.put(Message(event.SerializeToString(), **more))
 
-            limit_s = min(
-                (x for x in (timeout, _seconds(settings.limit_ms)) if x is not None), default=None
-            )
-
+            run = _timed(plan, inputs, begin, timeout, settings)
+            self._times.begin(run)
+            held.callback(self._times.end, run)
             streams = bool(settings.progress or settings.preview_every)
             shows = "image" in plan.outputs
 
             async def edited(task: Task) -> _Called:
                 begin = time.monotonic()
-                request = await turn(nbytes(task.inputs), _edit_request, task, settings, streams)
-                sent = request, request.size, client, headers, limit_s, _ROUTE
+                due_s = self._times.due_of(run, task) - begin
+                request = await turn(
+                    nbytes(task.inputs), _edit_request, task, settings, streams, due_s
+                )
+                left_s = None if run.until == math.inf else max(run.until - begin, 0.001)
+                sent = request, request.size, client, headers, left_s, _ROUTE
                 if streams:
 
                     def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
@@ -226,21 +234,25 @@ class Workflows:
                     answer = await edits.infer(*sent)
                     made, meta = await turn(len(answer), _edited, answer)
                 told = {name: meta[name] for name in _OF_EDITS if name in meta}
-                told["seconds"] = round(time.monotonic() - begin, 4)
+                seconds = time.monotonic() - begin
+                told["seconds"] = round(seconds, 4)
+                self._times.learn(run, task, meta, seconds)
                 return {"picture": made["image"]}, told
 
             async def call(task: Task) -> _Called:
+                self._times.check_next(run, task)
                 if task.call.node == EDIT:
                     made, told = await edited(task)
                 else:
-                    node = await self._nodes.call(task, client)
+                    starts_by = self._times.due_of(run, task)
+                    node = await self._nodes.call(task, client, starts_by)
                     made, told = node.outputs, {name: getattr(node, name) for name in _OF_NODES}
                 held.enter_context(self._admission.hold(client, nbytes(made)))
                 return made, told
 
             early = asyncio.create_task(self._bring(plan.early))
-            driven = _Driven(plan, inputs, call, tell if settings.progress else lambda told: None)
-            work = asyncio.create_task(driven.run(limit_s))
+            driven = _Driven(run.machine, call, tell if settings.progress else lambda told: None)
+            work = asyncio.create_task(driven.run(run.until))
             work.add_done_callback(unread.end)
             self._runs[settings.request_id] = work
             try:
@@ -255,7 +267,7 @@ class Workflows:
                         raise InvalidRequest(plan.name, str(error)) from None
                     except TimeoutError:
                         raise DeadlineExceeded(
-                            f"{limit_s:.1f} s passed before {plan.name} ended"
+                            f"{run.until - begin:.1f} s passed before {plan.name} ended"
                         ) from None
                 meta = {
                     "event": "final",
@@ -309,26 +321,27 @@ class _Driven:
     """One run under way.
 
     Args:
-        plan: that is run.
-        inputs: of the workflow.
+        machine: says what is ready.
         call: a task's outputs, and what META says of it.
         tell: is told of each node that has ended.
     """
 
     def __init__(
         self,
-        plan: WorkflowPlan,
-        inputs: Mapping[str, Any],
+        machine: WorkflowRun,
         call: Callable[[Task], Coroutine[Any, Any, _Called]],
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
         self._call, self._tell = call, tell
-        self._machine = WorkflowRun(plan, inputs)
+        self._machine = machine
         self.told: list[dict[str, Any]] = []
         """Of each node, as they ended."""
 
-    async def run(self, limit_s: float | None) -> dict[str, Any]:
-        """The workflow's outputs; nothing is under way any more when this ends."""
+    async def run(self, until: float) -> dict[str, Any]:
+        """The workflow's outputs; nothing is under way any more when this ends, at `until` at the
+        latest.
+        """
+        limit_s = None if until == math.inf else until - time.monotonic()
         under_way: dict[asyncio.Task[_Called], Task] = {}
         try:
             async with asyncio.timeout(limit_s):
@@ -480,8 +493,30 @@ def _asked(
     return settings, inputs
 
 
-def _edit_request(task: Task, settings: EditSettings, streams: bool) -> ModelRequest:
-    """An edit of a run: its node's settings over those of the request."""
+def _timed(
+    plan: WorkflowPlan,
+    inputs: Mapping[str, Any],
+    begin: float,
+    timeout: float | None,
+    settings: EditSettings,
+) -> RunTime:
+    """A run that has begun, with the times that its client asks for."""
+    limits = [each for each in (timeout, _seconds(settings.limit_ms)) if each is not None]
+    dues = [*limits, *([] if settings.deadline_ms is None else [settings.deadline_ms / 1e3])]
+    due, until = (begin + min(each, default=math.inf) for each in (dues, limits))
+    return RunTime(plan, WorkflowRun(plan, inputs), begin, due, until)
+
+
+def _edit_request(task: Task, settings: EditSettings, streams: bool, due_s: float) -> ModelRequest:
+    """An edit of a run: its node's settings over those of the request.
+
+    Args:
+        task: the edit.
+        settings: of the run.
+        streams: whether its progress is wanted.
+        due_s: seconds until it is due, infinite where the run is due at no time. It goes on when
+            it is late: the run's own time ends it.
+    """
     assert settings.request_id is not None
     assert settings.seed is not None
     name = name_of(settings.request_id)
@@ -491,6 +526,7 @@ def _edit_request(task: Task, settings: EditSettings, streams: bool) -> ModelReq
     whole = {
         **msgspec.json.decode(dump_settings(settings)),
         "seed": seed_of(settings.seed, task.key),
+        **_due(task, due_s),
         **task.call.settings,
         "request_id": f"{name}/{place}",
         "output_format": "png",
@@ -507,6 +543,12 @@ def _edit_request(task: Task, settings: EditSettings, streams: bool) -> ModelReq
     for output in ("IMAGE", "META"):
         request.head.outputs.add(name=output)
     return request
+
+
+def _due(task: Task, due_s: float) -> dict[str, Any]:
+    if due_s == math.inf or "deadline_ms" in task.call.settings:
+        return {}
+    return {"deadline_ms": max(int(1e3 * due_s), 1), "on_late": "finish"}
 
 
 def _event(

@@ -147,6 +147,18 @@ def references(step: Step) -> Iterator[str]:
         yield from references(each)
 
 
+def taken(step: Step) -> list[str]:
+    """What a step needs of what is outside of it, by reference."""
+    own = {step.id}
+    if not isinstance(step, NodeCall):
+        bodies = list(step.body)
+        while bodies:
+            each = bodies.pop()
+            own.add(each.id)
+            bodies += [] if isinstance(each, NodeCall) else each.body
+    return [ref for ref in references(step) if ref.partition(".")[0] not in own]
+
+
 def every_step(steps: Sequence[Step]) -> Iterator[Step]:
     """The steps and those in their bodies, in order."""
     for step in steps:

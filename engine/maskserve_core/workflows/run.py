@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskserve_core.workflows.lengths import COMPOSE, Price, length, tails, work
 from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.plan import (
     INPUTS,
@@ -26,7 +27,7 @@ from maskserve_core.workflows.plan import (
     Step,
     WorkflowPlan,
     all_kinds,
-    references,
+    taken,
 )
 from maskserve_core.workflows.values import Areas, Judgement
 
@@ -66,6 +67,10 @@ class _Scope:
             return self.values[ref]
         return self.outer.value(ref)
 
+    def to_begin(self, price: Price) -> float:
+        """Seconds of all calls of the steps that have not begun."""
+        return sum(work(step, price) for step in self.steps if step.id not in self.begun)
+
 
 @dataclass(slots=True, eq=False)
 class _Rounds:
@@ -84,6 +89,23 @@ class _Rounds:
     rounds: dict[int, _Scope] = field(default_factory=dict)
     left: int = 0
     """Of the rounds under way those that have not ended."""
+
+    def later(self, price: Price) -> float:
+        """Seconds of the rounds that have not begun, one wave after the other."""
+        body = length(self.step.body, price)
+        return sum(body + self.composing(wave, price) for wave in self.waves)
+
+    def to_begin(self, price: Price) -> float:
+        """Seconds of all their calls."""
+        body = sum(work(step, price) for step in self.step.body)
+        waves = (self.under_way, *self.waves)
+        composes = sum(self.composing(wave, price) for wave in waves)
+        return composes + body * sum(map(len, self.waves))
+
+    def composing(self, wave: Sequence[int], price: Price) -> float:
+        """Seconds to make one picture of a wave's."""
+        carries = isinstance(self.step, Each) and self.step.carried is not None
+        return price(COMPOSE) if carries and len(wave) > 1 else 0.0
 
 
 class WorkflowRun:
@@ -141,10 +163,33 @@ class WorkflowRun:
         """What the workflow answers with, once it has ended."""
         return {name: self._top.value(ref) for name, ref in self._plan.outputs.items()}
 
+    def behind(self, key: str, price: Price) -> float:
+        """Seconds of the longest chain that lies behind a task which has not ended: it is due so
+        long before the run is.
+        """
+        task, place = self._under_way[key]
+        if isinstance(place, _Rounds):
+            return place.later(price) + _behind(place.scope, place.step.id, price)
+        return _behind(place, task.call.id, price)
+
+    def left(self, price: Price) -> tuple[float, float]:
+        """Seconds of the longest chain and of all calls that have not ended."""
+        path, calls = 0.0, 0.0
+        seen: set[_Scope | _Rounds] = set()
+        for task, place in self._under_way.values():
+            path = max(path, price(task.call) + self.behind(task.key, price))
+            calls += price(task.call)
+            above: _Scope | _Rounds | None = place
+            while above is not None and above not in seen:
+                seen.add(above)
+                calls += above.to_begin(price)
+                above = above.scope if isinstance(above, _Rounds) else above.loop
+        return path, calls
+
     def _advance(self, scope: _Scope) -> None:
         """Begin what has all that it takes."""
         for step in scope.steps:
-            if step.id in scope.begun or not all(map(scope.knows, _taken(step))):
+            if step.id in scope.begun or not all(map(scope.knows, taken(step))):
                 continue
             scope.begun.add(step.id)
             key = f"{scope.path}{step.id}"
@@ -246,7 +291,8 @@ class WorkflowRun:
         """One picture of those of a wave."""
         inputs = {"picture": rounds.current, "parts": tuple(parts)}
         key = f"{rounds.key}/compose[{rounds.under_way[0]}]"
-        self._start(Task(key, NodeCall(id="compose", node="compose"), inputs), rounds)
+        rounds.under_way = []
+        self._start(Task(key, COMPOSE, inputs), rounds)
 
     def _best(self, rounds: _Rounds, step: Repeat) -> _Scope:
         """The round that counts: of those that passed, or else of all, the first with the highest
@@ -273,13 +319,10 @@ class WorkflowRun:
         self._step_ended(rounds.scope, step.id)
 
 
-def _taken(step: Step) -> list[str]:
-    """What a step needs of what is outside of it."""
-    own = {step.id}
-    if not isinstance(step, NodeCall):
-        bodies = list(step.body)
-        while bodies:
-            each = bodies.pop()
-            own.add(each.id)
-            bodies += [] if isinstance(each, NodeCall) else each.body
-    return [ref for ref in references(step) if ref.partition(".")[0] not in own]
+def _behind(scope: _Scope, step: str, price: Price) -> float:
+    """Seconds of the longest chain behind a step of the scope."""
+    seconds, loop = tails(scope.steps, price)[step], scope.loop
+    if loop is None:
+        return seconds
+    seconds += loop.composing(loop.under_way, price) + loop.later(price)
+    return seconds + _behind(loop.scope, loop.step.id, price)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 
 from maskserve_core.errors import Overloaded
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
 from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
+from maskserve_harness.simulator.events import Events
 from maskserve_harness.simulator.hardware import CONTROL, Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host
@@ -17,7 +17,7 @@ from maskserve_harness.simulator.workload import Request
 
 
 class Cluster:
-    """Workers, a policy of routing, one of stepping, and a clock that jumps from event to event."""
+    """Workers, a policy of routing, and one of stepping."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Cluster:
         self.scenario = scenario
         self.hardware = hardware
         self.policy = make_policy(scenario.policy)
-        self.now = 0.0
-        self.hosts = _hosts(scenario, hardware, lambda: self.now)
+        self._events = Events()
+        self.hosts = _hosts(scenario, hardware, lambda: self._events.now)
         per_host = scenario.tiers.workers_per_host if scenario.tiers else 1
         self.workers = {
             worker.name: worker
@@ -40,7 +40,7 @@ class Cluster:
                     hardware,
                     scenario,
                     self.hosts[i // per_host] if self.hosts else None,
-                    self._at,
+                    self._events.at,
                     self._ended,
                     seed * 1000 + i,
                     step_policy,
@@ -51,25 +51,14 @@ class Cluster:
         self.jobs: list[Job] = []
         self.refused: list[Request] = []
         self.answers = 0
-        self._events: list[tuple[float, int, Callable[..., None], object]] = []
-        self._number = 0
 
     def run(self, requests: Sequence[Request]) -> None:
         """Serve `requests` to the last."""
         for request in requests:
-            self._at(request.arrival, self._arrive, request)
-        while self._events:
-            when, _, method, argument = heapq.heappop(self._events)
-            if when < self.now:
-                raise RuntimeError(f"an event of {when} at {self.now}")
-            self.now = when
-            method(when, argument)
+            self._events.at(request.arrival, self._arrive, request)
+        self._events.run()
         for worker in self.workers.values():
             worker.check_empty()
-
-    def _at(self, when: float, method: Callable[..., None], argument: object) -> None:
-        heapq.heappush(self._events, (when, self._number, method, argument))
-        self._number += 1
 
     def _arrive(self, now: float, request: object) -> None:
         assert isinstance(request, Request)

@@ -3,6 +3,7 @@
     python scripts/bench simulate_cluster --workers 8 --load 0.8 --mix public --json run.json
     python scripts/bench simulate_cluster --bars --json bars.json
     python scripts/bench simulate_cluster --deadlines --json deadlines.json --plots docs/images
+    python scripts/bench simulate_cluster --workflows --json workflows.json
 
 The production scheduler, planner, cost model and routing policies decide; only time, the network
 and the numbers of the device are made up. Equal arguments give equal output.
@@ -32,6 +33,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--bars", action="store_true", help="run the comparisons that must hold; exit 1 if not")
     add("--deadlines", action="store_true", help="due times on eight devices that share edits")
+    add("--workflows", action="store_true", help="plans of nodes, beside LegoDiffusion's figures")
     add("--json", type=Path, help="write all figures here")
     add("--plots", type=Path, metavar="FOLDER", help="of --deadlines: draw them there")
     add("--seed", type=int, default=1)
@@ -164,8 +166,17 @@ def deadlines(args: argparse.Namespace) -> int:
     return 0
 
 
+def workflows(args: argparse.Namespace) -> int:
+    from maskserve_harness.simulator.plan_figures import run_plans
+
+    write_json(run_plans(lambda line: print(line, flush=True)), args.json)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.deadlines:
         return deadlines(args)
+    if args.workflows:
+        return workflows(args)
     return bars(args) if args.bars else one(args)

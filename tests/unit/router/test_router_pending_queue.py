@@ -60,6 +60,28 @@ async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():
     await worker.upstream.close()
 
 
+async def test_who_has_to_begin_first_to_be_in_time_goes_first():
+    pool, worker = full_pool(1)
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    plain = Edit(4, 1, 9, model="m")
+    first = await queue.enter("first", plain, 0.0, None)
+    order: list[str] = []
+
+    async def wait(name: str, arrival: float, starts_by: float | None) -> None:
+        sent = await queue.enter(name, plain, arrival, None, starts_by=starts_by)
+        order.append(name)
+        queue.leave(sent)
+
+    asked = (("never", 0.0, None), ("later", 1.0, 50.0), ("soon", 2.0, 9.0), ("late", 9.0, 300.0))
+    waiting = [asyncio.ensure_future(wait(*one)) for one in asked]
+    await asyncio.sleep(0)
+    queue.leave(first)
+    await asyncio.gather(*waiting)
+    # Without a due time it counts as one of two minutes, and so does who could begin later.
+    assert order == ["soon", "later", "never", "late"]
+    await worker.upstream.close()
+
+
 async def test_nobody_waits_where_nobody_serves():
     pool, worker = full_pool(1)
     queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)

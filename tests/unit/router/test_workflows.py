@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -23,13 +24,14 @@ from maskserve_core.workflows.run import Task, seed_of
 from maskserve_core.workflows.values import Judgement
 from maskserve_router import workflows as served_workflows
 from maskserve_router.admission import Admission
-from maskserve_router.config import AdmissionBounds, WorkflowFiles
+from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Failure, RetryLater
 from maskserve_router.keys import KeyHolder
 from maskserve_router.metrics import Metrics
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import Made, NodePool
+from maskserve_router.run_times import RunTimes
 from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows
 from tests.support.router import until
@@ -52,7 +54,10 @@ class Nodes:
     def __init__(self, **fails: int) -> None:
         self.fails, self.keys = fails, []
 
-    async def call(self, task: Any, client: KeyHolder) -> Made:
+    def seconds(self, node: str) -> float | None:
+        return None
+
+    async def call(self, task: Any, client: KeyHolder, due: float = math.inf) -> Made:
         self.keys.append(task.key)
         await asyncio.sleep(0)
         if self.fails.get(task.call.node, 0):
@@ -120,9 +125,11 @@ def request(prompt: bytes = b"a star", **settings: Any) -> Any:
 def workflows(
     nodes: Any, plan: WorkflowPlan = PLAN, most_bytes: int = 2**20, workers: Any = list
 ) -> Workflows:
+    config = RouterConfig()
+    times = RunTimes(config, getattr(nodes, "seconds", lambda node: None), lambda: 1)
     bounds = AdmissionBounds(max_edits=4, max_bytes=most_bytes)
     admission = Admission(bounds, Metrics())
-    return Workflows([plan], nodes, workers, admission, Turns(2), LimitsConfig())
+    return Workflows([plan], nodes, workers, admission, Turns(2), LimitsConfig(), times)
 
 
 async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -165,7 +172,7 @@ async def test_a_node_that_was_lost_alone_runs_again() -> None:
 
 async def test_what_a_node_refuses_names_the_node() -> None:
     class Refusing(Nodes):
-        async def call(self, task: Any, client: KeyHolder) -> Made:
+        async def call(self, task: Any, client: KeyHolder, due: float) -> Made:
             text = "[INVALID_REQUEST] name: 'a boat' is not found in the picture"
             raise Failure(grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -174,6 +181,18 @@ async def test_what_a_node_refuses_names_the_node() -> None:
     assert refused.value.message == (
         "each-1[0]/shows-1: name: 'a boat' is not found in the picture"
     )
+
+
+async def test_edits_are_due_as_long_before_the_run_as_what_lies_behind_them_takes() -> None:
+    edits = Edits()
+    await run(Nodes(), edits, request(deadline_ms=3_600_000))
+    behind_ms = 100 + 1 + 300  # shows, best, enlarge, as they are declared
+    for settings in edits.asked:
+        assert 3_000_000 < settings["deadline_ms"] <= 3_600_000 - behind_ms
+        assert settings["on_late"] == "finish"  # the run ends them, if it is to end
+    edits = Edits()
+    await run(Nodes(), edits, request())
+    assert all("deadline_ms" not in settings for settings in edits.asked)
 
 
 async def test_a_cancel_or_deadline_ends_every_node() -> None:
@@ -333,7 +352,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
     await asyncio.gather(*runs, return_exceptions=True)
 
     class Large(Nodes):
-        async def call(self, task: Any, client: KeyHolder) -> Made:
+        async def call(self, task: Any, client: KeyHolder, due: float) -> Made:
             made = await super().call(task, client)
             return made._replace(outputs={**made.outputs, "more": bytes(300_000)})
 

@@ -1,0 +1,313 @@
+"""Which ready nodes of which plans run now, and where: data in, decisions out.
+
+    decide        ours: least slack first, the place with the lowest score, as many devices as the
+                  due time needs, none that others wait for
+    algorithm_1   LegoDiffusion's cycle as printed (Algorithm 1)
+    predicted     when each plan would end, for admission (§5.3)
+
+A node's *slack* is what its plan's due time leaves beside its own seconds and those that lie behind
+it. Its score at a place is fetch + load + queue + run: what its inputs and its models take to get
+there, what the place has still to do, and what it takes itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final
+
+TOLERANCE_S: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyNode:
+    """A node that has all that it takes."""
+
+    key: str
+    arrival: float
+    """Of its plan."""
+    depth: int
+    """Nodes before it."""
+    due: float
+    """Of its plan; infinite: at no time."""
+    run_s: tuple[float, ...]
+    """On one device, on two, and so on."""
+    behind_s: float = 0.0
+    """Of the longest chain behind it."""
+    models: frozenset[str] = frozenset()
+    inputs: Mapping[str, int] = field(default_factory=dict)
+    """Bytes, by the place that has them."""
+    only: Set[str] | None = None
+    """Places that may take it; None: all."""
+    at_once: int = 1
+    """Calls like this one that are ready together."""
+    together: int = 1
+    """Nodes of its models that share a call at the most."""
+
+    @property
+    def latest_start(self) -> float:
+        """When it has to begin on one device."""
+        return self.due - self.behind_s - self.run_s[0]
+
+    def in_time(self, start: float, degree: int) -> bool:
+        """Whether its plan can be, if it begins then."""
+        return start + self.run_s[degree - 1] + self.behind_s <= self.due + TOLERANCE_S
+
+
+def in_pieces(key: str, arrival: float, due: float, path_s: float, work_s: float) -> ReadyNode:
+    """What is left of a plan as one node.
+
+    Args:
+        key: the plan's.
+        arrival: its.
+        due: when it is.
+        path_s: its remaining critical path.
+        work_s: seconds that devices need in all: as many run at once as fit into the path.
+    """
+    pieces = max(1, math.ceil(work_s / path_s - 1e-6)) if path_s else 1
+    each = work_s / pieces
+    return ReadyNode(key, arrival, 0, due, (each,), max(path_s - each, 0.0), at_once=pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """A device."""
+
+    name: str
+    free_at: float
+    models: frozenset[str] = frozenset()
+    """That it has loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Nodes that begin now, in one call."""
+
+    nodes: tuple[ReadyNode, ...]
+    places: tuple[str, ...]
+    before_s: float
+    """Fetch and load, of the slowest place."""
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What is measured of models and links."""
+
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    """By model."""
+    byte_s: float = 0.0
+    """To fetch a byte from another place."""
+    shared: float = 0.1
+    """Of a call's seconds what does not grow with its nodes."""
+
+    def before_s(self, node: ReadyNode, place: NodePlace) -> float:
+        """Seconds until a place has a node's inputs and models."""
+        fetched = sum(size for name, size in node.inputs.items() if name != place.name)
+        loads = sum(self.load_s.get(model, 0.0) for model in node.models - place.models)
+        return self.byte_s * fetched + loads
+
+    def score(self, node: ReadyNode, place: NodePlace, now: float) -> float:
+        """Seconds until a node would be done there, on one device."""
+        return self.before_s(node, place) + max(place.free_at - now, 0.0) + node.run_s[0]
+
+
+Order = Callable[[ReadyNode], tuple[float | str, ...]]
+
+
+def least_slack(node: ReadyNode) -> tuple[float | str, ...]:
+    """Whoever must begin first; what is due at no time by arrival, behind all others."""
+    return (node.latest_start, *first_come(node))
+
+
+def first_come(node: ReadyNode) -> tuple[float | str, ...]:
+    """By arrival of the plan, then by depth."""
+    return (node.arrival, node.depth, node.key)
+
+
+ORDERS: Final[Mapping[str, Order]] = MappingProxyType({"slack": least_slack, "fcfs": first_come})
+
+
+def decide(
+    ready: Iterable[ReadyNode],
+    places: Sequence[NodePlace],
+    prices: Prices,
+    now: float,
+    order: Order = least_slack,
+) -> tuple[list[Dispatch], list[ReadyNode]]:
+    """What begins now, and nodes whose plans cannot be in time any more.
+
+    A node waits for a busy place that would have done it before any idle one could. It gets as many
+    devices as its due time needs, and more only while over half of them idle and nobody waits.
+    """
+    begun: list[Dispatch] = []
+    late: list[ReadyNode] = []
+    waiting = sorted(ready, key=order)
+    known = {place.name: place for place in places}
+    for ahead, node in enumerate(waiting):
+        if not node.in_time(now, _fastest(node)):
+            late.append(node)
+            continue
+        idle = [place for place in known.values() if place.free_at <= now]
+        if not idle:
+            continue
+        taken = _chosen(node, known.values(), idle, len(waiting) - ahead - 1, prices, now)
+        if not taken:
+            continue
+        before = max(prices.before_s(node, place) for place in taken)
+        run = node.run_s[len(taken) - 1]
+        begun.append(Dispatch((node,), tuple(place.name for place in taken), before, run))
+        for place in taken:
+            known[place.name] = replace(place, free_at=now + before + run)
+    return begun, late
+
+
+def _chosen(
+    node: ReadyNode,
+    places: Iterable[NodePlace],
+    idle: Sequence[NodePlace],
+    behind: int,
+    prices: Prices,
+    now: float,
+) -> list[NodePlace]:
+    """Where a node begins now; nowhere if it is to wait."""
+    able = [place for place in places if node.only is None or place.name in node.only]
+    if not able or min(able, key=lambda place: prices.score(node, place, now)) not in idle:
+        return []
+    ranked = sorted(
+        (place for place in idle if place in able), key=lambda place: prices.score(node, place, now)
+    )
+    most = min(len(ranked), len(node.run_s))
+    start = now + prices.before_s(node, ranked[0])
+    degree = next((k for k in range(1, most + 1) if node.in_time(start, k)), most)
+    spare = len(idle) - behind
+    if degree < most <= spare and 2 * len(idle) > len(list(places)):
+        degree = most
+    return ranked[:degree]
+
+
+def algorithm_1(
+    ready: Iterable[ReadyNode], places: Sequence[NodePlace], prices: Prices, now: float
+) -> Dispatch | None:
+    """One cycle: the first by arrival and depth, with those of the same model, on as many idle
+    devices as help, those with the lowest scores. None: nothing is ready, or no device is idle.
+    """
+    waiting = sorted(ready, key=first_come)
+    idle = [place for place in places if place.free_at <= now]
+    if not waiting or not idle:
+        return None
+    head, *rest = waiting
+    same = [node for node in rest if node.models == head.models][: head.together - 1]
+    batch = (head, *same)
+    degree = min(len(idle), len(head.run_s))
+
+    def score(place: NodePlace) -> tuple[float, str]:
+        return sum(prices.before_s(node, place) for node in batch), place.name
+
+    taken = sorted(idle, key=score)[:degree]
+    shared = prices.shared
+    run = head.run_s[degree - 1] * (shared + (1.0 - shared) * len(batch))
+    before = max(max(prices.before_s(node, place) for node in batch) for place in taken)
+    return Dispatch(batch, tuple(place.name for place in taken), before, run)
+
+
+def predicted(
+    left: Iterable[ReadyNode],
+    places: Sequence[NodePlace],
+    prices: Prices,
+    now: float,
+    order: Order = least_slack,
+) -> dict[str, float]:
+    """When plans would end, by list scheduling of what is left of each.
+
+    Args:
+        left: of each plan as one node: the seconds of its remaining critical path, of which
+            `at_once` run beside each other.
+        places: the devices.
+        prices: of loads.
+        now: the time.
+        order: in which they are taken.
+    """
+    nodes = sorted(left, key=order)
+    if _alike(nodes, places):
+        return _listed(nodes, [place.free_at for place in places], now)
+    ends: dict[str, float] = {}
+    known = {place.name: place for place in places}
+    for node in nodes:
+        end = now + node.behind_s
+        for _ in range(node.at_once):
+            able = [p for p in known.values() if node.only is None or p.name in node.only]
+            if not able:
+                end = math.inf
+                break
+            place = min(able, key=lambda p: (prices.score(node, p, now), p.name))
+            start = max(place.free_at, now) + prices.before_s(node, place)
+            others = [p for p in able if p is not place and p.free_at <= start]
+            most = min(len(node.run_s), len(others) + 1)
+            degree = next((k for k in range(1, most) if node.in_time(start, k)), most)
+            gang, run = [place, *others[: degree - 1]], node.run_s[degree - 1]
+            for each in gang:
+                models = each.models | node.models
+                known[each.name] = NodePlace(each.name, start + run, models)
+            end = max(end, start + run + node.behind_s)
+        ends[node.key] = end
+    return ends
+
+
+def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
+    """Whether any place will do for any node: all have all models."""
+    wanted: frozenset[str] = frozenset().union(*(node.models for node in nodes))
+    return all(node.only is None for node in nodes) and all(
+        wanted <= place.models for place in places
+    )
+
+
+def _listed(nodes: Sequence[ReadyNode], free: Iterable[float], now: float) -> dict[str, float]:
+    """List scheduling on places that are alike."""
+    ends: dict[str, float] = {}
+    heap = [max(at, now) for at in free]
+    heapq.heapify(heap)
+    for node in nodes:
+        end = now + node.behind_s
+        for _ in range(node.at_once):
+            start, gang = heapq.heappop(heap), 1
+            while gang < len(node.run_s) and not node.in_time(start, gang):
+                if not heap or heap[0] > start:
+                    break
+                heapq.heappop(heap)
+                gang += 1
+            done = start + node.run_s[gang - 1]
+            for _ in range(gang):
+                heapq.heappush(heap, done)
+            end = max(end, done + node.behind_s)
+        ends[node.key] = end
+    return ends
+
+
+def admits(
+    new: ReadyNode,
+    admitted: Sequence[ReadyNode],
+    places: Sequence[NodePlace],
+    prices: Prices,
+    now: float,
+    order: Order = least_slack,
+) -> float | None:
+    """When a new plan would end, if it can be in time and makes none late that was in time; else
+    None. Arguments as `predicted`.
+    """
+    ends = predicted([*admitted, new], places, prices, now, order)
+    if ends[new.key] > new.due + TOLERANCE_S:
+        return None
+    late = [node for node in admitted if ends[node.key] > node.due + TOLERANCE_S]
+    if late:
+        before = predicted(admitted, places, prices, now, order)
+        if any(before[node.key] <= node.due + TOLERANCE_S for node in late):
+            return None
+    return ends[new.key]
+
+
+def _fastest(node: ReadyNode) -> int:
+    return min(range(1, len(node.run_s) + 1), key=lambda k: node.run_s[k - 1])

@@ -1,0 +1,29 @@
+"""Virtual time: a clock that jumps from event to event."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class Events:
+    """What is to happen, by time and then by the order in which it was put down."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._coming: list[tuple[float, int, Callable[..., None], object]] = []
+        self._number = 0
+
+    def at(self, when: float, method: Callable[..., None], argument: object) -> None:
+        """Have `method(when, argument)` called."""
+        heapq.heappush(self._coming, (when, self._number, method, argument))
+        self._number += 1
+
+    def run(self) -> None:
+        """Until nothing is to come."""
+        while self._coming:
+            when, _, method, argument = heapq.heappop(self._coming)
+            if when < self.now:
+                raise RuntimeError(f"an event of {when} at {self.now}")
+            self.now = when
+            method(when, argument)

@@ -1,0 +1,294 @@
+"""LegoDiffusion's figures on the scheduler of `core.workflows`, and what masks and due times add.
+
+A system's *rate* is the load at which it has nine of ten requests in time, as a share of what all
+devices could do of dense work; requests are due at twice what they take alone. All systems serve
+the same requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from maskserve_core.workflows.scheduling import NodePlace, Prices, ReadyNode, admits, decide
+from maskserve_harness.simulator.plan_systems import (
+    BASES,
+    BYTES_S,
+    DEVICES,
+    GIB,
+    MONOLITHS,
+    OVERHEAD_S,
+    SETTINGS,
+    SYSTEMS,
+    Flow,
+    Load,
+    in_time,
+    ours,
+    rate,
+    wants,
+)
+from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
+
+Report = dict[str, Any]
+
+REQUESTS: Final = 300
+SEEDS: Final = (1, 2)
+LOADS: Final = (0.4, 0.8, 1.2, 1.6)
+SWEEPS: Final[dict[str, tuple[float, ...]]] = {
+    "cv": (1.0, 2.0, 4.0, 8.0),
+    "scale": (1.0, 1.5, 4.0, 12.0),
+    "devices": (8, 24, 32),
+}
+"""Of S6 on 16 devices, as the paper's Fig. 9 g to i."""
+IN_FLIGHT: Final = 500
+MANY: Final = 256
+GROUP: Final = 64
+DECIDE_S: Final = 1.9e-3
+ADMIT_S: Final = 0.9e-3
+"""Medians of one decision and one admission at `MANY` devices with `IN_FLIGHT` plans, one core of a
+2-core AMD EPYC, 2026-11-26 (`decisions`)."""
+
+
+def rates(load: Load, seeds: Sequence[int], systems: Sequence[str] = tuple(SYSTEMS)) -> Report:
+    """Of each system."""
+    return {name: round(rate(name, load, seeds), 3) for name in systems}
+
+
+def shares(load: Load, seeds: Sequence[int]) -> Report:
+    """In time, of each system."""
+    return {
+        name: round(sum(in_time(name, replace(load, seed=s)) for s in seeds) / len(seeds), 3)
+        for name in SYSTEMS
+    }
+
+
+def overload(setting: str, requests: int, seeds: Sequence[int]) -> Report:
+    """Twice what devices can do: of that, what is in time with admission and without, and of those
+    refused the share that would have been in time and harmed nobody.
+    """
+    report: Report = {"setting": setting, "admission": 0.0, "without": 0.0, "refused_wrongly": 0.0}
+    for seed in seeds:
+        load = Load(setting, 2.0, DEVICES[setting], requests, seed)
+        run, asked = ours(load, wants(load))
+        run.run(asked)
+        free, asked = ours(load, wants(load), Rules("fcfs", admission=False, overhead_s=OVERHEAD_S))
+        free.run(asked)
+        refused = run.refused[:: max(1, len(run.refused) // 10)]
+        wrongly = 0
+        for number in refused:
+            other, asked = ours(load, wants(load))
+            other.always = frozenset({number})
+            other.run(asked)
+            wrongly += _ends_in_time(other, number) and other.in_time(asked) > run.in_time(asked)
+        report["admission"] += 2.0 * run.in_time(asked) / len(seeds)
+        report["without"] += free.in_time(asked) / len(seeds)
+        report["refused_wrongly"] += wrongly / max(1, len(refused)) / len(seeds)
+    return {k: round(v, 3) if isinstance(v, float) else v for k, v in report.items()}
+
+
+def _ends_in_time(run: PlanRun, number: int) -> bool:
+    plan = next(plan for plan in run.plans if plan.asked.number == number)
+    return plan.ended <= plan.asked.due
+
+
+def alone(base: str) -> Report:
+    """Seconds of one request with a ControlNet by itself, over those on one device (Fig. 10)."""
+    flow = Flow(base, 1)
+    report = {}
+    for system in ("lego", "ours"):
+        took = []
+        for devices in (1, 2, 3):
+            load = replace(Load(_setting(base), 1.0, devices, 1, 1, scale=1e6))
+            run, asked = SYSTEMS[system](load, [replace(wants(load)[0], flow=flow)])
+            run.run(asked)
+            took.append((run.plans[0].ended - asked[0].arrival) / flow.solo_s)
+        report[system] = [round(each, 3) for each in took]
+    return report
+
+
+def _setting(base: str) -> str:
+    return next(name for name, bases in SETTINGS.items() if bases == (base,))
+
+
+def loading(base: str) -> Report:
+    """Seconds to load the workflow with a ControlNet, and the base alone (Fig. 3, left)."""
+    whole = sum(Flow(base, 1).parts.values()) * GIB / BYTES_S
+    alone_s = BASES[base].step[0] * GIB / BYTES_S
+    return {"workflow_s": round(whole, 2), "base_s": round(alone_s, 2)}
+
+
+# Edits' own workflows
+
+
+WORKERS: Final = 8
+_EDITS: Final = frozenset(f"w{n}" for n in range(WORKERS))
+_NODES: Final = frozenset({"n0", "n1"})
+
+
+def chains(load: float, requests: int, seed: int) -> list[Asked]:
+    """`replace`, `detail`, `outline` and `variants` of masked edits at eight workers and two node
+    servers; of `variants` the first try is known.
+    """
+    rng = random.Random(seed)
+    made: list[tuple[list[tuple[frozenset[str], list[float]]], int]] = []
+    for _ in range(requests):
+        mask = min(0.6, max(0.03, rng.betavariate(1.2, 6.0)))
+        edit = 0.28 + 1.3 * mask
+        kind = rng.choices("rdov", (0.35, 0.25, 0.2, 0.2))[0]
+        find = (_NODES, [0.06])
+        if kind == "r":
+            stages, known = [find, (_EDITS, [edit])], 2
+        elif kind == "d":
+            parts = [0.28 + 1.3 * mask * rng.uniform(0.4, 1.0) for _ in range(rng.randint(2, 5))]
+            stages, known = [find, (_EDITS, parts), (_NODES, [0.02])], 3
+        elif kind == "o":
+            stages, known = [(_NODES, [0.02]), (_EDITS, [1.3 * edit]), (_NODES, [0.25])], 3
+        else:
+            stages, known = [], 2
+            for _ in range(3):
+                stages += [(_EDITS, [edit] * 4), (_NODES, [0.05])]
+                if rng.random() < 0.9:
+                    break
+        made.append((stages, known))
+    work = sum(sum(s) for stages, _ in made for on, s in stages if on is _EDITS) / requests
+    now, asked = 0.0, []
+    for number, (stages, known) in enumerate(made):
+        now += rng.expovariate(load * WORKERS / work)
+        nodes: list[Node] = []
+        last: tuple[int, ...] = ()
+        seen = 0
+        for place, (on, seconds) in enumerate(stages):
+            first = len(nodes)
+            nodes += [Node(frozenset(), (each,), last, only=on) for each in seconds]
+            last = tuple(range(first, len(nodes)))
+            seen = len(nodes) if place < known else seen
+        solo = sum(max(seconds) for _, seconds in stages[:known])
+        asked.append(Asked(number, now, now + 2.0 * solo, tuple(nodes), seen))
+    return asked
+
+
+def chained(load: float, requests: int, seeds: Sequence[int]) -> Report:
+    """In time: least slack with plans' admission, and edit by edit as they come."""
+    kinds = {"slack": Rules(), "fcfs_edit_by_edit": Rules("fcfs", sees_plan=False)}
+    report: Report = {"load": load}
+    for name, rules in kinds.items():
+        found = 0.0
+        for seed in seeds:
+            devices = {each: Device(0) for each in sorted(_EDITS | _NODES)}
+            run, asked = PlanRun(rules, devices, {}, 1.0), chains(load, requests, seed)
+            run.run(asked)
+            found += run.in_time(asked) / len(seeds)
+        report[name] = round(found, 3)
+    return report
+
+
+# The control plane
+
+
+def decisions(devices: int = MANY, plans: int = IN_FLIGHT, count: int = 21) -> Report:
+    """Median processor seconds of a decision and of an admission."""
+    rng, took, admitted = random.Random(1), [], []
+    places = [
+        NodePlace(f"d{n}", rng.uniform(0.1, 9.0) * (n > 0), frozenset("m")) for n in range(devices)
+    ]
+    waiting = [
+        ReadyNode(str(n), rng.random(), 0, rng.uniform(20, 40), (7.0, 3.7), models=frozenset("m"))
+        for n in range(max(plans - devices, 1))
+    ]
+    for _ in range(count):
+        start = time.process_time()
+        decide(waiting, places, Prices(), 0.0)
+        took.append(time.process_time() - start)
+        start = time.process_time()
+        admits(waiting[0], waiting[1:], places, Prices(), 0.0)
+        admitted.append(time.process_time() - start)
+    return {"decide_s": statistics.median(took), "admit_s": statistics.median(admitted)}
+
+
+def control_plane() -> Report:
+    """Of a request's latency the share that decisions are at their committed medians, and the cores
+    that they take in groups of `GROUP` devices, at full load.
+    """
+    report = {}
+    for base in ("dev", "sd35"):
+        took = Flow(base, 0).solo_s
+        each = ADMIT_S + 2 * DECIDE_S  # it comes, and it ends
+        report[base] = {
+            "share": each / (took + each),
+            "cores_in_groups": MANY / took * each * GROUP / MANY,
+        }
+    return report
+
+
+def run_plans(
+    say: Callable[[str], None], requests: int = REQUESTS, seeds: Sequence[int] = SEEDS
+) -> Report:
+    """Everything."""
+    report: Report = {"requests": requests, "seeds": list(seeds)}
+
+    def base(setting: str, **more: Any) -> Load:
+        return replace(Load(setting, 1.0, DEVICES[setting], requests, 1), **more)
+
+    def told(name: str, found: Any) -> Any:
+        say(f"{name}: {found}")
+        return found
+
+    report["rates"] = {s: told(s, rates(base(s), seeds)) for s in SETTINGS}
+    report["sweeps"] = {
+        f"{name} {value:g}": told(f"{name} {value:g}", rates(base("S6", **{name: value}), seeds))
+        for name, values in SWEEPS.items()
+        for value in values
+    }
+    report["shares"] = {
+        f"{s} {load:g}": told(f"{s} at {load:g}", shares(base(s, load=load), seeds[:1]))
+        for s, load in itertools.product(SETTINGS, LOADS)
+    }
+    quick = ("static", "planned", "ours")
+    report["part_time"] = {
+        s: told(f"{s} by turns", rates(base(s, part_time=True), seeds, quick))
+        for s in ("S1", "S2", "S3", "S4")
+    }
+    masked = base("S4", masked=True)
+    report["masks"] = told("masks", rates(masked, seeds, (*MONOLITHS, "ours")))
+    report["overload"] = [
+        told("overload", overload(s, requests, seeds)) for s in ("S1", "S2", "S3", "S4")
+    ]
+    report["alone"] = {name: told(name, alone(name)) for name in BASES}
+    report["loading"] = {name: loading(name) for name in BASES}
+    report["chains"] = [told("chains", chained(x, 4 * requests, seeds)) for x in (0.8, 1.2, 1.6)]
+    report["decisions"] = told("decisions", decisions())
+    report["control_plane"] = control_plane()
+    report["summary"] = told("summary", summary(report))
+    return report
+
+
+def summary(report: Report) -> Report:
+    """What the bars are about."""
+    every = [*report["rates"].values(), *report["sweeps"].values()]
+
+    def over(found: Report, names: Sequence[str]) -> float:
+        best = max(found[name] for name in names)
+        return round(found["ours"] / best, 3) if best else float("inf")
+
+    over_fcfs = [each["slack"] - each["fcfs_edit_by_edit"] for each in report["chains"]]
+    return {
+        "vs_best_monolith": min(over(each, list(MONOLITHS)) for each in every),
+        "vs_lego": min(over(each, ["lego"]) for each in every),
+        "lego_vs_planned": [
+            min(each["lego"] / each["planned"] for each in report["rates"].values()),
+            max(each["lego"] / each["planned"] for each in report["rates"].values()),
+        ],
+        "vs_static_part_time": min(over(x, ["static"]) for x in report["part_time"].values()),
+        "twice_capacity": min(each["admission"] for each in report["overload"]),
+        "twice_without": max(each["without"] for each in report["overload"]),
+        "refused_wrongly": max(each["refused_wrongly"] for each in report["overload"]),
+        "masks_vs_monolith": over(report["masks"], list(MONOLITHS)),
+        "control_plane_share": max(x["share"] for x in report["control_plane"].values()),
+        "control_plane_cores": max(x["cores_in_groups"] for x in report["control_plane"].values()),
+        "over_fcfs_points": [round(100 * each, 1) for each in over_fcfs],
+    }

@@ -1,0 +1,333 @@
+"""LegoDiffusion's workflows (Table 2), who asks for them when, and the systems that serve them.
+
+Sizes and times are the paper's where it has them (§7.3: 3.9 GiB load in 430 ms, two devices are up
+to 1.9 times as fast), else those of the published models on such a card.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+from maskserve_core.workflows.placement import ModelLoad, place
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
+from maskserve_harness.simulator.workload import Workload, draw
+
+GIB: Final = 2**30
+ROOM: Final = 74 * GIB
+"""Of a card of 80 GB, for weights."""
+BYTES_S: Final = 3.9 * GIB / 0.430
+TWO: Final = 1.9
+"""Times that two devices are as fast as one."""
+OVERHEAD_S: Final = 1e-3
+"""Of a call of a node; §7.5 has under one for the largest fetch."""
+SHARES: Final = (0.5, 0.3, 0.2)
+"""Of a base's requests: without a ControlNet, with the first, with the second."""
+TURN: Final = 10.0
+"""For so many times a mean request each workflow is on, one time of four, where they are by turns.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A base model and what goes with it: bytes in GiB, seconds of one call."""
+
+    text: tuple[float, float]
+    step: tuple[float, float]
+    steps: int
+    net: tuple[float, float]
+    vae: tuple[float, float] = (0.2, 0.05)
+    encoder: str = "t5"
+
+
+BASES: Final = {
+    "sd3": Base((10.5, 0.06), (3.9, 0.075), 28, (1.1, 0.35 * 0.075), encoder="sd3-text"),
+    "sd35": Base((10.5, 0.06), (15.1, 0.35), 28, (7.6, 0.4 * 0.35), encoder="sd3-text"),
+    "schnell": Base((9.1, 0.05), (22.2, 0.14), 4, (1.4, 0.06 * 0.14), encoder="flux-text"),
+    "dev": Base((9.1, 0.05), (22.2, 0.14), 50, (1.4, 0.06 * 0.14), encoder="flux-text"),
+}
+SETTINGS: Final = {
+    "S1": ("sd3",),
+    "S2": ("sd35",),
+    "S3": ("schnell",),
+    "S4": ("dev",),
+    "S5": ("sd3", "sd35"),
+    "S6": ("schnell", "dev"),
+}
+DEVICES: Final = {"S1": 8, "S2": 8, "S3": 8, "S4": 8, "S5": 16, "S6": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A workflow of Table 2."""
+
+    base: str
+    net: int
+    """0: none; else which."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.base}+{self.net}" if self.net else self.base
+
+    @property
+    def loop_s(self) -> float:
+        base = BASES[self.base]
+        return base.steps * (base.step[1] + (base.net[1] if self.net else 0.0))
+
+    @property
+    def solo_s(self) -> float:
+        base = BASES[self.base]
+        return base.text[1] + self.loop_s + base.vae[1]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Its models, in GiB."""
+        base = BASES[self.base]
+        parts = {
+            base.encoder: base.text[0],
+            self.base: base.step[0],
+            "vae-" + self.base: base.vae[0],
+        }
+        return parts | ({f"{self.base}-net{self.net}": base.net[0]} if self.net else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked for."""
+
+    setting: str
+    load: float
+    """Seconds of one device that all requests need, over those that there are."""
+    devices: int
+    requests: int
+    seed: int
+    cv: float = 1.0
+    scale: float = 2.0
+    """Due times over what a request takes alone, dense, on one device."""
+    part_time: bool = False
+    """Each workflow is on for a quarter of the time."""
+    masked: bool = False
+    """Requests are masked edits of the production trace."""
+
+    @property
+    def flows(self) -> list[Flow]:
+        return [Flow(base, net) for base in SETTINGS[self.setting] for net in range(len(SHARES))]
+
+    @property
+    def mix(self) -> dict[Flow, float]:
+        """Shares of the requests: families have equal shares of the devices' time."""
+        own = {
+            base: sum(s * Flow(base, net).solo_s for net, s in enumerate(SHARES))
+            for base in SETTINGS[self.setting]
+        }
+        weights = {flow: SHARES[flow.net] / own[flow.base] for flow in self.flows}
+        return {flow: weight / sum(weights.values()) for flow, weight in weights.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A request before it is cut into nodes."""
+
+    arrival: float
+    flow: Flow
+    share: float = 1.0
+    """Of the dense loop's seconds what the masked one takes."""
+
+
+def wants(load: Load) -> list[Want]:
+    """The requests; those of loads that differ in `load` alone are the same, in other gaps."""
+    mean = sum(share * flow.solo_s for flow, share in load.mix.items())
+    rate = load.load * load.devices / mean
+    rng, mix = random.Random(load.seed), load.mix
+    if load.part_time:
+        came = _part_time(load, rate, TURN * mean, rng)
+    else:
+        flows, weights, now = list(mix), list(mix.values()), 0.0
+        came = []
+        for _ in range(load.requests):
+            now += _gap(rng, rate, load.cv)
+            came.append((now, rng.choices(flows, weights)[0]))
+    shares = _mask_shares(load.requests, load.seed) if load.masked else (1.0,) * load.requests
+    return [Want(at, flow, share) for (at, flow), share in zip(came, shares, strict=True)]
+
+
+def _gap(rng: random.Random, rate: float, cv: float) -> float:
+    """Seconds to the next of a gamma process."""
+    shape = cv**-2
+    return rng.gammavariate(shape, 1.0 / (shape * rate))
+
+
+def _part_time(
+    load: Load, rate: float, turn: float, rng: random.Random
+) -> list[tuple[float, Flow]]:
+    """Each workflow is on for one of four turns, and has then four times its rate."""
+    came = []
+    for number, (flow, share) in enumerate(load.mix.items()):
+        on = 0.0
+        for _ in range(load.requests):
+            on += _gap(rng, 4.0 * share * rate, load.cv)
+            came.append((on + turn * (3 * (on // turn) + number % 4), flow))
+    return sorted(came, key=lambda each: each[0])[: load.requests]
+
+
+@cache
+def _mask_shares(requests: int, seed: int) -> tuple[float, ...]:
+    """Seconds of a step of masked rows of the production trace, over a dense one's."""
+    hardware = Hardware()
+    dense = hardware.step_seconds(0, 0, 1)
+    asked = draw(Workload(requests, 1.0, "production"), hardware.tokens, seed)
+    return tuple(
+        hardware.step_seconds(1, each.active, 0) / dense if hardware.cacheable(each.active) else 1.0
+        for each in asked
+    )
+
+
+# Systems
+
+
+def ours(
+    load: Load, want: Sequence[Want], rules: Rules | None = None
+) -> tuple[PlanRun, list[Asked]]:
+    """Models by themselves, placed by their loads; an edit is one node of its worker, and a row of
+    cached activations where it is masked.
+    """
+    asked = []
+    for number, each in enumerate(want):
+        base = BASES[each.flow.base]
+        loop, ends = each.flow.loop_s * each.share, base.text[1] + base.vae[1]
+        node = Node(frozenset(each.flow.parts), (loop + ends, loop / TWO + ends))
+        asked.append(_asked(load, number, each, (node,)))
+    models = _models(load)
+    return _run(rules or Rules(overhead_s=OVERHEAD_S), load, models, _loads(load, models)), asked
+
+
+def lego(
+    load: Load, want: Sequence[Want], rules: Rules | None = None
+) -> tuple[PlanRun, list[Asked]]:
+    """LegoDiffusion as printed: a node for each call of a model, a step's ControlNet beside it."""
+    asked = [_asked(load, n, each, _steps(each.flow)) for n, each in enumerate(want)]
+    models = _models(load)
+    printed = rules or Rules("fcfs", printed=True, overhead_s=OVERHEAD_S)
+    return _run(printed, load, models, _loads(load, models)), asked
+
+
+@cache
+def _steps(flow: Flow) -> tuple[Node, ...]:
+    base = BASES[flow.base]
+    nodes = [Node(frozenset({base.encoder}), (base.text[1],), together=8)]
+    last: tuple[int, ...] = (0,)
+    for _ in range(base.steps):
+        step = base.step[1]
+        behind = [len(nodes)]
+        nodes.append(Node(frozenset({flow.base}), (step, step / TWO), last))
+        if flow.net:
+            behind.append(len(nodes))
+            nodes.append(Node(frozenset({f"{flow.base}-net{flow.net}"}), (base.net[1],), last))
+        last = tuple(behind)
+    nodes.append(Node(frozenset({f"vae-{flow.base}"}), (base.vae[1],), last, together=4))
+    return tuple(nodes)
+
+
+def static(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
+    """Diffusers: each workflow has devices of its own, by its share of the time."""
+    need = {flow: share * flow.solo_s for flow, share in load.mix.items()}
+    counts = dict.fromkeys(need, 1)
+    while sum(counts.values()) < load.devices:
+        counts[max(need, key=lambda flow: need[flow] / counts[flow])] += 1
+    names = iter(f"d{n}" for n in range(load.devices))
+    placed = {next(names): frozenset({flow.name}) for flow, k in counts.items() for _ in range(k)}
+    return _monolith(load, want, placed, bound=True)
+
+
+def swapped(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
+    """Diffusers-C: workflows come to any device when they are asked for, as Clockwork's models."""
+    empty: dict[str, frozenset[str]] = {f"d{n}": frozenset() for n in range(load.devices)}
+    return _monolith(load, want, empty, bound=False)
+
+
+def planned(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
+    """Diffusers-S: workflows are placed by their loads, as Shepherd plans, and stay there."""
+    models = [
+        ModelLoad(flow.name, _nbytes(flow), share * flow.solo_s) for flow, share in load.mix.items()
+    ]
+    placed = place(models, {f"d{n}": ROOM for n in range(load.devices)})
+    return _monolith(load, want, placed, bound=True)
+
+
+MONOLITHS: Final = {"static": static, "swapped": swapped, "planned": planned}
+SYSTEMS: Final = {**MONOLITHS, "lego": lego, "ours": ours}
+
+
+def _monolith(
+    load: Load, want: Sequence[Want], placed: dict[str, frozenset[str]], *, bound: bool
+) -> tuple[PlanRun, list[Asked]]:
+    asked = []
+    for number, each in enumerate(want):
+        name = each.flow.name
+        only = frozenset(d for d, held in placed.items() if name in held) if bound else None
+        node = Node(frozenset({name}), (each.flow.solo_s,), only=only)
+        asked.append(_asked(load, number, each, (node,)))
+    sizes = {flow.name: _nbytes(flow) for flow in load.flows}
+    return _run(Rules("fcfs", swaps=not bound), load, sizes, placed), asked
+
+
+def _asked(load: Load, number: int, want: Want, nodes: tuple[Node, ...]) -> Asked:
+    return Asked(number, want.arrival, want.arrival + load.scale * want.flow.solo_s, nodes)
+
+
+def _nbytes(flow: Flow) -> int:
+    return int(sum(flow.parts.values()) * GIB)
+
+
+def _models(load: Load) -> dict[str, int]:
+    return {name: int(size * GIB) for flow in load.flows for name, size in flow.parts.items()}
+
+
+def _loads(load: Load, models: dict[str, int]) -> dict[str, frozenset[str]]:
+    """Where models lie: an encoder's and decoder's calls are in the base's time."""
+    need = dict.fromkeys(models, 0.0)
+    for flow, share in load.mix.items():
+        for name in flow.parts:
+            need[name] += share * flow.solo_s
+    return place(
+        [ModelLoad(name, size, need[name]) for name, size in models.items()],
+        {f"d{n}": ROOM for n in range(load.devices)},
+    )
+
+
+def _run(
+    rules: Rules, load: Load, sizes: dict[str, int], placed: dict[str, frozenset[str]]
+) -> PlanRun:
+    devices = {name: Device(ROOM, models=dict.fromkeys(held, 0.0)) for name, held in placed.items()}
+    return PlanRun(rules, devices, sizes, BYTES_S)
+
+
+def in_time(system: str, load: Load) -> float:
+    """The share of a load's requests that a system has in time."""
+    run, asked = SYSTEMS[system](load, wants(load))
+    run.run(asked)
+    return run.in_time(asked)
+
+
+def rate(
+    system: str, load: Load, seeds: Sequence[int], steps: int = 7, least: float = 0.9
+) -> float:
+    """The highest load at which a system has so many in time; 0: none from 0.05 on."""
+
+    def share(at: float) -> float:
+        loads = [replace(load, load=at, seed=seed) for seed in seeds]
+        return sum(in_time(system, each) for each in loads) / len(seeds)
+
+    low, high = 0.05, 0.1
+    if share(low) < least:
+        return 0.0
+    while share(high) >= least and high < 12.8:
+        low, high = high, 2 * high
+    for _ in range(steps):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if share(middle) >= least else (low, middle)
+    return low

@@ -1,0 +1,142 @@
+"""Plans of nodes in virtual time: what is conserved, and who does better, at small size."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maskserve_harness.simulator import plan_systems
+from maskserve_harness.simulator.plan_figures import (
+    alone,
+    chained,
+    control_plane,
+    decisions,
+    loading,
+    overload,
+)
+from maskserve_harness.simulator.plan_systems import (
+    GIB,
+    SETTINGS,
+    SYSTEMS,
+    Flow,
+    Load,
+    in_time,
+    wants,
+)
+from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
+from tests.support.examples import examples
+
+
+def run_of(system, load):
+    run, asked = SYSTEMS[system](load, wants(load))
+    run.run(asked)  # which raises where anything is lost or made
+    return run, asked
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_conserves_requests_device_seconds_and_bytes(system):
+    for setting in ("S1", "S6"):
+        run, asked = run_of(system, Load(setting, 1.5, 8, 60, 3, cv=2.0))
+        assert run.refused
+        assert 0.0 < run.in_time(asked) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda run: run.refused.append(999), "each request ends once"),
+        (lambda run: run.plans[0].finished.clear(), "all nodes of what ended ran"),
+        (lambda run: setattr(run.devices["d1"], "busy_s", 1e6), "device seconds"),
+        (lambda run: setattr(run.devices["d1"], "loaded", 5), "bytes are what was loaded"),
+        (lambda run: setattr(run.devices["d1"], "room", 0), "bytes are what was loaded"),
+    ],
+)
+def test_what_is_lost_or_made_is_told(harm, told):
+    run, asked = run_of("ours", Load("S1", 0.5, 4, 20, 3))
+    harm(run)
+    with pytest.raises(RuntimeError, match=told):
+        run._check(asked)
+
+
+@given(st.integers(0, 2**32))
+@examples(20)
+def test_random_plans_on_few_devices_end_and_conserve_all(seed):
+    rng = random.Random(seed)
+    sizes = {name: rng.randint(1, 3) for name in "abc"}
+    asked = []
+    for number in range(12):
+        nodes = []
+        for n in range(rng.randint(1, 4)):
+            run_s = rng.uniform(0.1, 2.0)
+            after = tuple(b for b in range(n) if rng.random() < 0.5)
+            degrees = (run_s, run_s / 1.9)[: rng.randint(1, 2)]
+            nodes.append(Node(frozenset(rng.choice("abc")), degrees, after, rng.randint(1, 3)))
+        at = rng.uniform(0, 8)
+        asked.append(Asked(number, at, at + rng.uniform(0.5, 9.0), tuple(nodes)))
+    asked.sort(key=lambda each: each.arrival)
+    for rules in (
+        Rules(), Rules("fcfs"), Rules("fcfs", printed=True), Rules(sees_plan=False),
+        Rules("fcfs", admission=False), Rules("fcfs", swaps=True),
+    ):  # fmt: skip
+        devices = {f"d{n}": Device(rng.randint(3, 9)) for n in range(rng.randint(1, 4))}
+        PlanRun(rules, devices, sizes, 2.0).run(asked)
+
+
+def test_a_step_of_algorithm_1_has_its_net_beside_it_and_its_base_on_two_devices():
+    run, asked = run_of("lego", Load("S1", 1e-6, 3, 1, 1))
+    flow = wants(Load("S1", 1e-6, 3, 1, 1))[0].flow
+    base = plan_systems.BASES["sd3"]
+    calls = 2 + base.steps * (1 + bool(flow.net))
+    assert run.calls == calls
+    expected = base.text[1] + base.vae[1] + base.steps * base.step[1] / 1.9
+    assert run.plans[0].ended - asked[0].arrival == pytest.approx(
+        expected + (2 + base.steps) * plan_systems.OVERHEAD_S
+    )
+
+
+def test_requests_of_two_loads_are_the_same_in_other_gaps():
+    slow, fast = wants(Load("S5", 0.5, 8, 50, 1)), wants(Load("S5", 1.0, 8, 50, 1))
+    assert [w.flow for w in slow] == [w.flow for w in fast]
+    assert [w.arrival for w in slow] == pytest.approx([2 * w.arrival for w in fast])
+    by_turns = wants(Load("S1", 0.5, 8, 400, 1, part_time=True))
+    turn = plan_systems.TURN * sum(s * f.solo_s for f, s in Load("S1", 1, 8, 1, 1).mix.items())
+    for want in by_turns:
+        assert int(want.arrival / turn) % 4 == want.flow.net
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_ours_is_not_behind_monoliths_or_algorithm_1(setting):
+    load = Load(setting, 1.05, 8, 60, 1)
+    best = in_time("ours", load)
+    assert all(in_time(other, load) <= best + 1e-9 for other in SYSTEMS), setting
+
+
+def test_masks_turns_and_overload():
+    masked = Load("S4", 2.5, 8, 80, 1, masked=True)
+    assert in_time("ours", masked) > 0.9 > 0.6 > in_time("planned", masked)
+    turns = Load("S1", 0.45, 8, 120, 1, part_time=True)
+    assert in_time("ours", turns) > 0.9 > 0.7 > in_time("static", turns)
+    full = overload("S1", 120, (1,))
+    assert full["admission"] > 0.95
+    assert full["without"] < 0.3  # of few requests; of many it goes to nothing
+    by_slack = chained(1.6, 300, (1,))
+    assert by_slack["slack"] > 0.05 + by_slack["fcfs_edit_by_edit"]
+
+
+def test_what_the_paper_says_of_loading_and_of_devices_comes_out():
+    assert loading("sd3")["base_s"] == pytest.approx(0.43, abs=0.01)
+    one, two, three = alone("sd3")["lego"]
+    assert one > two > three
+    whole = alone("sd3")["ours"]
+    assert whole[0] == pytest.approx(1.0, abs=0.01)
+    assert whole[0] > whole[1]
+    assert Flow("sd3", 1).solo_s > Flow("sd3", 0).solo_s
+    assert sum(Flow("dev", 2).parts.values()) * GIB < 80 * GIB
+
+
+def test_decisions_cost_next_to_nothing_at_their_committed_medians():
+    assert all(each["share"] <= 0.01 for each in control_plane().values())
+    assert all(each["cores_in_groups"] <= 1.0 for each in control_plane().values())
+    found = decisions(16, 20, count=3)
+    assert found.keys() == {"decide_s", "admit_s"}
