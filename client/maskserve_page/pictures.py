@@ -1,11 +1,10 @@
-"""PagePictures that the page has: those that people bring, and results."""
+"""Pictures that the page has: those that people bring, and results."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import Size, read_size
+from maskserve_core.kept import Kept
 
 LIMITS = LimitsConfig()
 EXPIRES_S = 3600.0
@@ -68,10 +68,16 @@ class PagePictures:
         gone: Callable[[str], None] = lambda name: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._most, self._most_bytes = folder, most, most_bytes
-        self._expires_s, self._gone, self._now = expires_s, gone, now
-        self._kept: OrderedDict[str, tuple[PagePicture, float]] = OrderedDict()
-        """With the time of its last use."""
+        self._folder, self._gone = folder, gone
+        least = -(-most_bytes // most)  # of which no more than `most` have room
+        self._kept: Kept[str, PagePicture] = Kept(
+            most_bytes,
+            lambda picture: max(picture.nbytes, least),
+            expires_s=expires_s,
+            now=now,
+            gone=lambda name, picture: self._leaving.append(picture),
+        )
+        self._leaving: list[PagePicture] = []
         self._lock = threading.Lock()
 
     def take(self, encoded: bytes) -> PagePicture:
@@ -82,31 +88,27 @@ class PagePictures:
         """
         size = read_size(encoded, "picture", LIMITS)
         name = hashlib.sha256(encoded).hexdigest()
-        with self._lock:
-            if name not in self._kept:
+        with self._tidying():
+            picture = self._kept.get(name)
+            if picture is None:
                 file = self._folder / f"{name}{_suffix(encoded)}"
                 file.write_bytes(encoded)
                 picture = PagePicture(name, size, file, len(encoded))
-            else:
-                picture, _ = self._kept[name]
-            self._use(picture)
-        self.tidy()
+                self._kept.put(name, picture)
         return picture
 
     def get(self, name: Any) -> PagePicture:
         """Raises InvalidRequest: there is none of that name."""
-        self.tidy()
-        with self._lock:
-            if not isinstance(name, str) or name not in self._kept:
-                raise InvalidRequest("picture", "is not here any more", "upload or pick it again")
-            picture, _ = self._kept[name]
-            self._use(picture)
+        with self._tidying():
+            picture = self._kept.get(name) if isinstance(name, str) else None
+        if picture is None:
+            raise InvalidRequest("picture", "is not here any more", "upload or pick it again")
         return picture
 
     def tidy(self) -> None:
-        """Let go what is too old, or too much."""
-        while (name := self._let_go()) is not None:
-            self._gone(name)
+        """Let go what is too old."""
+        with self._tidying():
+            self._kept.expire()
 
     @contextmanager
     def tidied(self) -> Iterator[None]:
@@ -123,23 +125,16 @@ class PagePictures:
         finally:
             ended.set()
 
-    def _use(self, picture: PagePicture) -> None:
-        self._kept[picture.name] = picture, self._now()
-        self._kept.move_to_end(picture.name)
-
-    def _let_go(self) -> str | None:
-        """The name of one that went; None: all may stay."""
+    @contextmanager
+    def _tidying(self) -> Iterator[None]:
+        """Holds the lock; tells, without it, of the pictures that went meanwhile."""
         with self._lock:
-            kept = [picture for picture, _ in self._kept.values()]
-            much = len(kept) > self._most or sum(p.nbytes for p in kept) > self._most_bytes
-            if not kept:
-                return None
-            picture, used = self._kept[kept[0].name]
-            if not (much and len(kept) > 1) and self._now() - used < self._expires_s:
-                return None
-            del self._kept[picture.name]
-            picture.file.unlink(missing_ok=True)
-            return picture.name
+            yield
+            gone, self._leaving = self._leaving, []
+            for picture in gone:
+                picture.file.unlink(missing_ok=True)
+        for picture in gone:
+            self._gone(picture.name)
 
 
 def _suffix(encoded: bytes) -> str:

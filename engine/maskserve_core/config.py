@@ -361,13 +361,6 @@ class NodesConfig(Table, frozen=True):
         keys = ("find", "segment", "enlarge", "likeness")
         return {key: folder for key in keys if (folder := getattr(self, key))}
 
-    def models(self) -> dict[str, list[str]]:
-        """Folders by model: a GroundingDINO has a SAM of its own."""
-        found = {key: [folder] for key, folder in self.folders().items()}
-        if "find" in found:
-            found["find"] += found.get("segment", [])
-        return found
-
 
 class ProvenanceConfig(Table, frozen=True):
     """`[provenance]`: how answers say that a model has painted in them (docs/provenance.md)."""

@@ -26,6 +26,7 @@ class Kept(Generic[K, V]):
             own values once its share is used up, else of those of who has most.
         expires_s: after its last use a value goes.
         now: a clock, in seconds.
+        gone: told of each value that is kept no more, but for one that another replaces.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Kept(Generic[K, V]):
         owner: Callable[[K], Hashable] = lambda key: EVERYBODY,
         expires_s: float = math.inf,
         now: Callable[[], float] = time.monotonic,
+        gone: Callable[[K, V], None] = lambda key, value: None,
     ) -> None:
         self._nbytes, self._owner, self._expires_s, self._now = nbytes, owner, expires_s, now
+        self._gone = gone
         self._shares = Shares(budget)
         self._values: OrderedDict[K, tuple[V, float]] = OrderedDict()
         """With the time of its last use; the oldest first."""
@@ -52,42 +55,48 @@ class Kept(Generic[K, V]):
         return self._shares.total
 
     def get(self, key: K) -> V | None:
-        self._expire()
+        self.expire()
         if key not in self._values:
             return None
         value, _ = self._values[key]
         self._use(key, value)
         return value
 
-    def put(self, key: K, value: V) -> list[K]:
-        """Keys of what is kept no more for it; its own if it is too large."""
-        self.drop(key)
-        self._expire()
+    def put(self, key: K, value: V) -> None:
+        """What must makes room for it; one that is too large is gone at once."""
+        self._let_go(key)
+        self.expire()
         shares, size, owner = self._shares, self._nbytes(value), self._owner(key)
         if size > shares.budget:
-            return [key]
-        gone = []
+            self._gone(key, value)
+            return
         while size > (free := shares.budget - shares.total) or (
             shares.held(owner) and size > shares.room(owner)
         ):
             whose = owner if size <= free else shares.most()
-            gone.append(next(each for each in self._values if self._owner(each) == whose))
-            self.drop(gone[-1])
+            self.drop(next(each for each in self._values if self._owner(each) == whose))
         self._use(key, value)
         shares.book(owner, size)
-        return gone
 
     def drop(self, key: K) -> None:
         """Nothing happens where it is not kept."""
-        if key in self._values:
-            value, _ = self._values.pop(key)
-            self._shares.give_back(self._owner(key), self._nbytes(value))
+        for value in self._let_go(key):
+            self._gone(key, value)
+
+    def expire(self) -> None:
+        """Drop what has had its time; `get` and `put` do so, too."""
+        last = self._now() - self._expires_s
+        while self._values and self._values[key := next(iter(self._values))][1] < last:
+            self.drop(key)
 
     def _use(self, key: K, value: V) -> None:
         self._values[key] = value, self._now()
         self._values.move_to_end(key)
 
-    def _expire(self) -> None:
-        last = self._now() - self._expires_s
-        while self._values and self._values[key := next(iter(self._values))][1] < last:
-            self.drop(key)
+    def _let_go(self, key: K) -> list[V]:
+        """The value of that key, if there is one."""
+        if key not in self._values:
+            return []
+        value, _ = self._values.pop(key)
+        self._shares.give_back(self._owner(key), self._nbytes(value))
+        return [value]

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.worker.liveness import Processes, signed_in
+from maskserve_core.workflows.node_folders import node_folders
 from maskserve_serving.command import command, environment
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked, read_tables, with_values
@@ -147,12 +148,13 @@ class NodesProcess(ServiceProcess):
     def tables(self) -> dict[str, Any]:
         file = self._spec.options.nodes
         tables = read_tables(file)
-        for model, folder in checked(tables).nodes.folders().items():
-            path = Path(folder)
-            if not (path / "config.json").is_file():
-                raise ServeError(f"{file}: [nodes] {model}: {folder} has no config.json")
-            tables = with_values(tables, "nodes", **{model: str(path.absolute())})
-        return tables
+        nodes = checked(tables).nodes
+        try:
+            node_folders(nodes)
+        except ConfigError as error:
+            raise ServeError(f"{file}: {error}") from None
+        whole = {model: str(Path(folder).absolute()) for model, folder in nodes.folders().items()}
+        return with_values(tables, "nodes", **whole)
 
     def models(self) -> list[str]:
         return ["nodes"]

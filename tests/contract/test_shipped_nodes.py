@@ -19,7 +19,7 @@ def test_find_masks_what_is_named_in_scenes_that_it_never_saw() -> None:
     """`scripts/bench train_find --judge 200` judges it whole."""
     assert sum(file.stat().st_size for file in FIND.iterdir()) <= 4 * 2**20
     config = config_of({"nodes": {"find": str(FIND)}, "model": {"device": "cpu"}})
-    nodes, found, all_of_it = open_nodes("find", config), [], []
+    nodes, found, all_of_it = open_nodes("clipseg", config, {}), [], []
     for scene, thing in held_out_scenes(16, (128, 128)):
         asked = {"picture": encode_png(scene.picture), "name": f"a {thing.colour} {thing.shape}"}
         settings = {"threshold": 0.5, "enough": 0.2}

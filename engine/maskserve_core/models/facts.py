@@ -203,16 +203,16 @@ class ModelFacts:
         return self.denoiser.get("addition_embed_type") == "text_time"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder; ConfigError if it is none."""
+def read_json(path: Path, setting: str = "[model] path") -> dict[str, Any]:
+    """A JSON object of a model folder, which a setting names; ConfigError if it is none."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"[model] path: cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"[model] path: {path} is not valid JSON") from error
+        raise ConfigError(f"{setting}: {path} is not valid JSON") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"[model] path: {path} is not a JSON object")
+        raise ConfigError(f"{setting}: {path} is not a JSON object")
     return loaded
 
 

@@ -15,23 +15,22 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.status_record import LoadCost
 from maskserve_core.errors import InvalidRequest, MaskserveError, Overloaded
-from maskserve_core.models.control_nets import version_of
 from maskserve_core.worker.holdings import Holdings
 from maskserve_core.worker.loading import Kind, Loaded, ResourceLoader
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.residency import Residency, Resource
 from maskserve_core.workflows.asked import AskedNode, Nodes
+from maskserve_core.workflows.node_folders import NodeFolder, node_folders
 from maskserve_core.workflows.nodes import LIGHT
 from maskserve_core.workflows.pictures import PictureNodes
 
@@ -54,6 +53,12 @@ Done = Callable[[dict[str, Any] | Exception, float], None]
 """Told, in any thread, what became of a call, and the seconds that it ran."""
 
 
+OpenNodes: TypeAlias = Callable[[str, Config, Mapping[str, Nodes]], Nodes]
+"""Loads a model of this class (`NodeFolder.kind`, or `verify`); it is given those that are loaded,
+now and later, by name: its calls find those there that they need, too.
+"""
+
+
 @dataclass(frozen=True, eq=False)
 class NodeWork:
     """A call and who asked."""
@@ -65,38 +70,25 @@ class NodeWork:
     id: str
 
 
-class NodeFolder(NamedTuple):
-    """A model as it lies in a folder, as transformers saves it."""
-
-    name: str
-    version: str
-    nbytes: int
-    """Of its weights' files."""
-
-    @classmethod
-    def of(cls, name: str, *paths: Path) -> NodeFolder:
-        weights = [file for path in paths for file in path.glob("*.safetensors")]
-        version = " ".join([name, *map(version_of, paths)])
-        return cls(name, version, sum(file.stat().st_size for file in weights))
-
-
 class NodeLoader(ResourceLoader[NodeFolder]):
     """Opens them, one at a time.
 
     Args:
-        open_nodes: reads the model of a name.
+        config: of the node server.
+        open_nodes: reads a model.
     """
 
-    def __init__(self, open_nodes: Callable[[str], Nodes]) -> None:
+    def __init__(self, config: Config, open_nodes: OpenNodes) -> None:
         super().__init__(NODE_MODELS)
-        self._open = open_nodes
+        self._config, self._open = config, open_nodes
         self.opened: dict[str, Nodes] = {}
+        """By name of the model."""
 
     def typical_bytes(self) -> float:
         return 0.0
 
     def _brought(self, wanted: NodeFolder, begin: float) -> Loaded:
-        self.opened[wanted.name] = self._open(wanted.name)
+        self.opened[wanted.name] = self._open(wanted.kind, self._config, self.opened)
         return Loaded(wanted.version, wanted.nbytes, time.monotonic() - begin, wanted.nbytes)
 
 
@@ -122,29 +114,26 @@ class NodeModels:
 
     Args:
         config: of the node server.
-        open_nodes: reads the model of a name.
+        open_nodes: reads a model.
         thread: what a model's thread does first.
     """
 
     def __init__(
         self,
         config: Config,
-        open_nodes: Callable[[str, Config], Nodes],
+        open_nodes: OpenNodes,
         thread: Callable[[Config], None] = lambda config: None,
     ) -> None:
         self._config, self._thread = config, thread
-        self._folders = {
-            model: NodeFolder.of(model, *map(Path, paths))
-            for model, paths in config.nodes.models().items()
-        }
+        self._needed = node_folders(config.nodes)
         self._light: dict[str, Nodes] = {LIGHT: PictureNodes(config.limits)}
         """Those without weights."""
         if config.nodes.verify_url:
-            self._light["verify"] = open_nodes("verify", config)
+            self._light["verify"] = open_nodes("verify", config, {})
         self._door = threading.Lock()
         self._budget = config.nodes.device_bytes
         self._residency = Residency(_MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted)
-        self._loader = NodeLoader(lambda name: open_nodes(name, config))
+        self._loader = NodeLoader(config, open_nodes)
         self._held = _Held(NODE_MODELS, self._residency, self._loader, self._came, Observations())
         self._line: deque[NodeWork] = deque()
         self._waiting: dict[str, NodeWork] = {}
@@ -154,7 +143,7 @@ class NodeModels:
         self._queues: dict[str, _Queue] = {}
         self._ids = itertools.count()
         if config.nodes.load == "start":
-            for name in self._folders:
+            for name in self._needed:
                 self._submit(name, None, lambda made, seconds: None)
 
     def close(self) -> None:
@@ -165,7 +154,7 @@ class NodeModels:
 
     def hosts(self, model: str) -> bool:
         """Whether its nodes run here."""
-        return model in self._light or model in self._folders
+        return model in self._light or model in self._needed
 
     def call(self, model: str, asked: AskedNode, done: Done) -> None:
         """Have a node run; `hosts` its model."""
@@ -178,8 +167,8 @@ class NodeModels:
         with self._door:
             waiting = [*self._line, *self._waiting.values()]
             told = []
-            for name in (*self._light, *self._folders):
-                queue, folder = self._queues.get(name), self._folders.get(name)
+            for name in (*self._light, *self._needed):
+                queue, folder = self._queues.get(name), next(iter(self._needed.get(name, ())), None)
                 state = "here" if folder is None else self._residency.state(_resource(folder))
                 told.append(
                     {
@@ -209,14 +198,14 @@ class NodeModels:
         """Let the line go on as far as there is room."""
         while self._line:
             work = self._line[0]
-            folder = self._folders[work.model]
+            needed = self._needed[work.model]
             try:
-                missing = self._held.hold(work.id, [folder])
+                missing = self._held.hold(work.id, needed)
             except MaskserveError as error:
                 if isinstance(error, Overloaded) and self._holding:
                     return  # what has to go is still needed
                 self._line.popleft()
-                self._end(work, _no_room(folder, self._budget) or error)
+                self._end(work, _no_room(needed, self._budget) or error)
                 continue
             self._line.popleft()
             self._holding.add(work.id)
@@ -242,7 +231,7 @@ class NodeModels:
 
     def _evicted(self, resource: Resource) -> None:
         self._held.dropped(resource)
-        for folder in self._folders.values():
+        for folder, *_ in self._needed.values():
             if folder.version == resource.name:
                 self._loader.opened.pop(folder.name, None)
 
@@ -297,10 +286,12 @@ def _resource(folder: NodeFolder) -> Resource:
     return Resource(NODE_MODELS.name, folder.version)
 
 
-def _no_room(folder: NodeFolder, budget: int) -> InvalidRequest | None:
-    if folder.nbytes <= budget:
+def _no_room(needed: Sequence[NodeFolder], budget: int) -> InvalidRequest | None:
+    nbytes = sum(folder.nbytes for folder in needed)
+    if nbytes <= budget:
         return None
-    told = f"model {folder.name} has {folder.nbytes} bytes, and all may have {budget}"
+    names = " and ".join(folder.name for folder in needed)
+    told = f"model {names} has {nbytes} bytes, and all may have {budget}"
     return InvalidRequest("nodes", told, NODE_MODELS.budget)
 
 

@@ -4,38 +4,38 @@ node server that only composes pictures has no torch.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from maskserve_core.config import Config
 from maskserve_core.workflows.asked import Nodes
 
 
-def open_nodes(name: str, config: Config) -> Nodes:
-    """The nodes of a model of `[nodes]`, loaded.
+def open_nodes(kind: str, config: Config, loaded: Mapping[str, Any]) -> Nodes:
+    """The nodes of a model of `[nodes]`, loaded; see `OpenNodes`.
 
     Raises:
-        KeyError: there is no such model.
+        KeyError: there is no such class.
         OSError: its folder is none of its class.
     """
-    match name:
-        case "find" if config.nodes.segment and _is_grounded(config.nodes.find):
+    match kind:
+        case "grounding-dino":
             from maskserve_engine.nodes.grounded import GroundedNodes
 
-            return GroundedNodes(config)
-        case "find":
+            return GroundedNodes(config, loaded)
+        case "clipseg":
             from maskserve_engine.nodes.find import FindNodes
 
             return FindNodes(config)
-        case "enlarge":
+        case "swin2sr":
             from maskserve_engine.nodes.enlarge import EnlargeNodes
 
             return EnlargeNodes(config)
-        case "likeness":
+        case "clip":
             from maskserve_engine.nodes.likeness import LikenessNodes
 
             return LikenessNodes(config)
-        case "segment":
+        case "sam":
             from maskserve_engine.nodes.segment import SegmentNodes
 
             return SegmentNodes(config)
@@ -43,7 +43,7 @@ def open_nodes(name: str, config: Config) -> Nodes:
             from maskserve_engine.nodes.verify import VerifyNodes
 
             return VerifyNodes(config)
-    raise KeyError(name)
+    raise KeyError(kind)
 
 
 def thread_of(config: Config) -> None:
@@ -51,9 +51,3 @@ def thread_of(config: Config) -> None:
     from maskserve_engine.stages.cpu_threads import limit_threads
 
     limit_threads(config)
-
-
-def _is_grounded(folder: str) -> bool:
-    """Whether a folder that finds things has a GroundingDINO."""
-    told = json.loads((Path(folder) / "config.json").read_bytes())
-    return bool(told.get("model_type") == "grounding-dino")

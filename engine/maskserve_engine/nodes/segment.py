@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import SamModel, SamProcessor
 
-from maskserve_core.config import Config, ConfigError
+from maskserve_core.config import Config
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.pictures import Grey, Pixels, encode_mask, read_picture
@@ -31,10 +30,7 @@ class SegmentNodes:
 
     def __init__(self, config: Config) -> None:
         self._limits, self._device = config.limits, device_of(config)
-        folder = Path(config.nodes.segment)
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
-        if kind != "sam":
-            raise ConfigError(f"nodes.segment: {folder} is a {kind}; accepted: sam")
+        folder = config.nodes.segment
         self._processor: Any = SamProcessor.from_pretrained(folder)
         model: Any = SamModel.from_pretrained(folder)
         self._model = model.to(self._device).eval()
@@ -52,7 +48,6 @@ class SegmentNodes:
             raise InvalidRequest("points" if points else "box", "show nothing in the picture")
         return {"mask": encode_mask(found), "verdict": Judgement(round(score, 4), passed=True)}
 
-    @torch.inference_mode()
     def found(self, pixels: Pixels, points: Points, box: Sequence[float]) -> tuple[Grey, float]:
         """What lies under clicks and in a box, bool [H, W], and how well the model says that it
         fits: of the masks that it answers the best.
@@ -68,13 +63,30 @@ class SegmentNodes:
             asked["input_labels"] = [[[int(of_it) for *_, of_it in points]]]
         if box:
             asked["input_boxes"] = [[[float(side) for side in box]]]
+        [masks], [scores] = self._said(pixels, asked, several=True)
+        best = int(scores.argmax())
+        return np.ascontiguousarray(masks[best]), float(scores[best])
+
+    def in_boxes(self, pixels: Pixels, boxes: Sequence[Sequence[float]]) -> Grey:
+        """The things in all of these boxes, bool [H, W]."""
+        masks, _ = self._said(pixels, {"input_boxes": [boxes]}, several=False)
+        white: Grey = masks.any(axis=(0, 1))
+        return white
+
+    @torch.inference_mode()
+    def _said(
+        self, pixels: Pixels, asked: dict[str, Any], *, several: bool
+    ) -> tuple[Grey, NDArray[np.float32]]:
+        """Of each thing that is asked for, one mask or several: bool [N, M, H, W], and how well
+        each fits, [N, M].
+        """
         given = self._processor(images=[pixels], return_tensors="pt", **asked)
         sizes = given.pop("original_sizes"), given.pop("reshaped_input_sizes")
-        answer = self._model(**{name: x.to(self._device) for name, x in given.items()})
-        masks = self._processor.post_process_masks(answer.pred_masks.cpu(), *sizes)[0][0]
-        scores = answer.iou_scores[0, 0]
-        best = int(scores.argmax())
-        return np.ascontiguousarray(masks[best].numpy().astype(np.bool_)), float(scores[best])
+        said = self._model(
+            **given.to(self._device, torch.float32), multimask_output=several
+        )
+        [masks] = self._processor.post_process_masks(said.pred_masks.cpu(), *sizes)
+        return masks.numpy(), said.iou_scores[0].cpu().numpy()
 
 
 def check_clicks(points: Points, box: Sequence[float], width: int, height: int) -> None:

@@ -130,7 +130,9 @@ class EditEncoder:
         self._stages = stages = config.stages
         self._prompts: Kept[PromptKey, Conditioning] = Kept(stages.prompt_bytes, _nbytes)
         self._templates: Kept[str, TemplateEncoding] = Kept(
-            stages.template_bytes, lambda encoding: encoding.nbytes
+            stages.template_bytes,
+            lambda encoding: encoding.nbytes,
+            gone=lambda pixels_id, encoding: self._for_decoder.drop(pixels_id),
         )
         self._read = lru_cache(_COUNTED)(self._read_of)
         self._for_decoder = MomentsFolder(config.runtime_dir)
@@ -329,8 +331,7 @@ class EditEncoder:
         made = self._encoder.template(pixels)
         if edit.pixels_id:
             self._for_decoder.write(edit.pixels_id, made.moments)
-            for gone in self._templates.put(edit.pixels_id, made):
-                self._for_decoder.drop(gone)
+            self._templates.put(edit.pixels_id, made)
         return made, False
 
     def _pieces(self, edit: EditRequest, template: TemplateEncoding) -> Pieces | None:

@@ -39,20 +39,28 @@ def test_it_does_what_a_list_in_order_of_use_does(
 
 
 def test_owners_share_the_budget() -> None:
-    kept: Kept[tuple[str, int], bytes] = Kept(100, len, owner=lambda key: key[0])
+    gone: list[tuple[str, int]] = []
+    kept: Kept[tuple[str, int], bytes] = Kept(
+        100, len, owner=lambda key: key[0], gone=lambda key, value: gone.append(key)
+    )
     for i in range(10):
         kept.put(("greedy", i), bytes(10))
     assert kept.held_bytes == 50  # alone it leaves as much as it has
     for i in range(10):
         kept.put(("modest", i), bytes(10))
     assert {("modest", 9), ("greedy", 9)} <= set(kept._values)
-    assert kept.put(("third", 0), bytes(40)) == [("greedy", 5)]
+    gone.clear()
+    kept.put(("third", 0), bytes(40))
+    assert gone == [("greedy", 5)]
     assert kept.held_bytes <= 100
 
 
 def test_after_its_time_a_value_goes() -> None:
     now = 0.0
-    kept: Kept[str, str] = Kept(10, expires_s=5.0, now=lambda: now)
+    gone: list[str] = []
+    kept: Kept[str, str] = Kept(
+        10, expires_s=5.0, now=lambda: now, gone=lambda key, value: gone.append(value)
+    )
     kept.put("a", "x")
     kept.put("b", "y")
     now = 4.0
@@ -61,3 +69,10 @@ def test_after_its_time_a_value_goes() -> None:
     assert (kept.get("b"), len(kept)) == (None, 1)
     now = 9.1
     assert (kept.get("a"), kept.held_bytes) == (None, 0)
+    assert gone == ["y", "x"]
+    kept.put("c", "first")
+    kept.put("c", "second")  # what another replaces is not gone
+    kept.drop("c")
+    assert gone[2:] == ["second"]
+    Kept[str, str](0, gone=lambda key, value: gone.append(value)).put("d", "too large")
+    assert gone[3:] == ["too large"]

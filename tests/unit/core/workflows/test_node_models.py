@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from maskserve_core.config import ConfigError
 from maskserve_core.config_file import config_of
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.workflows.asked import AskedNode, one_by_one
@@ -16,26 +18,40 @@ from maskserve_core.workflows.node_models import NodeModels
 from tests.support.eventually import eventually
 
 
+KINDS = {"find": "clipseg", "enlarge": "swin2sr"}
+
+
+def write_folder(path: Path, told: str) -> None:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(told)
+    (path / "model.safetensors").write_bytes(bytes(100))
+
+
 class Server:
     """Models of 100 bytes each, whose loads and calls the test lets go on."""
 
-    def __init__(self, tmp_path: Path, device_bytes: int = 250, load: str = "use") -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        device_bytes: int = 250,
+        load: str = "use",
+        kinds: Mapping[str, str] = KINDS,
+    ) -> None:
         self.loads: list[str] = []
         self.loading = 0
         self.ran: list[list[str]] = []
         self.may_load, self.may_run = threading.Event(), threading.Event()
         self.broken: set[str] = set()
-        for name in ("find", "enlarge"):
-            folder = tmp_path / name
-            folder.mkdir(exist_ok=True)
-            (folder / "config.json").write_text("{}")
-            (folder / "model.safetensors").write_bytes(bytes(100))
-        nodes = {name: str(tmp_path / name) for name in ("find", "enlarge")}
+        for name, kind in kinds.items():
+            write_folder(tmp_path / name, json.dumps({"model_type": kind}))
+        self._names = {kind: name for name, kind in kinds.items()}
+        nodes = {name: str(tmp_path / name) for name in kinds}
         config = config_of({"nodes": {**nodes, "device_bytes": device_bytes, "load": load}})
         self.models = NodeModels(config, self._open)
         self.made: dict[str, Any] = {}
 
-    def _open(self, name: str, config: Any) -> Server._Nodes:
+    def _open(self, kind: str, config: Any, loaded: Any) -> Server._Nodes:
+        name = self._names[kind]
         assert not self.loading, "two are loaded at once"
         self.loading += 1
         self.loads.append(name)
@@ -154,3 +170,48 @@ def test_a_model_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> N
         raise server.made["a"]
     assert server.loads == []
     server.models.close()
+
+
+def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None:
+    """A GroundingDINO had a SAM of its own beside the one that is served."""
+    kinds = {"find": "grounding-dino", "segment": "sam", "enlarge": "swin2sr"}
+    server = Server(tmp_path, device_bytes=200, kinds=kinds)
+    server.may_load.set()
+    server.may_run.set()
+    server.call("find", "a")
+    server.wait("a")
+    server.call("segment", "b")
+    server.wait("b")
+    assert sorted(server.loads) == ["find", "segment"]
+    assert sum(each["bytes"] for each in server.models.record()["models"]) == 300
+    server.call("enlarge", "c")
+    server.wait("c")
+    server.call("find", "d")
+    server.wait("d")
+    assert server.loads[2:] in (["enlarge", "find"], ["enlarge", "segment"])
+    server.models.close()
+    small = Server(tmp_path, device_bytes=150, kinds=kinds)
+    small.call("find", "a")
+    small.wait("a")
+    with pytest.raises(InvalidRequest, match="find and segment has 200 bytes, and all may have 15"):
+        raise small.made["a"]
+    small.models.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ('{"model_type": "bert"}', "nodes.find: .* is a bert; accepted: clipseg, grounding-dino"),
+        ('{"model_type": "grounding-dino"}', "nodes.find: a grounding-dino needs nodes.segment"),
+        ("no", "nodes.find: .*config.json is not valid JSON"),
+        (None, "nodes.find: cannot read .*config.json: No such file"),
+    ],
+)
+def test_a_folder_of_another_class_is_told_at_start(
+    tmp_path: Path, told: str | None, words: str
+) -> None:
+    if told is not None:
+        write_folder(tmp_path, told)
+    config = config_of({"nodes": {"find": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=words):
+        NodeModels(config, lambda kind, config, loaded: pytest.fail("it is loaded"))

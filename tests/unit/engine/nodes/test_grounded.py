@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from maskserve_core.config_file import config_of
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.node_folders import node_folders
 from maskserve_core.workflows.pictures import read_mask
 from maskserve_engine.nodes.registry import open_nodes
 from tests.fakes.tiny_nodes import build_grounded
@@ -20,11 +22,11 @@ def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
     build_grounded(tmp_path / "dino", tmp_path / "sam")
     folders = {"find": str(tmp_path / "dino"), "segment": str(tmp_path / "sam")}
     config = config_of({"nodes": folders, "model": {"device": "cpu"}})
-    assert config.nodes.models() == {
-        "find": [folders["find"], folders["segment"]],
-        "segment": [folders["segment"]],
-    }
-    nodes = open_nodes("find", config)
+    needed = {name: [each.kind for each in of] for name, of in node_folders(config.nodes).items()}
+    assert needed == {"find": ["grounding-dino", "sam"], "segment": ["sam"]}
+    loaded: dict[str, Any] = {}
+    nodes = open_nodes("grounding-dino", config, loaded)
+    loaded["segment"] = open_nodes("sam", config, {})
     pixels = np.random.default_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
     asked = {"picture": encode_png(pixels), "name": "A red star"}
     seen = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import SamModel, SamProcessor
 
-from maskserve_core.config import ConfigError, LimitsConfig
+from maskserve_core.config import LimitsConfig
 from maskserve_core.config_file import config_of
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.asked import AskedNode
@@ -90,9 +90,3 @@ def test_what_lies_outside_is_refused(folder: Path, points: Any, box: Any, told:
     [refused] = nodes_of(folder).run([AskedNode("segment", given, {"points": points, "box": box})])
     with pytest.raises(InvalidRequest, match=told):
         raise refused  # type: ignore[misc]
-
-
-def test_another_model_is_told_at_start(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match=r"nodes\.segment: .* is a bert; accepted: sam"):
-        nodes_of(tmp_path)

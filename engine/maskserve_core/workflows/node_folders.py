@@ -1,0 +1,59 @@
+"""The folders of a node server's models: of which class each is, and what its calls need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from maskserve_core.config import ConfigError, NodesConfig
+from maskserve_core.models.control_nets import version_of
+from maskserve_core.models.facts import read_json
+
+_GROUNDED: Final = "grounding-dino"
+_ACCEPTED: Final = MappingProxyType(
+    {
+        "find": ("clipseg", _GROUNDED),
+        "segment": ("sam",),
+        "enlarge": ("swin2sr",),
+        "likeness": ("clip",),
+    }
+)
+"""Classes by model, as transformers calls them."""
+
+
+class NodeFolder(NamedTuple):
+    """A model as it lies in a folder, as transformers saves it."""
+
+    name: str
+    kind: str
+    """`model_type` of its config.json."""
+    version: str
+    nbytes: int
+    """Of its weights' files."""
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> NodeFolder:
+        """Raises ConfigError: it is of no class that the model may have."""
+        kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
+        accepted = _ACCEPTED[name]
+        if kind not in accepted:
+            raise ConfigError(f"nodes.{name}: {path} is a {kind}; accepted: {', '.join(accepted)}")
+        nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return cls(name, kind, f"{name} {version_of(path)}", nbytes)
+
+
+def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
+    """By model the folders whose weights its calls need, its own first: what a GroundingDINO finds
+    is cut out by SAM.
+
+    Raises:
+        ConfigError: a folder is of another class, or one that is needed is missing.
+    """
+    folders = {name: NodeFolder.of(name, Path(path)) for name, path in nodes.folders().items()}
+    needed = {name: (folder,) for name, folder in folders.items()}
+    if "find" in folders and folders["find"].kind == _GROUNDED:
+        if "segment" not in folders:
+            raise ConfigError(f"nodes.find: a {_GROUNDED} needs nodes.segment; accepted: a sam")
+        needed["find"] += (folders["segment"],)
+    return needed
