@@ -104,7 +104,7 @@ class ClusterControl:
                 )
             case "status":
                 status = cluster_status(self._name, self._pool.workers.values(), self._predictions)
-                status["nodes"] = await self._workflows.node_servers()
+                status["nodes"] = await self._workflows.node_servers(client)
                 return status if client.admin else _as_seen_by(client, status)
             case "cancel":
                 return await self._cancel(operation["request_id"], client)

@@ -1,54 +1,47 @@
-"""What both listeners serve: an inference by whoever may ask for it, logged and counted."""
+"""What both listeners serve: inferences, each by who runs its model, for whoever may ask."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import ExitStack, aclosing
 
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.tensors import Contract
-from maskserve_core.errors import Cancelled, MaskserveError
-from maskserve_core.worker.logs import about
 from maskserve_core.workflows.plan import WorkflowPlan
 from maskserve_router.admission import Admission
 from maskserve_router.control import ClusterControl
-from maskserve_router.dispatch import Dispatcher
-from maskserve_router.edit_call import EditCall, make_edit_call, parse_request
-from maskserve_router.failures import Failure, guarded
-from maskserve_router.forwarded import known_headers
-from maskserve_router.keys import EditCounts, KeyHolder, KeyRing
-from maskserve_router.masks import MaskFinder
-from maskserve_router.metrics import Metrics
+from maskserve_router.edit_call import parse_request
+from maskserve_router.edits import Edits
+from maskserve_router.keys import KeyHolder, KeyRing
 from maskserve_router.model_request import ModelRequest
-from maskserve_router.tracing import Tracing
 from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows
 
-log = logging.getLogger("maskserve.router")
-
 
 class Front:
-    """Serves inferences, unary and streamed."""
+    """Serves inferences, unary and streamed.
+
+    Args:
+        keys: tells clients apart.
+        admission: holds their bytes.
+        turns: reads and writes messages, off the loop.
+        edits: runs `edit` and `edit_stream`.
+        control: runs `control`.
+        workflows: run those of their names.
+    """
 
     def __init__(
         self,
         keys: KeyRing,
-        dispatcher: Dispatcher,
-        control: ClusterControl,
         admission: Admission,
         turns: Turns,
-        metrics: Metrics,
-        tracing: Tracing,
+        edits: Edits,
+        control: ClusterControl,
         workflows: Workflows,
-        masks: MaskFinder,
     ) -> None:
-        self._workflows, self._masks = workflows, masks
-        self._keys, self._dispatcher, self._control = keys, dispatcher, control
-        self._admission, self._turns = admission, turns
-        self._metrics, self._tracing = metrics, tracing
+        self._keys, self._admission, self._turns = keys, admission, turns
+        self._edits, self._control, self._workflows = edits, control, workflows
 
     @property
     def models(self) -> Mapping[str, Contract]:
@@ -105,11 +98,8 @@ class Front:
         if message.head.model_name == "control":
             return await self._control.infer(message, client)
         if message.head.model_name in self._workflows.plans:
-            return await self._workflows.infer(message, headers, timeout, client, self)
-        await self._masks.filled_in(message, client)
-        call = _edit_call(message, size, headers, timeout, client)
-        with self._told(call, client, route):
-            return await self._dispatcher.infer(call, client)
+            return await self._workflows.infer(message, headers, timeout, client)
+        return await self._edits.infer(message, size, client, headers, timeout, route)
 
     async def stream(
         self,
@@ -126,79 +116,18 @@ class Front:
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
         if message.head.model_name in self._workflows.plans:
-            run = self._workflows.stream(message, headers, timeout, client, self)
+            run = self._workflows.stream(message, headers, timeout, client)
             async with aclosing(run) as events:
                 async for event in events:
                     yield await self._turns.run(client, event.ByteSize(), _in_stream, event)
             return
-        await self._masks.filled_in(message, client)
-        call = _edit_call(message, size, headers, timeout, client)
-        with self._told(call, client, route):
-            async with aclosing(self._dispatcher.stream(call, client)) as answers:
-                async for answer_bytes in answers:
-                    yield answer_bytes
-
-    @contextmanager
-    def _told(self, call: EditCall, client: KeyHolder, route: str) -> Iterator[None]:
-        """Tell of an edit when it ends: a log line, a count, a span."""
-        span = self._tracing.open(call)
-        error: MaskserveError | Failure | None = None
-        begin = time.monotonic()
-        try:
-            yield
-        except (MaskserveError, Failure) as known:
-            error = known
-            raise
-        except Exception as surprise:
-            error = guarded(call.request_id, surprise)
-            raise error from None
-        except BaseException:
-            error = Cancelled("the client left")
-            raise
-        finally:
-            code = error.code if error is not None else "OK"
-            self._metrics.requests.labels(route, code).inc()
-            served = client.served.setdefault(call.message.head.model_name, EditCounts())
-            served.add(time.monotonic() - begin, succeeded=error is None)
-            worker = call.worker
-            span.end(error if isinstance(error, MaskserveError) else None, worker=worker, code=code)
-            fields = {
-                "code": code,
-                "route": route,
-                "client": client.name,
-                "upstream": worker,
-                "tries": call.tries,
-                "seconds": round(time.monotonic() - begin, 4),
-            }
-            if error is not None and code != "OK":
-                told = error.details if isinstance(error, Failure) else str(error)
-                fields["error"] = told[:300]
-            log.info(
-                "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
-            )
+        edit = self._edits.stream(message, size, client, headers, timeout, route)
+        async with aclosing(edit) as answers:
+            async for answer_bytes in answers:
+                yield answer_bytes
 
 
 def _in_stream(event: pb.ModelInferResponse) -> bytes:
     """A message of a stream."""
     message: bytes = pb.ModelStreamInferResponse(infer_response=event).SerializeToString()
     return message
-
-
-def _edit_call(
-    message: ModelRequest,
-    size: int,
-    headers: Mapping[str, str],
-    timeout: float | None,
-    client: KeyHolder,
-) -> EditCall:
-    """A client's edit.
-
-    Raises:
-        InvalidRequest: naming the setting.
-        AdapterNotFound: it names another key's LoRA.
-    """
-    private, known = client.private_prompts, known_headers(headers)
-    call = make_edit_call(message, size, known, timeout, client.scope, private_prompt=private)
-    if call.settings is not None:
-        client.check_adapters((lora.name for lora in call.settings.loras), "SETTINGS.loras")
-    return call

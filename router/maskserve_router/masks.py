@@ -60,7 +60,7 @@ class MaskFinder:
         """
         asked.check(field)
         kind = NODE_TYPES["find" if asked.text else "segment"]
-        if not hosts(kind.model, await self._nodes.records()):
+        if not hosts(kind.model, await self._nodes.records(client)):
             what = "a thing's name" if asked.text else "clicks and boxes"
             raise InvalidRequest(field, f"no segmenter that takes {what} is served", "a mask")
         try:

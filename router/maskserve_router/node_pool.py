@@ -105,10 +105,16 @@ class NodePool:
         for server in self._servers.values():
             await server.close()
 
-    async def records(self) -> dict[str, Any]:
-        """Of each server what it hosts (`NodeModels.record`); None of one that does not answer."""
+    async def records(self, client: KeyHolder) -> dict[str, Any]:
+        """Of each server, by the name that a client knows it by, what it hosts
+        (`NodeModels.record`); None of one that does not answer.
+        """
         told = await asyncio.gather(*map(self._record, self._servers))
-        return dict(zip(self._servers, told, strict=True))
+        return dict(zip([self._known(each, client) for each in self._servers], told, strict=True))
+
+    def _known(self, address: str, client: KeyHolder) -> str:
+        """What a client knows a server by: operators by its address, others by its place."""
+        return address if client.admin else f"nodes-{list(self._servers).index(address)}"
 
     async def _record(self, address: str) -> dict[str, Any] | None:
         request = _request(NodeTask(RECORD, (), {}), ())
@@ -137,6 +143,11 @@ class NodePool:
             Failure: the node's own error.
             EngineFailed: no server runs it; the same call may succeed again.
         """
+        made = await self._had(task, client, due)
+        return made._replace(server=self._known(made.server, client))
+
+    async def _had(self, task: Task, client: KeyHolder, due: float) -> Made:
+        """A kept answer, or one that is made now; as `call`, with the server's address."""
         kind = NODE_TYPES[task.call.node]
         raw, digest = await self._turns.run(client, nbytes(task.inputs), _message, task, kind)
         if not kind.deterministic:
@@ -240,7 +251,7 @@ def _made(answer: bytes, address: str, tries: int) -> Made:
         parts = bytes_tensor.elements(contents["MADE"], MOST_ELEMENTS)
         return Made(picked_up(result.outputs, parts), address, result.seconds, tries)
     except (KeyError, ValueError, msgspec.MsgspecError):
-        raise EngineFailed(f"node server {address} answered with something else") from None
+        raise EngineFailed("a node server answered with something else") from None
 
 
 def hosts(model: str, records: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.contracts.settings import EditSettings, MaskFrom
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.reading import sentences
+from maskserve_core.workflows.plan import INPUT_KINDS
 from maskserve_router.openai.form import EXTENSIONS, Fields, ImageUrl
 
 Json = dict[str, Any]
@@ -39,7 +40,15 @@ def document() -> Json:
             "description": "Masked image edits: OpenAI's API, templates, and KServe v2.",
         },
         "security": [{}, {"key": []}],
-        "paths": {**_openai(), **_jobs(), **_masks(), **_templates(), **_kserve(), **_health()},
+        "paths": {
+            **_openai(),
+            **_jobs(),
+            **_masks(),
+            **_workflows(),
+            **_templates(),
+            **_kserve(),
+            **_health(),
+        },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             "schemas": {
@@ -134,6 +143,24 @@ def _masks() -> Json:
     }
     body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
     return {"/v1/masks": {"post": {**answer, "requestBody": body}}}
+
+
+def _workflows() -> Json:
+    one = _object(
+        name=_TEXT,
+        about=_TEXT,
+        version=_WHOLE,
+        digest=_TEXT,
+        inputs=_list(_object(name=_TEXT, kind={"enum": list(INPUT_KINDS)})),
+        steps=_list({"type": "object"}),
+        outputs={"type": "object", "additionalProperties": _TEXT},
+        notes=_list(_TEXT),
+        early=_list(_TEXT),
+        hosts={"type": "object", "additionalProperties": _list(_TEXT)},
+    )
+    listed = _object(object={"const": "list"}, data=_list(one))
+    says = "Workflows that are served, and who runs their nodes"
+    return {"/v1/workflows": {"get": _answers(says, listed, "Error")}}
 
 
 def _job() -> Json:

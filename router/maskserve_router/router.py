@@ -23,6 +23,7 @@ from maskserve_router.config import RouterConfig, check_change
 from maskserve_router.control import ClusterControl
 from maskserve_router.descriptors import connections
 from maskserve_router.dispatch import Dispatcher
+from maskserve_router.edits import Edits
 from maskserve_router.front import Front
 from maskserve_router.grpc_server import GrpcServer
 from maskserve_router.http_app import HttpApp
@@ -86,9 +87,12 @@ class Router:
         )
         self._tracing = Tracing(config)
         self._nodes = NodePool(config.workflows, turns, config.routing.order)
+        masks = MaskFinder(self._nodes, turns)
+        edits = Edits(self._dispatcher, masks, self.metrics, self._tracing)
         times = RunTimes(config, self._nodes.seconds, lambda: len(self.pool.ready()))
         workflows = Workflows(
             _plans(config),
+            edits,
             self._nodes,
             self.pool.ready,
             self.admission,
@@ -113,18 +117,7 @@ class Router:
             config.outputs.urls,
         )
         bodies = Bodies(config.http, self.admission, turns)
-        masks = MaskFinder(self._nodes, turns)
-        front = Front(
-            keys,
-            self._dispatcher,
-            control,
-            self.admission,
-            turns,
-            self.metrics,
-            self._tracing,
-            workflows,
-            masks,
-        )
+        front = Front(keys, self.admission, turns, edits, control, workflows)
         calls = ServerCalls(self.pool, workflows.models)
         listen = config.listen
         self.grpc = GrpcServer(
@@ -132,10 +125,10 @@ class Router:
         )
         self._urls = urls = ImageUrls(config.image_urls, config.limits, self.admission, turns)
         self._outputs = Outputs(config.outputs.timeout_s)
-        edits = ImageEdits(bodies, config.limits, front, turns, self.pool, urls, self._outputs)
+        images = ImageEdits(bodies, config.limits, front, turns, self.pool, urls, self._outputs)
         templates = TemplateRoutes(bodies, front, control, turns)
         self._jobs = Jobs(
-            config, edits, keys, self.admission, turns, Webhooks(config.jobs), self.metrics
+            config, images, keys, self.admission, turns, Webhooks(config.jobs), self.metrics
         )
         inference = HttpInference(bodies, front, turns)
         self.http = HttpServer(
@@ -144,9 +137,9 @@ class Router:
                 inference,
                 keys.client,
                 [
-                    *openai_routes(edits, templates),
+                    *openai_routes(images, templates),
                     *mask_routes(bodies, front, masks, turns),
-                    *job_routes(front, edits, self._jobs),
+                    *job_routes(front, images, self._jobs),
                     *workflow_routes(keys.client, workflows),
                 ],
                 config.http.cors_origins,

@@ -19,7 +19,6 @@ def workflow_routes(
     """Routes of workflows, for whoever may call."""
 
     async def listed(request: Request, request_id: str) -> Response:
-        who(request.headers)
-        return json_answer(await workflows.listed(), request_id)
+        return json_answer(await workflows.listed(who(request.headers)), request_id)
 
     return [Route("/v1/workflows", answering(listed), methods=["GET"])]

@@ -1,7 +1,7 @@
 """Workflows at the router: each plan is a model of its name, and its runs are driven here.
 
-Edits go the way of every edit (`Front.infer`: admission, keys, prices, retry), other nodes to the
-node servers. What a run decides is core's (`WorkflowRun`); this starts tasks, tells it what came of
+Edits go the way of every edit (`Edits`: admission, keys, prices, retry), other nodes to the node
+servers. What a run decides is core's (`WorkflowRun`); this starts tasks, tells it what came of
 them, and starts again those that were lost.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import (
 )
 from contextlib import ExitStack, aclosing, contextmanager
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import structs
@@ -52,6 +52,7 @@ from maskserve_core.workflows.values import Judgement
 from maskserve_core.workflows.wire import nbytes
 from maskserve_router.admission import Admission
 from maskserve_router.edit_call import MODELS, request_id_of
+from maskserve_router.edits import Edits
 from maskserve_router.failures import Failure
 from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.model_request import ModelRequest
@@ -63,30 +64,6 @@ from maskserve_router.unread import Message, Unread
 from maskserve_router.worker import Worker
 
 log = logging.getLogger("maskserve.router")
-
-
-class Edits(Protocol):
-    """Who answers edits (`Front`)."""
-
-    async def infer(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        route: str,
-    ) -> bytes: ...
-
-    def stream(
-        self,
-        message: ModelRequest,
-        size: int,
-        client: KeyHolder,
-        headers: Mapping[str, str],
-        timeout: float | None,
-        route: str,
-    ) -> AsyncGenerator[bytes, None]: ...
 
 
 _Called: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
@@ -112,6 +89,7 @@ class Workflows:
 
     Args:
         plans: that are served.
+        edits: answers the edits of runs.
         nodes: the node servers.
         workers: those that take edits now.
         admission: counts runs among a key's operations, and their values among its bytes.
@@ -123,6 +101,7 @@ class Workflows:
     def __init__(
         self,
         plans: Sequence[WorkflowPlan],
+        edits: Edits,
         nodes: NodePool,
         workers: Callable[[], list[Worker]],
         admission: Admission,
@@ -135,7 +114,7 @@ class Workflows:
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
         """All that clients may call: tensors by name."""
-        self._nodes, self._workers = nodes, workers
+        self._edits, self._nodes, self._workers = edits, nodes, workers
         self._runs: dict[str, asyncio.Task[Any]] = {}
         """Under way, by request id."""
         self._coming: set[str] = set()
@@ -146,9 +125,9 @@ class Workflows:
         task = self._runs.get(request_id)
         return task is not None and task.cancel("cancelled by id")
 
-    async def listed(self) -> dict[str, Any]:
+    async def listed(self, client: KeyHolder) -> dict[str, Any]:
         """What `/v1/workflows` says: every plan, and who runs the models that it needs."""
-        listed, records = [], await self._nodes.records()
+        listed, records = [], await self._nodes.records(client)
         for plan in self.plans.values():
             calls = [step for step in every_step(plan.steps) if isinstance(step, NodeCall)]
             models = sorted({NODE_TYPES[call.node].model for call in calls} - {EDIT})
@@ -156,9 +135,9 @@ class Workflows:
             listed.append({**msgspec.to_builtins(plan), "hosts": where})
         return {"object": "list", "data": listed}
 
-    async def node_servers(self) -> dict[str, Any]:
+    async def node_servers(self, client: KeyHolder) -> dict[str, Any]:
         """What each hosts; None of one that does not answer."""
-        return await self._nodes.records()
+        return await self._nodes.records(client)
 
     async def stream(
         self,
@@ -166,7 +145,6 @@ class Workflows:
         headers: Mapping[str, str],
         timeout: float | None,
         client: KeyHolder,
-        edits: Edits,
         *,
         watched: bool = True,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
@@ -178,7 +156,6 @@ class Workflows:
             headers: of the call.
             timeout: seconds that the client waits.
             client: who calls.
-            edits: answers edits.
             watched: whether the client sees events beside the answer.
 
         Raises:
@@ -229,9 +206,9 @@ class Workflows:
                         told = {**meta, "key": task.key, "node": EDIT}
                         tell(told, picture if shows else None, passing=True)
 
-                    made, meta = await _followed(edits.stream(*sent), turn, passing)
+                    made, meta = await _followed(self._edits.stream(*sent), turn, passing)
                 else:
-                    answer = await edits.infer(*sent)
+                    answer = await self._edits.infer(*sent)
                     made, meta = await turn(len(answer), _edited, answer)
                 told = {name: meta[name] for name in _OF_EDITS if name in meta}
                 seconds = time.monotonic() - begin
@@ -292,10 +269,9 @@ class Workflows:
         headers: Mapping[str, str],
         timeout: float | None,
         client: KeyHolder,
-        edits: Edits,
     ) -> bytes:
         """The answer alone; raises as `stream`."""
-        run = self.stream(message, headers, timeout, client, edits, watched=False)
+        run = self.stream(message, headers, timeout, client, watched=False)
         async with aclosing(run) as events:
             (answer,) = [event async for event in events]
         return await self._turns.run(client, answer.ByteSize(), answer.SerializeToString)

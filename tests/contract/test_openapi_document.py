@@ -54,29 +54,23 @@ def test_every_path_is_served_and_every_route_is_told(routes: set[tuple[str, str
 
 
 @pytest.fixture
-def routes() -> set[tuple[str, str]]:
-    """Paths and methods of the router's application."""
-    from maskserve_router.http_app import HttpApp
-    from maskserve_router.jobs.routes import job_routes
-    from maskserve_router.openai.masks import mask_routes
-    from maskserve_router.openai.routes import openai_routes
+async def routes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """Paths and methods of a router's application."""
+    from maskserve_router import router
+    from maskserve_router.config import router_config_of
 
-    class Anything:
-        def __getattr__(self, _: str) -> Any:
-            async def handler(*_: Any) -> None: ...
+    made: list[Any] = []
 
-            return handler
+    class Seen(router.HttpApp):
+        def app(self) -> Any:
+            made.append(super().app())
+            return made[-1]
 
-        def operation(self, _: str) -> Any:
-            return self.prime
-
-    anything: Any = Anything()
-    more = [*openai_routes(anything, anything), *job_routes(anything, anything, anything)]
-    more += mask_routes(anything, anything, anything, anything)
-    app = HttpApp(anything, anything, anything, more).app()
+    monkeypatch.setattr(router, "HttpApp", Seen)
+    router.Router(router_config_of({"workers": {"addresses": ["127.0.0.1:1"]}}))
     return {
         (re.sub(r":path\}", "}", route.path), method)
-        for route in app.routes
+        for route in made[0].routes
         for method in (route.methods or set()) - {"HEAD"}
     }
 

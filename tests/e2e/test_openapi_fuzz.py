@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.router_site import RouterSite
 from maskserve_router.openapi import document
 from maskserve_serving.worker import WorkerProcess
@@ -52,7 +53,8 @@ EXAMPLES, SLOW_EXAMPLES = 8, 300
 
 @pytest.fixture(scope="module")
 def site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
-    with RouterSite([worker.grpc_url], tmp_path_factory.mktemp("openapi"), {}) as made:
+    flows = {"workflows": {"folder": str(CHECKOUT / "assets" / "workflows")}}
+    with RouterSite([worker.grpc_url], tmp_path_factory.mktemp("openapi"), flows) as made:
         yield made
         assert requests.get(f"http://{made.http_url}/readyz", timeout=10).status_code == 200
         url = f"http://{made.http_url}/v1/templates"  # of a worker that other files share

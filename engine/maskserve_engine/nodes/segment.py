@@ -82,9 +82,7 @@ class SegmentNodes:
         """
         given = self._processor(images=[pixels], return_tensors="pt", **asked)
         sizes = given.pop("original_sizes"), given.pop("reshaped_input_sizes")
-        said = self._model(
-            **given.to(self._device, torch.float32), multimask_output=several
-        )
+        said = self._model(**given.to(self._device, torch.float32), multimask_output=several)
         [masks] = self._processor.post_process_masks(said.pred_masks.cpu(), *sizes)
         return masks.numpy(), said.iou_scores[0].cpu().numpy()
 

@@ -32,7 +32,7 @@ class Pool:
         self.models, self.fails = models, fails
         self.asked: list[Task] = []
 
-    async def records(self) -> dict[str, Any]:
+    async def records(self, client: Any) -> dict[str, Any]:
         return {"gone": None, "there": {"models": [{"name": name} for name in self.models]}}
 
     async def call(self, task: Task, client: KeyHolder) -> Made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import threading
@@ -123,19 +124,23 @@ def request(prompt: bytes = b"a star", **settings: Any) -> Any:
 
 
 def workflows(
-    nodes: Any, plan: WorkflowPlan = PLAN, most_bytes: int = 2**20, workers: Any = list
+    nodes: Any,
+    edits: Any,
+    plan: WorkflowPlan = PLAN,
+    most_bytes: int = 2**20,
+    workers: Any = list,
 ) -> Workflows:
     config = RouterConfig()
     times = RunTimes(config, getattr(nodes, "seconds", lambda node: None), lambda: 1)
     bounds = AdmissionBounds(max_edits=4, max_bytes=most_bytes)
     admission = Admission(bounds, Metrics())
-    return Workflows([plan], nodes, workers, admission, Turns(2), LimitsConfig(), times)
+    return Workflows([plan], edits, nodes, workers, admission, Turns(2), LimitsConfig(), times)
 
 
 async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    served = workflows(nodes)
+    served = workflows(nodes, edits)
     check_request(message, served.models)
-    raw = await served.infer(message, {}, None, CLIENT, edits)
+    raw = await served.infer(message, {}, None, CLIENT)
     found = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
     return {name: bytes(each) for name, each in found.items() if name != "META"}, json.loads(
         bytes(found["META"])
@@ -197,21 +202,21 @@ async def test_edits_are_due_as_long_before_the_run_as_what_lies_behind_them_tak
 
 async def test_a_cancel_or_deadline_ends_every_node() -> None:
     edits = Edits(never=True)
-    served = workflows(Nodes())
-    work = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, CLIENT, edits))
+    served = workflows(Nodes(), edits)
+    work = asyncio.create_task(served.infer(request(request_id="mine"), {}, None, CLIENT))
     while len(edits.asked) < 2:
         await asyncio.sleep(0)
     with pytest.raises(InvalidRequest, match="names an edit that is in flight"):
-        await served.infer(request(request_id="mine"), {}, None, CLIENT, edits)
+        await served.infer(request(request_id="mine"), {}, None, CLIENT)
     assert served.cancel("mine")
     with pytest.raises(Cancelled, match="the workflow was cancelled"):
         await work
     assert edits.left == 2
     assert not served.cancel("mine")
     with pytest.raises(DeadlineExceeded, match="passed before pair ended"):
-        await served.infer(request(deadline_ms=20), {}, None, CLIENT, edits)
+        await served.infer(request(deadline_ms=20), {}, None, CLIENT)
     assert edits.left == 4
-    left = asyncio.create_task(served.infer(request(), {}, None, CLIENT, edits))
+    left = asyncio.create_task(served.infer(request(), {}, None, CLIENT))
     while len(edits.asked) < 6:
         await asyncio.sleep(0)
     left.cancel()
@@ -220,8 +225,8 @@ async def test_a_cancel_or_deadline_ends_every_node() -> None:
 
 
 async def test_a_stream_tells_of_each_node() -> None:
-    served = workflows(Nodes())
-    events = served.stream(request(progress=True), {}, None, CLIENT, Edits())
+    served = workflows(Nodes(), Edits())
+    events = served.stream(request(progress=True), {}, None, CLIENT)
     told = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
     assert [each["event"] for each in told if each["event"] != "progress"] == [
         *["preview"] * 2, *["node"] * 6, "final",
@@ -229,7 +234,7 @@ async def test_a_stream_tells_of_each_node() -> None:
 
 
 async def test_edits_own_progress_and_previews_are_in_the_stream() -> None:
-    events = workflows(Nodes()).stream(request(preview_every=1), {}, None, CLIENT, Edits())
+    events = workflows(Nodes(), Edits()).stream(request(preview_every=1), {}, None, CLIENT)
     seen = [bytes_tensor.outputs(event) async for event in events]
     told = [json.loads(bytes(each["META"])) for each in seen]
     assert [each["event"] for each in told] == [*["progress", "preview"] * 2, "final"]
@@ -237,8 +242,8 @@ async def test_edits_own_progress_and_previews_are_in_the_stream() -> None:
     assert {each["key"] for each in told[:-1]} == {"each-1[0]/edit-1", "each-1[1]/edit-1"}
     assert told[-1]["outputs"] == {"image": "picture", "verdict": "verdict"}
     assert (told[0]["step"], told[0]["steps"]) == (1, 2)
-    alone = await workflows(Nodes()).infer(
-        request(progress=True, preview_every=1), {}, None, CLIENT, Edits()
+    alone = await workflows(Nodes(), Edits()).infer(
+        request(progress=True, preview_every=1), {}, None, CLIENT
     )
     assert b"final" in alone
 
@@ -284,7 +289,12 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
     await until("the server is busy", lambda: len(sent) == 2)
     modest = call("modest")
     goes_on.set()
-    assert (await modest).outputs == {"mask": b"made"}
+    made = await modest
+    assert made.outputs == {"mask": b"made"}
+    assert made.server == "nodes-0"  # its address is the operators'
+    operator = dataclasses.replace(holder("operator"), admin=True)
+    assert list(await pool.records(operator)) == ["127.0.0.1:1"]
+    assert list(await pool.records(holder("modest"))) == ["nodes-0"]
     assert sent.index(b"modest") == 2
     await asyncio.gather(*greedy)
     await pool.close()
@@ -335,18 +345,18 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
 
 async def test_runs_and_what_they_make_count_with_their_key() -> None:
     """Pictures between nodes were bytes that nobody counted, and runs had no bound."""
-    served = workflows(Nodes(), most_bytes=2**20)
     edits = Edits(never=True)
+    served = workflows(Nodes(), edits, most_bytes=2**20)
     runs = [
-        asyncio.create_task(served.infer(request(), {}, None, holder("greedy"), edits))
-        for _ in range(3)
+        asyncio.create_task(served.infer(request(), {}, None, holder("greedy"))) for _ in range(3)
     ]
     await until("they run or are refused", lambda: any(each.done() for each in runs))
     refused = [each for each in runs if each.done()]
     with pytest.raises(RetryLater, match="key greedy has its share: 2 operations are under way"):
         await refused[0]
     assert len(refused) == 1
-    assert await served.infer(request(), {}, None, holder("modest"), Edits())
+    edits.never = False
+    assert await served.infer(request(), {}, None, holder("modest"))
     for task in runs:
         task.cancel()
     await asyncio.gather(*runs, return_exceptions=True)
@@ -357,7 +367,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
             return made._replace(outputs={**made.outputs, "more": bytes(300_000)})
 
     with pytest.raises(RetryLater, match="bytes of requests are under way"):
-        await workflows(Large()).infer(request(), {}, None, holder("greedy"), Edits())
+        await workflows(Large(), Edits()).infer(request(), {}, None, holder("greedy"))
     assert served._admission.bytes == 0
 
 
@@ -386,7 +396,7 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
             await super()._answer(message)
             return answer_of(bytes(2**17))
 
-    await workflows(Nodes(), most_bytes=2**23).infer(message, {}, None, CLIENT, Same())
+    await workflows(Nodes(), Same(), most_bytes=2**23).infer(message, {}, None, CLIENT)
     assert sorted(threads) == sorted(copying)
     assert threading.current_thread() not in threads.values()
 
@@ -407,13 +417,11 @@ async def test_a_lora_of_later_nodes_is_loaded_once_at_a_time() -> None:
         image, mask = later.picture("image"), later.mask("mask")
         first = edit(image, mask, "a star")
         later.gives(image=edit(first, mask, "a cat", loras=[{"name": "x"}]))
-    served = workflows(Nodes(), compiled(later.plan), workers=lambda: [Worker, Worker])
+    plan, edits = compiled(later.plan), Edits(never=True)
+    served = workflows(Nodes(), edits, plan, workers=lambda: [Worker, Worker])
     message = request()
     message.head.model_name = "twice"
-    runs = [
-        asyncio.create_task(served.infer(message, {}, None, CLIENT, Edits(never=True)))
-        for _ in range(4)
-    ]
+    runs = [asyncio.create_task(served.infer(message, {}, None, CLIENT)) for _ in range(4)]
     await until("hosts are asked", lambda: len(asked) >= 2)
     assert len(asked) == 2
     for task in runs:

@@ -17,7 +17,6 @@ from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.node_models import NodeModels
 from tests.support.eventually import eventually
 
-
 KINDS = {"find": "clipseg", "enlarge": "swin2sr"}
 
 
