@@ -200,12 +200,13 @@ class NodeModels:
             work = self._line[0]
             needed = self._needed[work.model]
             try:
+                _check_fits(needed, self._budget)
                 missing = self._held.hold(work.id, needed)
             except MaskserveError as error:
                 if isinstance(error, Overloaded) and self._holding:
                     return  # what has to go is still needed
                 self._line.popleft()
-                self._end(work, _no_room(needed, self._budget) or error)
+                self._end(work, error)
                 continue
             self._line.popleft()
             self._holding.add(work.id)
@@ -286,13 +287,13 @@ def _resource(folder: NodeFolder) -> Resource:
     return Resource(NODE_MODELS.name, folder.version)
 
 
-def _no_room(needed: Sequence[NodeFolder], budget: int) -> InvalidRequest | None:
+def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
+    """Raises InvalidRequest: there is no room for them, whatever goes."""
     nbytes = sum(folder.nbytes for folder in needed)
-    if nbytes <= budget:
-        return None
-    names = " and ".join(folder.name for folder in needed)
-    told = f"model {names} has {nbytes} bytes, and all may have {budget}"
-    return InvalidRequest("nodes", told, NODE_MODELS.budget)
+    if nbytes > budget:
+        names = " and ".join(folder.name for folder in needed)
+        told = f"model {names} has {nbytes} bytes, and all may have {budget}"
+        raise InvalidRequest("nodes", told, NODE_MODELS.budget)
 
 
 def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:

@@ -194,6 +194,7 @@ def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None
     small.wait("a")
     with pytest.raises(InvalidRequest, match="find and segment has 200 bytes, and all may have 15"):
         raise small.made["a"]
+    assert small.loads == []
     small.models.close()
 
 
