@@ -51,7 +51,9 @@ def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
         ConfigError: a folder is of another class, or one that is needed is missing.
     """
     folders = {name: NodeFolder.of(name, Path(path)) for name, path in nodes.folders().items()}
-    needed = {name: (folder,) for name, folder in folders.items()}
+    needed: dict[str, tuple[NodeFolder, ...]] = {
+        name: (folder,) for name, folder in folders.items()
+    }
     if "find" in folders and folders["find"].kind == _GROUNDED:
         if "segment" not in folders:
             raise ConfigError(f"nodes.find: a {_GROUNDED} needs nodes.segment; accepted: a sam")
