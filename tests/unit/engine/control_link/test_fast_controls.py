@@ -202,6 +202,7 @@ def model(
     row_of.clear()
 
 
+@pytest.mark.each_value
 def test_a_row_equals_the_pipeline_whose_net_is_as_late(model: Model) -> None:
     rng = np.random.default_rng()
     case = model.case(rng)

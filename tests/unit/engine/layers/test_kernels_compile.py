@@ -34,9 +34,9 @@ from maskserve_engine.layers.shrink_expand_kernels import (  # noqa: E402
     shrink_map_kernel,
 )
 
-pytestmark = pytest.mark.each_value
-
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
+# Each test for a device with float8 and one without; among them all for each device.
+pytestmark = pytest.mark.spread("target", sort=lambda target: target >= ADA)
 HALF = [("bf16", target) for target in (AMPERE, ADA, HOPPER, BLACKWELL)]
 OTHERS = [("fp16", HOPPER), ("fp32", HOPPER)]
 REST = [

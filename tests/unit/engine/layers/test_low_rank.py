@@ -158,6 +158,7 @@ MIXES: tuple[Asked, ...] = (
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("model", "loras"),
     [

@@ -52,6 +52,7 @@ def model(request: pytest.FixtureRequest, tiny_flux: dict[str, Path]) -> Model:
     return Model(tiny_flux[request.param])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(6))
 def test_a_dense_row_equals_the_pipeline(model: Model, seed: int) -> None:
     case = model.case(np.random.default_rng(seed))

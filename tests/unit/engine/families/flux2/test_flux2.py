@@ -100,6 +100,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(build_tiny_flux2(folder, distilled=request.param == "distilled", exact=exact))
 
 
+@pytest.mark.each_value
 def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
     """Sizes, strengths and guidance of their own, in one batch that rows leave."""
     cases = [model.case(seed) for seed in range(6)]

@@ -117,6 +117,7 @@ def picture(rng: np.random.Generator, case: Case) -> NDArray[np.uint8]:
     return rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
 @pytest.mark.parametrize("nets", [("one",), ("two", "one")])
 def test_a_dense_row_equals_the_pipeline(
