@@ -15,9 +15,9 @@ _SHORT = 5
 _LEAST = 10
 
 
-def number(whole: int) -> int:
+def number(whole: int, least: int = _LEAST) -> int:
     """Of `whole` examples, those that this run draws."""
-    return whole if WHOLE else min(whole, max(_LEAST, whole // _SHORT))
+    return whole if WHOLE else min(whole, max(least, whole // _SHORT))
 
 
 def examples(whole: int = 100, **more: Any) -> settings:
