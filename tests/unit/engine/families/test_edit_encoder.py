@@ -265,6 +265,7 @@ def test_everything_masked_is_encoded_as_a_whole(make: Make, tiny_fill: Path) ->
         same(found, encoder.encode(case.pixels, mask, case.prompt))
 
 
+@pytest.mark.slow  # the test above holds what is encoded
 def test_an_edit_looks_the_same_whether_its_masked_picture_was_encoded_in_pieces(
     make: Make,
 ) -> None:

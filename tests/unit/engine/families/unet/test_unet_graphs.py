@@ -22,12 +22,14 @@ from maskserve_engine.families.unet.rows import CachedRest
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
+from tests.support.examples import WHOLE
 from tests.support.own_rows import plan, row_of, run
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
 pytestmark = pytest.mark.spread("folder")
 
 SIDE = 96
+ROWS = 5 if WHOLE else 3
 TOKEN = 16
 """Pixels between two places at which a mask touches tokens of each level alike."""
 
@@ -113,7 +115,9 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
     """
     seed = int(np.random.default_rng().integers(1 << 30))
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
-    jobs = [job_of(encoder, seed + i // 2 * 2, at=i, **(guided if i < 2 else {})) for i in range(5)]
+    jobs = [
+        job_of(encoder, seed + i // 2 * 2, at=i, **(guided if i < 2 else {})) for i in range(ROWS)
+    ]
     capture = Replayed()
     plain = adapter_of(folder, None, halo, buckets=buckets)
     own = adapter_of(folder, capture, halo, buckets=buckets)
@@ -199,7 +203,7 @@ def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     seed = int(np.random.default_rng().integers(1 << 30))
     rng = np.random.default_rng(seed)
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
-    jobs = [job_of(encoder, seed + i, **(guided if i < 2 else {})) for i in range(5)]
+    jobs = [job_of(encoder, seed + i, **(guided if i < 2 else {})) for i in range(ROWS)]
     capture = Replayed()
     plain, own = adapter_of(folder, None), adapter_of(folder, capture)
     plans: list[Any] = [("kv",) * plain.blocks]
