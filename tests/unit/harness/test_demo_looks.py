@@ -11,17 +11,18 @@ from maskserve_harness.quality.adapters import AdapterRig, asked_of, judged
 from maskserve_harness.quality.systems import Rig
 from maskserve_training.bases import FluxBase
 from maskserve_training.lora import ADAPTERS, share_followed
+from tests.support.examples import number
 
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_the_judge_tells_right_answers_from_others(look: str) -> None:
-    edits = edits_with(look, 48)
+    edits = edits_with(look, number(48))
     assert all(followed(look, edit.target, edit) for edit in edits)
     assert not any(followed(look, edit.source, edit) for edit in edits)
 
 
 def test_a_solid_object_is_not_hollow() -> None:
-    assert not any(followed("hollow", edit.target, edit) for edit in held_out_edits(48))
+    assert not any(followed("hollow", edit.target, edit) for edit in held_out_edits(number(48)))
 
 
 @pytest.mark.slow  # test_readme.py sees that the shipped LoRA shows
@@ -34,7 +35,7 @@ def test_a_lora_changes_what_diffusers_paints_as_it_was_taught(look: str) -> Non
 
 
 def test_a_gap_of_two_pixels_leaves_a_hollow_object_s_line_whole() -> None:
-    edits = edits_with("hollow", 48)
+    edits = edits_with("hollow", number(48))
     assert all(followed("hollow", _cut(edit, 2), edit) for edit in edits)
     assert not all(followed("hollow", _cut(edit, 8), edit) for edit in edits)
 

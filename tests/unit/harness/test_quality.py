@@ -83,13 +83,8 @@ def test_a_bucket_of_tokens_costs_no_quality(rig: Rig, monkeypatch: pytest.Monke
     assert more.outside_max_abs_diff == 0
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "nf4",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp8", "int8", "int8-dynamic")),
-    ],
-)
+@pytest.mark.slow  # the cache above, and each form in tests/unit/engine/stages/test_quantise.py
+@pytest.mark.parametrize("form", ["nf4", "fp8", "int8", "int8-dynamic"])
 def test_small_weights_lose_no_more_by_the_cache(form: str) -> None:
     """Held against dense rows of the same form."""
     pytest.importorskip("torchao")

@@ -348,6 +348,7 @@ def test_ranks_that_are_out_of_step_say_so_and_none_waits(two: Engine, encoder: 
     assert len(run(two, [job(encoder, 2, "after", num_inference_steps=2, cache="off")])) == 1
 
 
+@pytest.mark.slow  # the record's freshness: tests/unit/engine/loop/test_engine.py
 def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
     two: Engine, encoder: Encoder
 ) -> None:
@@ -431,6 +432,7 @@ def test_devices_above_the_models_heads_are_refused_in_a_sentence(
     check_devices(config, gpus=0)
 
 
+@pytest.mark.slow  # a model that does not load: tests/e2e/test_serve.py
 def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:
     config, folder = config_for(tiny_fill, 2), tmp_path / "model"
     shutil.copytree(tiny_fill, folder)

@@ -141,7 +141,9 @@ def scattered(rng: np.random.Generator) -> Pixels:
     return mask
 
 
-@pytest.mark.parametrize(("seed", "worst"), [(0, 40.0), (None, 30.0)])
+@pytest.mark.parametrize(
+    ("seed", "worst"), [(0, 40.0), pytest.param(None, 30.0, marks=pytest.mark.slow)]
+)
 def test_cached_edits_of_the_demo_model_look_as_decoded_whole(
     demo: tuple[Config, Decoder, Callable[[Pixels], Latents]], seed: int | None, worst: float
 ) -> None:
