@@ -309,6 +309,15 @@ def test_what_cannot_be_is_one_sentence(
     assert "\n" not in str(refused.value)
 
 
+def test_a_run_that_cannot_be_in_time_is_refused_at_once(site: Site) -> None:
+    asked = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
+    found, _ = site.run("regions", **asked, settings={"deadline_ms": 600_000})
+    assert found["IMAGE"]
+    with pytest.raises(InferenceServerException) as refused:
+        site.run("regions", **asked, settings={"deadline_ms": 1})
+    assert "0.0 s are too short for regions, which takes about" in str(refused.value)
+
+
 def test_openais_client_names_a_workflow_as_its_model(site: Site) -> None:
     assert site.supervisor.router is not None
     base = f"http://127.0.0.1:{site.supervisor.router.ports.http}/v1"

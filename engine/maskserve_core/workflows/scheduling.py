@@ -235,24 +235,29 @@ def predicted(
     if _alike(nodes, places):
         return _listed(nodes, [place.free_at for place in places], now)
     ends: dict[str, float] = {}
-    known = {place.name: place for place in places}
+    free = {place.name: max(place.free_at, now) for place in places}
+    has = {place.name: place.models for place in places}
     for node in nodes:
         end = now + node.behind_s
+        able = [name for name in free if node.only is None or name in node.only]
         for _ in range(node.at_once):
-            able = [p for p in known.values() if node.only is None or p.name in node.only]
-            if not able:
+            starts = [
+                (free[name] + prices.before_s(node, NodePlace(name, 0.0, has[name])), name)
+                if node.inputs or not node.models <= has[name]
+                else (free[name], name)
+                for name in able
+            ]
+            if not starts:
                 end = math.inf
                 break
-            place = min(able, key=lambda p: (prices.score(node, p, now), p.name))
-            start = max(place.free_at, now) + prices.before_s(node, place)
-            others = [p for p in able if p is not place and p.free_at <= start]
+            start, name = min(starts)
+            others = [each for each in able if each != name and free[each] <= start]
             most = min(len(node.run_s), len(others) + 1)
             degree = next((k for k in range(1, most) if node.in_time(start, k)), most)
-            gang, run = [place, *others[: degree - 1]], node.run_s[degree - 1]
-            for each in gang:
-                models = each.models | node.models
-                known[each.name] = NodePlace(each.name, start + run, models)
-            end = max(end, start + run + node.behind_s)
+            done = start + node.run_s[degree - 1]
+            for each in (name, *others[: degree - 1]):
+                free[each], has[each] = done, has[each] | node.models
+            end = max(end, done + node.behind_s)
         ends[node.key] = end
     return ends
 

@@ -24,7 +24,7 @@ BYTES_S: Final = 3.9 * GIB / 0.430
 TWO: Final = 1.9
 """Times that two devices are as fast as one."""
 OVERHEAD_S: Final = 1e-3
-"""Of a call of a node; §7.5 has under one for the largest fetch."""
+"""Of every call, a monolith's, too; §7.5 has under one for the largest fetch."""
 SHARES: Final = (0.5, 0.3, 0.2)
 """Of a base's requests: without a ControlNet, with the first, with the second."""
 TURN: Final = 10.0
@@ -81,7 +81,7 @@ class Flow:
     @property
     def solo_s(self) -> float:
         base = BASES[self.base]
-        return base.text[1] + self.loop_s + base.vae[1]
+        return base.text[1] + self.loop_s + base.vae[1] + OVERHEAD_S
 
     @property
     def parts(self) -> dict[str, float]:
@@ -198,11 +198,11 @@ def ours(
     asked = []
     for number, each in enumerate(want):
         base = BASES[each.flow.base]
-        loop, ends = each.flow.loop_s * each.share, base.text[1] + base.vae[1]
+        loop, ends = each.flow.loop_s * each.share, base.text[1] + base.vae[1] + OVERHEAD_S
         node = Node(frozenset(each.flow.parts), (loop + ends, loop / TWO + ends))
         asked.append(_asked(load, number, each, (node,)))
     models = _models(load)
-    return _run(rules or Rules(overhead_s=OVERHEAD_S), load, models, _loads(load, models)), asked
+    return _run(rules or Rules(), load, models, _loads(load, models)), asked
 
 
 def lego(
@@ -211,24 +211,26 @@ def lego(
     """LegoDiffusion as printed: a node for each call of a model, a step's ControlNet beside it."""
     asked = [_asked(load, n, each, _steps(each.flow)) for n, each in enumerate(want)]
     models = _models(load)
-    printed = rules or Rules("fcfs", printed=True, overhead_s=OVERHEAD_S)
+    printed = rules or Rules("fcfs", printed=True)
     return _run(printed, load, models, _loads(load, models)), asked
 
 
 @cache
 def _steps(flow: Flow) -> tuple[Node, ...]:
-    base = BASES[flow.base]
-    nodes = [Node(frozenset({base.encoder}), (base.text[1],), together=8)]
+    base, sent = BASES[flow.base], OVERHEAD_S
+    nodes = [Node(frozenset({base.encoder}), (base.text[1] + sent,), together=8)]
     last: tuple[int, ...] = (0,)
     for _ in range(base.steps):
         step = base.step[1]
         behind = [len(nodes)]
-        nodes.append(Node(frozenset({flow.base}), (step, step / TWO), last))
+        nodes.append(Node(frozenset({flow.base}), (step + sent, step / TWO + sent), last))
         if flow.net:
             behind.append(len(nodes))
-            nodes.append(Node(frozenset({f"{flow.base}-net{flow.net}"}), (base.net[1],), last))
+            nodes.append(
+                Node(frozenset({f"{flow.base}-net{flow.net}"}), (base.net[1] + sent,), last)
+            )
         last = tuple(behind)
-    nodes.append(Node(frozenset({f"vae-{flow.base}"}), (base.vae[1],), last, together=4))
+    nodes.append(Node(frozenset({f"vae-{flow.base}"}), (base.vae[1] + sent,), last, together=4))
     return tuple(nodes)
 
 

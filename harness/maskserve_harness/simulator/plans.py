@@ -65,8 +65,6 @@ class Rules:
     """Whether it is known what lies behind a node; else each is judged by itself."""
     swaps: bool = False
     """Whether a request that is refused has its models brought for the next one."""
-    overhead_s: float = 0.0
-    """Of a call: it is sent, and its inputs are fetched."""
 
 
 @dataclass(slots=True)
@@ -238,7 +236,7 @@ class PlanRun:
     def _begin(
         self, now: float, dispatch: Dispatch, names: Mapping[str, tuple[_Plan, int]]
     ) -> None:
-        seconds = dispatch.before_s + dispatch.run_s + self.rules.overhead_s
+        seconds = dispatch.before_s + dispatch.run_s
         for name in dispatch.places:
             device = self.devices[name]
             if device.free_at > now:
