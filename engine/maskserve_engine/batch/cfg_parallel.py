@@ -6,10 +6,13 @@ all tell one another what the model has answered: one exchange per step, of the 
 where `sequence_parallel` has two per block. Every rank then moves every row by the same bytes.
 
 A row's passes go to different ranks; a row of one pass goes to the rank that has the least to do.
+What a rank keeps of a row with anchors of its own is of the passes that it has computed: these go
+to the same ranks at every step, whatever rows are beside them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -17,20 +20,29 @@ from torch import Tensor
 from maskserve_engine.batch.sequence_parallel import Exchange
 
 
-def dealt(rows: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
+def dealt(
+    rows: Sequence[Sequence[float]], count: int, stays: Sequence[str | None]
+) -> tuple[int, ...]:
     """The rank of each pass, row by row.
 
     Args:
         rows: what each of a row's passes costs, in any unit; the prompt's first.
         count: of the ranks; a row has no more passes.
+        stays: the name of each row whose passes go where the name says; None: anywhere.
     """
     loads = [0.0] * count
     ranks: dict[tuple[int, int], int] = {}
-    for number in sorted(range(len(rows)), key=lambda number: -max(rows[number])):
-        costs = rows[number]
-        free = sorted(range(count), key=lambda rank: (loads[rank], rank))
-        largest = sorted(range(len(costs)), key=lambda at: -costs[at])
-        for at, rank in zip(largest, free, strict=False):
+    numbers = range(len(rows))
+    for number in sorted(numbers, key=lambda number: (stays[number] is None, -max(rows[number]))):
+        costs, name = rows[number], stays[number]
+        passes, free = list(range(len(costs))), list(range(count))
+        if name is None:
+            passes.sort(key=lambda at: -costs[at])
+            free.sort(key=lambda rank: loads[rank])
+        else:
+            first = zlib.crc32(name.encode()) % count
+            free = free[first:] + free[:first]
+        for at, rank in zip(passes, free, strict=False):
             ranks[number, at] = rank
             loads[rank] += costs[at]
     return tuple([ranks[each] for each in sorted(ranks)])
@@ -41,17 +53,20 @@ class PassShare:
 
     Args:
         rows: as of `dealt`, equal on all ranks.
+        stays: likewise.
         exchange: between them.
 
     Raises:
         ValueError: a row has more passes than there are ranks.
     """
 
-    def __init__(self, rows: Sequence[Sequence[float]], exchange: Exchange) -> None:
+    def __init__(
+        self, rows: Sequence[Sequence[float]], stays: Sequence[str | None], exchange: Exchange
+    ) -> None:
         if max(map(len, rows)) > exchange.count:
             raise ValueError(f"{exchange.count} ranks are fewer than a row's passes")
         self.exchange = exchange
-        self._ranks = dealt(rows, exchange.count)
+        self._ranks = dealt(rows, exchange.count, stays)
         self.own = tuple([i for i, rank in enumerate(self._ranks) if rank == exchange.rank])
         """Numbers of the passes that are computed here, among all."""
 

@@ -10,10 +10,11 @@ TaylorSeer foretells a whole model's features so.)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,11 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import KvSource
 
+_log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")
+Share = Span | Literal["here", "elsewhere"] | None
+"""Of a pass, what a rank has of an anchor: the keys and values of all heads (None) or, where ranks
+have shared it, of some; where they have dealt its passes, whether this one is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +96,18 @@ class OwnAnchors:
         self._lacked: dict[int, tuple[Coded, ...]] = {}
         """The same, less what the template's entry had of them."""
         self._dtype = torch.float32
-        self._heads: Span | None = None
-        """Whose keys and values it has, where ranks have shared an anchor; None: those of all."""
-        self._seen: Span | None = None
+        self._has: Share = None
+        self._seen: Share = None
         """The same of what it sees now."""
+        self._lost: int | None = None
+        """The last step that there was no memory for."""
 
-    def whole(self, heads: Span | None = None) -> bool:
-        """Whether every block has something to go on with, for a rank of these heads or all."""
-        return bool(self._sigmas) and self._heads in (None, heads)
+    def whole(self, heads: Span | None = None, *, dealt: bool = False) -> bool:
+        """Whether every block has something to go on with, for a rank of these heads or all, or for
+        ranks that deal passes.
+        """
+        enough: tuple[Share, ...] = ("here", "elsewhere") if dealt else (None, heads)
+        return bool(self._sigmas) and self._has in enough
 
     @property
     def nbytes(self) -> int:
@@ -159,9 +168,9 @@ class OwnAnchors:
         entry.into(both[1])
         return encode(both[0] - both[1], self.plan.format)
 
-    def sees(self, heads: Span) -> None:
-        """Of the next anchor, which ranks share, it sees keys and values of these heads alone."""
-        self._seen = heads
+    def sees(self, share: Share) -> None:
+        """Of the next anchor, which ranks share, it sees this alone."""
+        self._seen = share
 
     def hidden(self, block: int, hidden: Tensor) -> None:
         """Nobody reads it."""
@@ -189,13 +198,17 @@ class OwnAnchors:
         A step that is tried again, as one of a batch that failed is, finds what it has found: what
         it has left stays.
         """
-        if self._seen != self._heads:  # there is no line through what is of others
-            self._kept.clear()
-            self._heads, self._sigmas = self._seen, ()
+        self._turn()
         kept = self._kept.get((block, part))
-        if kept is not None and kept.step == self._step:
+        if self._lost == self._step or (kept is not None and kept.step == self._step):
             return
-        new = [self._others(block, each) for each in tensors]
+        try:
+            self._kept[block, part] = self._made(kept, [self._others(block, x) for x in tensors])
+        except torch.OutOfMemoryError:
+            self._lose()
+
+    def _made(self, kept: _Kept | None, new: Sequence[Tensor]) -> _Kept:
+        """Of a part of a block, behind what was kept of it."""
         slopes = []
         if kept is not None and self.plan.power:
             for coded, now in zip(kept.parts, new, strict=True):
@@ -203,7 +216,19 @@ class OwnAnchors:
                 coded.into(before)
                 slopes.append(encode(now - before, self.plan.format))
         parts = tuple([encode(each, self.plan.format) for each in new])
-        self._kept[block, part] = _Kept(self._step, parts, tuple(slopes))
+        return _Kept(self._step, parts, tuple(slopes))
+
+    def _lose(self) -> None:
+        """Keep nothing for want of memory: steps compute all tokens until one finds room."""
+        _log.warning("no memory for what an edit's step %d leaves", self._step)
+        self._lost, self._sigmas = self._step, ()
+        self._kept.clear()
+
+    def _turn(self) -> None:
+        """Begin anew with what it sees, if that is of another share: no line leads there."""
+        if self._seen != self._has:
+            self._kept.clear()
+            self._has, self._sigmas = self._seen, ()
 
     def _others(self, block: int, x: Tensor) -> Tensor:
         """[T + m, width] of the tokens that other steps do not compute."""
@@ -214,7 +239,8 @@ class OwnAnchors:
 
     def passed(self, sigma: float) -> None:
         """An anchor at `sigma` is whole; told once more of a step that is tried again."""
-        if self._sigmas[-1:] != (sigma,):
+        self._turn()
+        if self._sigmas[-1:] != (sigma,) and self._lost != self._step:
             self._sigmas = (*self._sigmas[-1:], sigma)
 
     def weight(self, sigma: float) -> float:
@@ -316,7 +342,9 @@ class AnchoredRow(Protocol):
     """A row with anchors of its own, as far as a reader knows it."""
 
     @property
-    def own(self) -> OwnAnchors | None: ...
+    def anchors(self) -> Sequence[OwnAnchors]:
+        """Of each of its passes."""
+        ...
 
 
 @dataclass(slots=True)
@@ -365,14 +393,19 @@ class OwnReader:
         self.now: OwnEntry | None = None
 
     def turn_to(
-        self, step: int, *, whole: bool = False, heads: Heads | None = None
+        self, step: int, *, heads: Heads | None = None, dealt: bool = False
     ) -> OwnEntry | None:
         """What `step` reads, which was not to be an anchor; None: it has to be one, as where a rank
         was lost with what it kept, or others share the row.
+
+        Args:
+            step: of the row.
+            heads: as of `EntryReader.turn_to`.
+            dealt: whether ranks deal the passes of the step.
         """
-        assert self._row.own is not None
         own = None if heads is None else heads[:2]
-        self.now = self._entry if self._row.own.whole(own) else None
+        there = [each.whole(own, dealt=dealt) for each in self._row.anchors]
+        self.now = self._entry if all(there) else None
         return self.now
 
     def look_ahead(self, step: int) -> None:

@@ -218,8 +218,10 @@ class GangExecutor:
         asked = [read._replace(row=row.name) for row, read in zip(held, reads, strict=True)]
         cuts = self._share_tokens(held, len(gang))
         shares = [(number, len(gang)) if cuts else None for number in range(len(gang))]
+        dealt = len(gang) > 1 and self._deals
         answers = [
-            process.call("load", asked, share) for process, share in zip(gang, shares, strict=True)
+            process.call("load", asked, share, dealt)
+            for process, share in zip(gang, shares, strict=True)
         ]
         found = [self._awaited(process, call) for process, call in zip(gang, answers, strict=True)]
         if None in found:
@@ -295,10 +297,10 @@ class GangExecutor:
             return True
         if isinstance(row.spec, PrimingRowSpec) or settings.reproducible:
             return False
-        if isinstance(row.spec, AnchoredRowSpec) and row.spec.job.negative is not None:
-            return False  # who has dealt its passes would have to have the same ones at each step
         if self._deals:
             return not settings.first_block_threshold
+        if isinstance(row.spec, AnchoredRowSpec) and row.spec.job.negative is not None:
+            return False  # who else is in the step says whether its passes are dealt
         return self._adapter.most_ranks(row.spec.job) >= count
 
     def _share_tokens(self, reading: Sequence[_Row], count: int) -> bool:

@@ -191,19 +191,22 @@ class Rank:
         for row, steps, carried in places:
             self._change(row, partial(self._local.place, row, steps, moved(carried, self.device)))
 
-    def load(self, reads: Sequence[Read], share: tuple[int, int] | None) -> dict[str, EntryLoad]:
+    def load(
+        self, reads: Sequence[Read], share: tuple[int, int] | None, dealt: bool
+    ) -> dict[str, EntryLoad]:
         """See `Executor.load`.
 
         Args:
             reads: by the names that rows have here.
             share: (rank, count) where the ranks of a gang share tokens: each then reads the keys
                 and values of its heads alone.
+            dealt: whether they deal passes.
         """
         made = [read for read in reads if self._is_made(read.row)]
         heads = int(self.adapter.facts.denoiser["num_attention_heads"]) if share else 0
         cut = None if share is None else (*share_of(heads, *share), heads)
         try:
-            found = self._local.load_heads(made, cut)
+            found = self._local.load_shared(made, cut, dealt=dealt)
         except ValueError:  # a format that has no such cut
             found = self._local.load(made)
         seen: dict[int, EntryLoad] = {}

@@ -218,11 +218,17 @@ class LocalExecutor:
                 self._adapter.serve_control(made, served)
 
     def load(self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)) -> dict[str, LoadState]:
-        return self.load_heads(reads, None)
+        return self.load_shared(reads, None, dealt=False)
 
-    def load_heads(self, reads: Sequence[Read], heads: Heads | None) -> dict[str, LoadState]:
-        """As `load`, of keys and values those of some heads (None: of all), which a rank of those
-        that share tokens reads.
+    def load_shared(
+        self, reads: Sequence[Read], heads: Heads | None, *, dealt: bool
+    ) -> dict[str, LoadState]:
+        """As `load`, for a step that ranks share.
+
+        Args:
+            reads: as of `load`.
+            heads: whose keys and values a rank of those that share tokens reads; None: of all.
+            dealt: whether they deal passes.
 
         Raises:
             ValueError: these heads cannot be cut out of what is stored.
@@ -232,7 +238,11 @@ class LocalExecutor:
             step, reader = self._rows[read.row].step, self._readers.get(read.row)
             if reader is None:
                 continue  # for want of room it is a dense row
-            handle = reader.turn_to(step, whole=read.whole, heads=heads)
+            handle: Entry | None
+            if isinstance(reader, OwnReader):
+                handle = reader.turn_to(step, heads=heads, dealt=dealt)
+            else:
+                handle = reader.turn_to(step, whole=read.whole, heads=heads)
             if handle is not None:
                 loads[read.row] = handle.load
         return loads

@@ -322,7 +322,7 @@ class _Passes:
         guided: Sequence[tuple[int, Negative]],
         exchange: Exchange,
     ) -> None:
-        if whole.primes:
+        if any(isinstance(row, FlowPrimingRow) for row in rows):
             raise ValueError("rows that record what they compute take their steps on one device")
         self.exchange = exchange
         self._channels = rows[0].channels
@@ -330,9 +330,16 @@ class _Passes:
         passes = [(i, second[i]) if i in second else (i,) for i in range(len(rows))]
         costs = [[float(len(whole.rows[i].cis)) for i in own] for own in passes]
         numbers = [i for own in passes for i in own]
-        self._share = PassShare(costs, exchange)
+        anchored = {
+            i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.anchored
+        }
+        stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
+        self._share = PassShare(costs, stays, exchange)
         self.own = [numbers[i] for i in self._share.own]
         """Their numbers in the batch."""
+        for i, row in anchored.items():
+            for number, kept in zip(passes[i], row.anchors, strict=True):
+                kept.sees("here" if number in self.own else "elsewhere")
         self._answered = [numbers.index(i) for i in range(len(numbers))]
         """Of each of the batch's passes, where the answer to it comes."""
         self._lengths = [len(whole.rows[i].tokens) for i in numbers]

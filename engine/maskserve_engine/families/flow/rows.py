@@ -263,6 +263,12 @@ class FlowRow:
         return self.inactive is not None and isinstance(self.inactive.outside, OwnOutside)
 
     @property
+    def anchors(self) -> tuple[OwnAnchors, ...]:
+        """What it keeps of its own, of each pass (`own_anchors.AnchoredRow`)."""
+        each = (self.own, None if self.negative is None else self.negative.own)
+        return tuple([own for own in each if own is not None])
+
+    @property
     def keeps_text(self) -> bool:
         """Whether it has what a step reads that leaves the text out."""
         return self.anchored or (self.own is not None and self.own.whole())
@@ -396,9 +402,8 @@ class FlowRow:
         walk = self.schedule.walk[self.step]
         of_own = isinstance(outside, OwnOutside)
         if (self._sees and own.text) or (of_own and self.entry is None):
-            own.passed(walk.sigma)
-            if self.negative is not None and self.negative.own is not None:
-                self.negative.own.passed(walk.sigma)
+            for each in self.anchors:
+                each.passed(walk.sigma)
         if isinstance(outside, OwnOutside):
             if self.entry is None:
                 begin, count = self.place.stop, len(outside.clean)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.served import RowAsk, ask_service, new_batch
 from maskserve_engine.families.control import RowControl
+from maskserve_engine.families.unet.captures import UnetAnchors
 from maskserve_engine.families.unet.control import (
     UnetNets,
     UnetSample,
@@ -56,6 +57,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         self._own: torch.Tensor | None = None
         """Numbers of the passes that are this rank's; None: all."""
         self._nets = UnetNets()
+        self._tell_anchors()
 
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
@@ -91,11 +93,30 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         """Compute all passes, or those that are this one's among ranks."""
         self._packed = self._weights = self._share = self._own = None
         if exchange is None:
+            self._tell_anchors()
             return
         if any(isinstance(row, UnetPrimingRow) for row in self.rows):
             raise ValueError("rows that record what they compute take their steps on one device")
         # Convolutions run on all positions, whatever a row's mask is: passes cost alike.
-        self._share = PassShare([[1.0] * count for count in self._passes], exchange)
+        costs = [[1.0] * count for count in self._passes]
+        stays = [row.request_id if anchors else None for row, _, anchors in self._anchors()]
+        self._share = PassShare(costs, stays, exchange)
+        self._tell_anchors()
+
+    def _anchors(self) -> Iterator[tuple[Row, int, Sequence[UnetAnchors]]]:
+        """Rows, the number of each one's first pass, and its own anchors, if it has any."""
+        first = 0
+        for row, count in zip(self._order, self._passes, strict=True):
+            yield row, first, row.anchors if isinstance(row, UnetRow) else ()
+            first += count
+
+    def _tell_anchors(self) -> None:
+        """Have rows with anchors of their own know what they see of the next one."""
+        share = self._share
+        for _, first, anchors in self._anchors():
+            for number, own in enumerate(anchors, start=first):
+                there = share is not None and number not in share.own
+                own.sees(None if share is None else "elsewhere" if there else "here")
 
     def _forward_own(
         self,
@@ -183,12 +204,13 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         row of all its passes, one at an anchor of its own of each.
         """
         found: list[tuple[int, int, StackCapture]] = []
-        first = 0
-        for row, count in zip(self._order, self._passes, strict=True):
+        own = range(len(self._inputs)) if self._share is None else self._share.own
+        for (row, first, _), count in zip(self._anchors(), self._passes, strict=True):
             if isinstance(row, UnetPrimingRow):
                 found.append((first, first + count, row.capture))
-            else:
-                each = enumerate(row.captures, start=first)
-                found += [(number, number + 1, own) for number, own in each]
-            first += count
+                continue
+            for number, capture in enumerate(row.captures, start=first):
+                if number in own:
+                    at = own.index(number)
+                    found.append((at, at + 1, capture))
         return found

@@ -139,19 +139,23 @@ class Tiled(Canvas):
     Args:
         passes: of the batch, all of one row.
         surroundings: of the row.
+        first: number of the first of them among the row's own.
     """
 
-    def __init__(self, passes: slice, surroundings: Surroundings | HeldSurroundings) -> None:
+    def __init__(
+        self, passes: slice, surroundings: Surroundings | HeldSurroundings, first: int
+    ) -> None:
         super().__init__(passes)
         self.tile, self._surroundings = surroundings.tile, surroundings
+        self._own = slice(first, first + passes.stop - passes.start)
 
     @property
     def shapes(self) -> Hashable:
-        return self.passes.start, self.passes.stop, self._surroundings.shapes
+        return self.passes.start, self.passes.stop, self._own.start, self._surroundings.shapes
 
     def copied(self) -> Tiled:
         assert isinstance(self._surroundings, Surroundings)
-        return Tiled(self.passes, HeldSurroundings(self._surroundings))
+        return Tiled(self.passes, HeldSurroundings(self._surroundings), self._own.start)
 
     def take(self, other: Canvas) -> None:
         assert isinstance(other, Tiled)
@@ -174,7 +178,7 @@ class Tiled(Canvas):
     def norm_around(self, site: Site, norm: Any, x: Tensor) -> Tensor:
         around = self._around(site)
         moments = self._moments(norm, x, around)
-        ring = None if around is None else around.ring[: len(x)]
+        ring = None if around is None else around.ring
         return normalise(norm, self.tile[site.level].near.paste(x, ring), moments)
 
     def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
@@ -182,7 +186,7 @@ class Tiled(Canvas):
 
     def shrink(self, site: Site, sampler: Any, conv: Any, x: Tensor) -> Tensor:
         around, frame = self._around(site, strided=True), self.tile[site.level].strided
-        ring = None if around is None else around.ring[: len(x)]
+        ring = None if around is None else around.ring
         return _convolved(conv, frame.read(frame.paste(x, ring)))
 
     def widen(
@@ -197,7 +201,8 @@ class Tiled(Canvas):
         return self.tile[0].leave(answer)
 
     def _around(self, site: Site, *, strided: bool = False) -> Around | None:
-        return self._surroundings.around(site.number, site.level, strided=strided)
+        around = self._surroundings.around(site.number, site.level, strided=strided)
+        return None if around is None else around.of_passes(self._own)
 
     def _moments(self, norm: Any, x: Tensor, around: Around | None) -> Moments:
         """Of the mixed map."""
@@ -205,7 +210,7 @@ class Tiled(Canvas):
         if around is None:
             return own
         assert around.outside is not None, "no norm reads what a strided convolution does"
-        return around.outside.first(len(x)) + own
+        return around.outside + own
 
 
 def _convolved(conv: Any, x: Tensor) -> Tensor:

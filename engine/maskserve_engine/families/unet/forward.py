@@ -43,6 +43,8 @@ class PassInput:
     """Of the tile on which the row's convolutions run; None: they run on the whole picture."""
     residuals: Residuals | None = None
     """What is added to its feature maps; None: nothing."""
+    number: int = 0
+    """Of the pass among its row's."""
 
 
 class PackedPasses:
@@ -143,10 +145,11 @@ def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
     """Passes that compute the whole picture together, and those of each row with a tile."""
     found: list[Canvas] = []
     end = 0
-    for surroundings, own in groupby(passes, lambda each: each.surroundings):
-        begin, end = end, end + len(list(own))
-        at = slice(begin, end)
-        found.append(Whole(at) if surroundings is None else Tiled(at, surroundings))
+    for surroundings, group in groupby(passes, lambda each: each.surroundings):
+        own = list(group)
+        at, end = slice(end, end + len(own)), end + len(own)
+        tiled = surroundings is not None
+        found.append(Tiled(at, surroundings, own[0].number) if tiled else Whole(at))
     return found
 
 

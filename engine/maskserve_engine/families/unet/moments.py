@@ -49,9 +49,9 @@ class Moments:
         variance.addcmul_(apart, apart, value=-share * (1 - share))
         return Moments(count, mean, variance.div_(1 - share).clamp_min_(0.0))
 
-    def first(self, passes: int) -> Moments:
-        """Of that many passes, which may share one."""
-        return Moments(self.count, self.mean[:passes], self.variance[:passes])
+    def of_passes(self, passes: slice) -> Moments:
+        """Of some of them."""
+        return Moments(self.count, self.mean[passes], self.variance[passes])
 
 
 def normalise(norm: nn.GroupNorm, x: Tensor, moments: Moments) -> Tensor:

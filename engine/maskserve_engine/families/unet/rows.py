@@ -190,11 +190,6 @@ class UnetRow:
         return self.step, self.anchors[0].weight(self.sigma)
 
     @property
-    def own(self) -> UnetAnchors | None:
-        """Of its first pass (`own_anchors.AnchoredRow`)."""
-        return self.anchors[0] if self.anchors else None
-
-    @property
     def captures(self) -> list[StackCapture]:
         """What sees each of its passes in the next step."""
         return [] if self.entry is not None else [each.at(self.step) for each in self.anchors]
@@ -266,6 +261,7 @@ class UnetRow:
                 else CachedRest(self, min(number, inactive.halves - 1)),
                 self.surroundings,
                 own,
+                number,
             )
             for number, (each, own) in enumerate(each_with)
         ]

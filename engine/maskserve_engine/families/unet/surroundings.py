@@ -33,6 +33,13 @@ class Around:
     outside: Moments | None
     """Of all positions that are not in the box; None: a strided convolution reads it, no norm."""
 
+    def of_passes(self, passes: slice) -> Around:
+        """Of some of a row's passes, which may share one half."""
+        if len(self.ring) == 1:
+            return self
+        outside = None if self.outside is None else self.outside.of_passes(passes)
+        return Around(self.ring[passes], outside)
+
 
 class RingRead(NamedTuple):
     """Where something is read round a tile."""

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.cfg_parallel import dealt
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import GangExchange
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import EACH_SORT, samplers
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
@@ -37,7 +39,7 @@ Kinds = tuple[str, ...]
 def test_passes_are_dealt_evenly_and_those_of_a_row_apart(
     rows: list[list[float]], count: int
 ) -> None:
-    ranks = iter(dealt(rows, count))
+    ranks = iter(dealt(rows, count, [None] * len(rows)))
     loads = [0.0] * count
     for row in rows:
         own = [next(ranks) for _ in row]
@@ -48,9 +50,24 @@ def test_passes_are_dealt_evenly_and_those_of_a_row_apart(
     assert max(loads) - min(loads) <= max(cost for row in rows for cost in row) + 1e-9
 
 
+@given(st.lists(st.tuples(st.text(max_size=3), st.integers(1, 2)), min_size=1, max_size=8),
+       st.lists(st.floats(0.5, 50.0), min_size=16, max_size=16))  # fmt: skip
+@examples(100)
+def test_passes_that_stay_go_where_they_go_alone(
+    rows: list[tuple[str, int]], costs: list[float]
+) -> None:
+    """Whatever is beside them, and whatever they cost: 0 and 1 of two ranks."""
+    each = iter(costs)
+    with_costs = [[next(each) for _ in range(passes)] for _, passes in rows]
+    ranks = iter(dealt(with_costs, 2, [name for name, _ in rows]))
+    for name, passes in rows:
+        assert [next(ranks) for _ in range(passes)] == list(dealt([[1.0] * passes], 2, [name]))
+
+
 class Model:
-    def __init__(self, folder: Path, halo: int = 0) -> None:
-        of_cache = {"conv_halo": halo, "entry_kind": "kv"} if halo else {}
+    def __init__(self, folder: Path, halo: int = 0, entries: str = "shared") -> None:
+        of_cache: dict[str, Any] = {"conv_halo": halo, "entry_kind": "kv"} if halo else {}
+        of_cache["cfg_entries"] = entries
         config = config_of(folder, model={"outside_noise": "edit"}, cache=of_cache)
         self.encoder: Encoder = load_encoder(config)
         self.adapter: Any = load_adapter(config)
@@ -132,9 +149,69 @@ def test_a_mixed_batch_of_unets_equals_that_of_one_process(unet: Model, number: 
     check_mix(unet, unet.plans()[number], 10 * number)
 
 
-def test_rows_with_a_tile_equal_those_of_one_process(tiny_unets: dict[str, Path]) -> None:
-    model = Model(tiny_unets["sd-fill"], halo=1)
+@pytest.mark.parametrize("entries", ["shared", "own"])
+def test_rows_with_a_tile_equal_those_of_one_process(
+    tiny_unets: dict[str, Path], entries: str
+) -> None:
+    model = Model(tiny_unets["sd-fill"], halo=1, entries=entries)
     check_mix(model, ("kv",) * model.adapter.blocks, 7)
+
+
+def check_anchors(model: Model, *, text: bool) -> None:
+    """Each rank keeps what its passes leave. Where one takes a step alone, it is an anchor, and the
+    next one that both take is another; so do rows of one process that forget as often.
+    """
+    kinds = plan_of_kinds(("kv",) * model.adapter.blocks)
+    plan = OwnPlan(frozenset({0, 4, 9}), "model", text)
+    jobs = [
+        model.job(30 + n, two=two, num_inference_steps=9 + 2 * n, strength=1.0)
+        for n, two in enumerate((True, False, True))
+    ]
+    forgets = 6
+    """The step that the first rank takes alone."""
+
+    def run(rank: Rank) -> tuple[list[Any], list[list[bool]]]:
+        rows = [rank.adapter.anchored_row(job, plan) for job in jobs]
+        readers = [OwnReader(row, rank.adapter.entry_blocks) for row in rows]
+        read: list[list[bool]] = []
+        for step in range(max(row.steps for row in rows)):
+            live = [(row, r) for row, r in zip(rows, readers, strict=True) if step < row.steps]
+            anew = step in (forgets, forgets + 1)
+            dealt = rank.all is not None
+            entries = [
+                None if anew or step in plan.anchors else reader.turn_to(step, dealt=dealt)
+                for _, reader in live
+            ]
+            read.append([entry is not None for entry in entries])
+            if anew:
+                for row, _ in live:
+                    there = mapped(rank.adapter.carried(row), torch.Tensor.clone)
+                    rank.adapter.follow(row, there, step)
+            alone = step == forgets
+            given = kinds if any(read[-1]) else None
+            rank.adapter.step([row for row, _ in live], given, entries, None if alone else rank.all)
+            if dealt and not alone and step < forgets:  # what is kept is in parts
+                assert not any(reader.turn_to(step) for _, reader in live)
+        return [row.result().array() for row in rows], read
+
+    [(expected, read)] = by_ranks(model.adapter, 1, run)
+    assert [sum(step) for step in read[:8]] == [0, 3, 3, 3, 0, 3, 0, 0]
+    found = by_ranks(model.adapter, 2, run, deals=True)
+    for own, steps in found:
+        assert steps == read
+        for one, other in zip(own, expected, strict=True):
+            assert_equal(one, other)
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_anchors_that_rows_of_flux_have_are_those_of_one_process(flux: Model, text: bool) -> None:
+    check_anchors(flux, text=text)
+
+
+def test_anchors_that_rows_of_unets_have_are_those_of_one_process(unet: Model) -> None:
+    check_anchors(unet, text=True)
 
 
 def test_one_row_of_one_pass_is_computed_by_one_rank(flux: Model, unet: Model) -> None:

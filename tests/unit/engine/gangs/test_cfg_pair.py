@@ -23,6 +23,7 @@ from msgspec import structs
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.planning.own_anchors import own_steps
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -102,7 +103,15 @@ def config_for(folder: Path, devices: int) -> Config:
         folder,
         model={"torch_threads": 1},
         engine={"devices": devices, "policy": policy, "warm_up": False},
-        cache={"entry_format": "model", "stride": 1, "plan": "fixed", "budget_bytes": 2**28},
+        cache={
+            "entry_format": "model",
+            "stride": 1,
+            "plan": "fixed",
+            "budget_bytes": 2**28,
+            "own_anchors": 0.25,
+            "own_format": "model",
+            "own_text": "computed",  # as beside templates where devices share steps
+        },
     )
 
 
@@ -171,6 +180,34 @@ def test_controlnets_act_from_the_same_step_on_in_both_passes(site: Site) -> Non
     with_and_without = [site.job("shape-no", 11, two=True, cache="off"), jobs[0], jobs[2]]
     found = [sink.final().latents for sink in submitted(site.two, with_and_without)]
     assert not any(np.allclose(a, b, atol=1e-3) for a, b in combinations(found, 2))
+
+
+def test_anchors_of_edits_own_are_those_of_one_device(site: Site) -> None:
+    jobs = [
+        site.job(f"own-{n}", 20 + n, two=n != 1, num_inference_steps=12 + 4 * n, cache="own")
+        for n in range(3)
+    ]
+    for meta in site.check(jobs):
+        assert meta["anchors"] == sorted(own_steps(meta["steps"], 0.25))
+
+
+def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site) -> None:
+    """The one that is left has one pass of what they have kept; once both are there, so has each
+    of them.
+    """
+    site.all_back()
+    asked: dict[str, Any] = {"num_inference_steps": 80, "cache": "own", "progress": True}
+    [sink] = submitted(site.two, [site.job("between", 21, two=True, **asked)])
+    eventually("it is between anchors", lambda: len(sink.events) > 2)
+    site.ranks._ranks.processes[1].kill()
+    meta = sink.final().meta
+    planned = own_steps(meta["steps"], 0.25)
+    assert planned < set(meta["anchors"])
+    further = set(meta["anchors"]) - planned
+    assert 1 <= len(further) <= 2, meta
+    assert meta["dense_steps"] == len(meta["anchors"])
+    site.all_back()
+    site.two.cache.check_integrity()
 
 
 # test_gang_executor.py loses a rank of the same executor; that a row goes on in another process as
