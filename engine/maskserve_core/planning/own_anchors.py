@@ -35,15 +35,16 @@ _LEAST_STEPS = 4
 
 def own_steps(steps: int, stride: float) -> frozenset[int]:
     """Anchors of an edit that reads no template: the first step, and one of every `stride` of the
-    schedule, two steps apart at least; none where these would be more than half of all, and of
-    fewer than four steps: one dense step alone foretells too little of so short a schedule.
+    schedule, half of all steps at most; none of fewer than four: one dense step alone foretells too
+    little of so short a schedule.
 
     Args:
         steps: of the edit.
         stride: as a share of the schedule; 0: none.
     """
-    chosen = clock_steps(steps, stride) if stride and steps >= _LEAST_STEPS else frozenset[int]()
-    return chosen if 2 * len(chosen) <= steps else frozenset()
+    if not stride or steps < _LEAST_STEPS:
+        return frozenset()
+    return frozenset(range(0, steps, max(2 + steps % 2, round(stride * steps))))
 
 
 def clock_steps(steps: int, stride: float) -> frozenset[int]:
@@ -51,6 +52,16 @@ def clock_steps(steps: int, stride: float) -> frozenset[int]:
     ControlNets compute all tokens.
     """
     return frozenset(range(0, steps, max(2, round(stride * steps))))
+
+
+def spread_steps(steps: int, count: int) -> frozenset[int]:
+    """So many anchors, evenly.
+
+    Args:
+        steps: of the edit.
+        count: of the anchors, at most half as many.
+    """
+    return frozenset(-(-number * steps // count) for number in range(count))
 
 
 def own_bytes(

@@ -28,15 +28,18 @@ from maskserve_core.triton.metric_table import ENGINE_METRICS
 from maskserve_core.worker.loading import Loaded
 from maskserve_engine.adapters.lora_loader import Bring
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.start.assembly import load_engine
+from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of
 from tests.support.engines import job as plain_job
 from tests.support.eventually import eventually
+from tests.support.own_rows import row_of
 from tests.support.sink import Sink
 
 STEPS = 4
@@ -112,6 +115,7 @@ class Site:
             adapters={"store": str(folder), **adapters},
             cache={
                 "entry_format": "model",
+                "own_format": "model",
                 "stride": 1,
                 "dense_above_ratio": 1.0,
                 "plan": "fixed",
@@ -136,9 +140,12 @@ class Site:
         self.engine.submit(job, sink)
         return sink
 
-    def alone(self, job: EditJob, attach_at: int = 0) -> np.ndarray:
-        """Latents of a dense row by itself that has its LoRAs from a step on."""
-        row = self.oracle.dense_row(job)
+    def alone(self, job: EditJob, attach_at: int = 0, own: OwnPlan | None = None) -> np.ndarray:
+        """Latents of a row by itself that has its LoRAs from a step on: a dense one, or one with
+        anchors of its own.
+        """
+        row = row_of(self.oracle, job, own)
+        kinds = plan_of_kinds(("kv",) * self.oracle.blocks)
         found = [
             (self.oracle.low_rank(self.loader.factors(lora.name)), lora.scale)
             for lora in job.request.loras
@@ -146,7 +153,10 @@ class Site:
         while row.step < row.steps:
             if row.step == attach_at:
                 self.oracle.attach(row, job, tuple(found))
-            self.oracle.step([row], None)
+            reads = None
+            if own is not None and row.step not in own.anchors:
+                reads = OwnReader(row, self.oracle.blocks).turn_to(row.step)
+            self.oracle.step([row], reads and kinds, [reads])
         latents: np.ndarray = row.result().array()
         return latents
 
@@ -261,6 +271,24 @@ def test_a_fast_edit_runs_without_until_it_may_not_and_then_parks(
     assert close(final.latents, site.alone(edit, attach_at=without))
     late = site.begin(site.job("late", 1, ("a", 1.0), adapters="fast")).final()
     assert late.meta["loras_from_step"] == 0  # it is here now
+
+
+def test_an_edit_that_parks_between_anchors_of_its_own_goes_on_with_what_it_kept(
+    make: Callable[..., Site], tmp_path: Path
+) -> None:
+    """Its active tokens know of the LoRA at once, the others from the next anchor on."""
+    site = make(profiles=profile(tmp_path, a=0.6))
+    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "own", "adapters": "fast"}
+    edit = site.job("fast", 1, ("a", 1.0), **asked)
+    sink = site.begin(edit)
+    eventually("it is parked", lambda: site.waits("fast"))
+    without = site.engine.manager.edits["fast"].tally.done
+    site.loader.let_come("a")
+    final = sink.final()
+    assert final.meta["anchors"] == [0, 4, 8]
+    assert without not in final.meta["anchors"]
+    own = OwnPlan(frozenset({0, 4, 8}), "model", text=True)
+    assert close(final.latents, site.alone(edit, without, own))
 
 
 def test_what_a_lora_computes_is_counted_from_when_its_row_has_it(

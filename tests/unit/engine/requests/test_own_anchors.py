@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
@@ -73,6 +75,24 @@ def test_without_room_it_runs_dense_and_says_so(engine: Engine, encoder: Encoder
     engine.cache.store.memory.budget_bytes = 1
     meta = edit(engine, job(encoder, 3, "dense", num_inference_steps=10)).meta
     assert (meta["cache"], meta["dense_for"]) == ("miss", "memory")
+    idle(engine)
+
+
+def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = engine.executor
+    encode = own_anchors.encode
+
+    def scarce(x: Any, format: str) -> Any:
+        [row] = executor._rows.values()
+        if row.step in (7, 8):
+            raise torch.OutOfMemoryError("no memory for anchors")
+        return encode(x, format)
+
+    monkeypatch.setattr(own_anchors, "encode", scarce)
+    meta = edit(engine, job(encoder, 11, "scarce", num_inference_steps=20)).meta
+    assert (meta["cache"], meta["anchors"]) == ("own", [0, 7, 8, 9, 14])
     idle(engine)
 
 
