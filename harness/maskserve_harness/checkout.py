@@ -4,3 +4,4 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = CHECKOUT / "assets" / "models" / "demo"
+DEMO_UNET = DEMO_MODEL.with_name("demo-unet")

@@ -20,7 +20,7 @@ from diffusers import (
 from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
-from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.checkout import DEMO_MODEL, DEMO_UNET
 from maskserve_harness.demo_model.evaluation import run_edits
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_harness.demo_model.scenes import Edit, Picture
@@ -221,7 +221,7 @@ class UnetBase(Base):
     attention = AttnProcessor
 
     def __init__(self) -> None:
-        folder = DEMO_MODEL.with_name("demo-unet")
+        folder = DEMO_UNET
         super().__init__(
             StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
         )

@@ -23,7 +23,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from diffusers.utils import logging
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL, DEMO_UNET
 from maskserve_training import data
 from maskserve_training.export import export
 from maskserve_training.loop import Step, Training
@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--demo", type=Path, default=DEMO_MODEL, help="the demo model's folder")
     add("--work", type=Path, default=CHECKOUT / ".cache/demo-unet-train", help="work folder")
-    add("--out", type=Path, default=DEMO_MODEL.with_name("demo-unet"), help="folder to export to")
+    add("--out", type=Path, default=DEMO_UNET, help="folder to export to")
     add("--scenes", type=int, default=10_000, help="scenes to draw, with three wishes each")
     add("--vae-minutes", type=float, default=5, help="training time of the VAE's decoder")
     add("--minutes", type=float, default=60, help="CPU minutes of the UNet's training in all")

@@ -133,7 +133,7 @@ def test_what_a_model_takes_is_asked_of_its_attributes(blends: bool) -> None:
     grown = facts.vae_scale_factor**2 if blends else 1
     assert np.count_nonzero(mask_for_model(mask, facts)) == grown
     elastic = EditSettings(reuse="elastic", reuse_floor=0.0)
-    assert levels_of(elastic, facts.skipping, cached=True) == ()  # nothing was measured
+    assert levels_of(elastic, facts.skipping, "cached") == ()  # nothing was measured
 
 
 @pytest.mark.parametrize("near", [True, False])

@@ -1,18 +1,23 @@
 """Levels of fidelity that an edit which would be late may step down to (`reuse: elastic`).
 
 What each was measured at is that of the demo models, in 12 steps (2-core AMD EPYC, CPU only,
-2026-11-25 Fill, 2026-11-22 Inpaint; docs/benchmarks/quality-frontier-fill.json and -inpaint.json,
-to which a test holds the table, and by which no other ring saves more per dB):
+2026-11-25 Fill, 2026-11-22 Inpaint, own anchors 2026-11-26; docs/benchmarks/quality-frontier-*.json
+and quality-own-*.json, to which tests hold the tables, and by which no other ring saves more per
+dB):
 
     scripts/bench eval_quality --frontier
+    scripts/bench eval_quality --own
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.models.semantics import FILL, INPAINT
+from maskserve_core.models.semantics import FILL, INPAINT, Semantics
+
+Way = Literal["cached", "own", "dense"]
+"""How an edit runs: from a template, with anchors of its own, or computing all tokens."""
 
 
 class ReuseLevel(NamedTuple):
@@ -27,6 +32,8 @@ class ReuseLevel(NamedTuple):
     """dB in the mask, against our dense edit; the mean over edits."""
     work: float
     """Its FLOPs, as a share of the edit's without."""
+    anchors: int = 0
+    """Of its own, evenly over its steps; 0: as many as the edit has."""
 
 
 RING = 1
@@ -46,6 +53,15 @@ _FILL_DENSE = (
     ReuseLevel("first_block_cache-0.2", None, 0.2, 32.12, 0.222),
     ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
 )
+_FILL_OWN = (
+    ReuseLevel("{0,6}, int8", None, 0.0, 46.13, 0.849, anchors=2),
+    ReuseLevel("{0}, int8", None, 0.0, 35.7, 0.699, anchors=1),
+)
+_INPAINT_OWN = (
+    ReuseLevel("{0,4,8}, int8", None, 0.0, 40.84, 0.869, anchors=3),
+    ReuseLevel("{0,6}, int8", None, 0.0, 34.79, 0.738, anchors=2),
+    ReuseLevel("{0}, int8", None, 0.0, 28.06, 0.607, anchors=1),
+)
 _INPAINT = (
     ReuseLevel("kv-int4-stride3-ring1-skip0.1", None, 0.1, 29.89, 0.509),
     ReuseLevel("kv-int4-stride3-ring1-skip0.2", None, 0.2, 27.27, 0.304),
@@ -54,18 +70,22 @@ _INPAINT_DENSE = (
     ReuseLevel("first_block_cache-0.1", None, 0.1, 31.55, 0.509),
     ReuseLevel("first_block_cache-0.2", None, 0.2, 26.98, 0.345),
 )
-LEVELS = {
-    (FILL, True): _FILL,
-    (FILL, False): _FILL_DENSE,
-    (INPAINT, True): _INPAINT,
-    (INPAINT, False): _INPAINT_DENSE,
+LEVELS: dict[tuple[Semantics, Way], tuple[ReuseLevel, ...]] = {
+    (FILL, "cached"): _FILL,
+    (FILL, "own"): _FILL_OWN,
+    (FILL, "dense"): _FILL_DENSE,
+    (INPAINT, "cached"): _INPAINT,
+    (INPAINT, "own"): _INPAINT_OWN,
+    (INPAINT, "dense"): _INPAINT_DENSE,
 }
-"""By what the model takes, and whether the edit is cached; the nearest to the edit without first.
-Those of other models were not measured: they have none."""
-_BY_NAME = {(takes.name, cached): levels for (takes, cached), levels in LEVELS.items()}
+"""By what the model takes, and how the edit runs; the nearest to the edit without first. Those of
+other models were not measured: they have none."""
+_BY_NAME = {(takes.name, way): levels for (takes, way), levels in LEVELS.items()}
 
 
-def levels_of(settings: EditSettings, skipping: str, *, cached: bool) -> tuple[ReuseLevel, ...]:
+def levels_of(
+    settings: EditSettings, skipping: str, way: Way, own_steps: int = 0
+) -> tuple[ReuseLevel, ...]:
     """Those that the edit may step down to, the nearest first; none unless it asked for any.
 
     An edit with LoRAs or ControlNets, or with a ring of its own choice, keeps its ring.
@@ -73,7 +93,8 @@ def levels_of(settings: EditSettings, skipping: str, *, cached: bool) -> tuple[R
     Args:
         settings: of the edit, with its ring.
         skipping: of the model (`ModelFacts.skipping`).
-        cached: whether it runs cached.
+        way: how it runs.
+        own_steps: anchors of its own, where it has such.
     """
     if settings.reuse != "elastic":
         return ()
@@ -81,8 +102,8 @@ def levels_of(settings: EditSettings, skipping: str, *, cached: bool) -> tuple[R
     any_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
     return tuple(
         level
-        for level in _BY_NAME.get((skipping, cached), ())
+        for level in _BY_NAME.get((skipping, way), ())
         if level.psnr >= floor
-        and level.first_block_threshold > begin
+        and (level.first_block_threshold > begin or 0 < level.anchors < own_steps)
         and (any_ring or level.ring is None)
     )

@@ -234,8 +234,8 @@ class EditSettings(Table, frozen=True):
     """`drop`: a late edit ends with an error, and one that cannot be in time is refused at once;
     `finish`: it goes on."""
     reuse: ReuseMode = "exact"
-    """FLUX, `elastic`: an edit that would be late may leave steps out, with another ring. It needs
-    `reuse_floor`."""
+    """FLUX, `elastic`: an edit that would be late may leave steps out, with another ring, or have
+    fewer anchors of its own. It needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
     """With `reuse` `elastic`: dB in the mask against a dense edit, as measured on the demo models,
     below which no steps are left out."""

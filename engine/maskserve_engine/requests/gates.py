@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from maskserve_core.contracts.reuse_levels import levels_of
+from maskserve_core.contracts.reuse_levels import Way, levels_of
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.residency import Resource
@@ -81,11 +81,12 @@ class WayChosen:
                 "(the cache may be too small for the templates in use); try again later"
             )
         edit.route = DENSE if self._ways is None else self._ways.choose(edit)
-        settings = edit.job.request.settings
-        skipping = self._facts.skipping
-        edit.levels = levels_of(settings, skipping, cached=edit.mode == "cached")
-        if edit.route.own is not None:
-            edit.levels = ()  # how far they take it off is measured of others
+        settings, own = edit.job.request.settings, edit.route.own
+        way: Way = "cached" if edit.mode == "cached" else "dense"
+        if own is None:
+            edit.levels = levels_of(settings, self._facts.skipping, way)
+        else:
+            edit.levels = levels_of(settings, self._facts.skipping, "own", len(own.anchors))
         edit.starts += 1
         return ()
 

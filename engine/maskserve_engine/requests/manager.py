@@ -284,11 +284,7 @@ class RequestManager:
             if lacking:
                 self._books.wait(edit, lacking)
                 return
-        plan, template = edit.route.own or edit.route.beside, edit.route.beside is not None
-        if plan is not None and plan.anchors:
-            between = self.adapter.counted(edit.job, plan)
-            work = self.adapter.work(*edit.job.moments.shape[1:])
-            edit.work = edit.work.with_own(plan, between, work, reads_template=template)
+        edit.count_own(self.adapter)
         self._books.queue(edit)
 
     def _end_wait(self, edit: RequestState) -> None:

@@ -76,7 +76,7 @@ class CacheChoice:
             steps: of the schedule that anchors are taken from.
             work: of a published model at 1024x1024; None: FLUX.1-dev.
         """
-        form, work = FORMATS["bfloat16" if self.format == "model" else self.format], work or _flux()
+        form, work = FORMATS["bfloat16" if self.format == "model" else self.format], work or flux()
         anchors = 0 if self.dense else math.ceil(steps / self.stride)
         kept = THIN_KEPT if self.thin else 1.0
         if self.references_alone:
@@ -93,7 +93,7 @@ class CacheChoice:
             skipped: share of the steps that compute the first block alone.
             work: as of `flux_bytes`.
         """
-        work = work or _flux()
+        work = work or flux()
         grid = math.isqrt(work.tokens[0] - work.context)
         side = round(math.sqrt(mask_ratio) * grid)
         whole = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
@@ -110,14 +110,15 @@ class CacheChoice:
         return mean * (1 - skipped + skipped / len(work.blocks))
 
 
-def _flux() -> ModelWork:
+def flux() -> ModelWork:
+    """FLUX.1-dev at 1024x1024."""
     return flux_work(FLUX_DEV, 128, 128)
 
 
 def published(facts: ModelFacts) -> ModelWork:
     """Of the published model at 1024x1024 that stands for models like this one."""
     if not facts.semantics.context:
-        return _flux()
+        return flux()
     return flux2.count(KLEIN_4B, 128, 128, 0, recorded=False, references=1)
 
 

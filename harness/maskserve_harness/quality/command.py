@@ -84,6 +84,7 @@ def parse() -> argparse.Namespace:
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
     add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
+    add("--choices", nargs="+", help="of --own, by the names that it prints; default: all")
     add("--base", action="store_true", help="of an inpainting UNet its base model (--own)")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
     add("--stride", type=float, help="`[cache] own_anchors` of rows with a ControlNet")
@@ -242,7 +243,7 @@ def judge_adapters(args: argparse.Namespace) -> int:
 def compare_own(rig: Rig, classes: dict[str, list[Edit]], args: argparse.Namespace) -> int:
     """Anchors of an edit's own, one choice after the other."""
     rows = []
-    for row in own_table(rig, classes):
+    for row in own_table(rig, classes, args.choices):
         rows.append(row)
         mean, worst = row["psnr_in_mask"], row["worst_class_psnr_in_mask"]
         low, under = row["worst_psnr_in_mask"], row["share_below_30"]

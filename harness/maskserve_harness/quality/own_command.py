@@ -5,8 +5,8 @@
 `summary` has, against our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the mask):
 
 - `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with {0, 7, 14}, as
-  served; `base_mean`, `base_worst_class` of `--base`, a folder with Inpaint semantics
-  (`train_inpaint_model`), with {0, 5, 10, 15}.
+  served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), and
+  `unet_mean`, … of the demo UNet, with {0, 5, 10, 15}.
 - `hit_loss_db`: what edits lose that read a template and leave their text out between {0, 7, 14};
   `hit_first_anchor_mean`, `hit_first_anchor_under_30`: of the same whose first step is dense and
   lifts the entries, of which there is one for every seven steps.
@@ -42,7 +42,7 @@ from maskserve_harness.benchmarks.lora_edits import LORAS, demo_edits, write_lor
 from maskserve_harness.benchmarks.step import kept, stepping
 from maskserve_harness.benchmarks.step_rig import NO_TEXT, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
-from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.checkout import DEMO_MODEL, DEMO_UNET
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.quality.choices import default
 from maskserve_harness.quality.metrics import EditQuality, by_class, compare
@@ -56,7 +56,7 @@ _FILL, _BASE = OwnChoice((0, 7, 14)), OwnChoice((0, 5, 10, 15))
 
 
 def fidelity(folder: Path, n: int, choice: OwnChoice, *, hits: bool) -> dict[str, Any]:
-    """Figures over all classes: of own anchors, and of edits that read a template: computing their
+    """Figures over all classes: of own anchors, or of edits that read a template: computing their
     text, leaving it out, and so with a first anchor.
     """
     rig = Rig(folder, 20)
@@ -69,18 +69,20 @@ def fidelity(folder: Path, n: int, choice: OwnChoice, *, hits: bool) -> dict[str
         "hit_frozen": (served, plan),
         "hit_first_anchor": (begun, replace(plan, lifts=True)),
     }
-    found: dict[str, dict[str, list[EditQuality]]] = {name: {} for name in ("own", *ways)}
+    found: dict[str, dict[str, list[EditQuality]]] = {w: {} for w in (ways if hits else ("own",))}
     for name in CLASSES:
         edits = edits_of(name, n)
         jobs = rig.jobs(edits)
         dense = rig.dense(edits, jobs)
-        found["own"][name] = compare(edits, edited(rig, edits, jobs, choice), dense)
         entries = rig.entries(jobs) if hits else []
-        for way, (cached, own) in ways.items() if hits else ():
-            made = beside_template(rig, edits, jobs, entries, cached, own)
-            found[way][name] = compare(edits, made, dense)
-        print(name, {way: by_class(each)["psnr_in_mask"] for way, each in found.items() if each})
-    return {way: by_class(each) for way, each in found.items() if each}
+        for way, of_class in found.items():
+            if way == "own":
+                made = edited(rig, edits, jobs, choice)
+            else:
+                made = beside_template(rig, edits, jobs, entries, *ways[way])
+            of_class[name] = compare(edits, made, dense)
+        print(name, {way: by_class(each)["psnr_in_mask"] for way, each in found.items()})
+    return {way: by_class(each) for way, each in found.items()}
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def loras(args: argparse.Namespace) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    parts = ("fidelity", "speed", "loras")
+    parts = ("fill", "hits", "base", "unet", "speed", "loras")
     add("--only", nargs="+", choices=parts, default=parts)
     add("--n", type=int, default=16, help="edits of each class (default 16)")
     add("--base", type=Path, help="folder of a model with Inpaint semantics")
@@ -162,17 +164,16 @@ def main() -> int:
     torch.set_num_threads(1)
     summary: dict[str, Any] = {}
     details: dict[str, Any] = {}
-    if "fidelity" in args.only:
-        fill = details["fill"] = fidelity(DEMO_MODEL, args.n, _FILL, hits=True)
-        summary |= _said("fill", fill["own"])
-        lost = fill["hit"]["psnr_in_mask"] - fill["hit_frozen"]["psnr_in_mask"]
+    each = {"fill": (DEMO_MODEL, _FILL), "base": (args.base, _BASE), "unet": (DEMO_UNET, _BASE)}
+    for name, (folder, choice) in each.items():
+        if name in args.only and folder is not None:
+            details[name] = fidelity(folder, args.n, choice, hits=False)["own"]
+            summary |= _said(name, details[name])
+    if "hits" in args.only:
+        hits = details["hits"] = fidelity(DEMO_MODEL, args.n, _FILL, hits=True)
+        lost = hits["hit"]["psnr_in_mask"] - hits["hit_frozen"]["psnr_in_mask"]
         summary["hit_loss_db"] = round(lost, 3)
-        begun = fill["hit_first_anchor"]
-        summary["hit_first_anchor_mean"] = begun["psnr_in_mask"]
-        summary["hit_first_anchor_under_30"] = begun["share_below_30"]
-        if args.base is not None:
-            base = details["base"] = fidelity(args.base, args.n, _BASE, hits=False)
-            summary |= _said("base", base["own"])
+        summary |= _said("hit_first_anchor", hits["hit_first_anchor"])
     if "speed" in args.only:
         taken = details["speed"] = speed(args)
         named = ("first_edit_11", "first_edit_35", "no_text_of_limit")

@@ -10,21 +10,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from maskserve_core.contracts.reuse_levels import LEVELS, levels_of
+from maskserve_core.contracts.reuse_levels import LEVELS, Way, levels_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.flux import OWN_STRIDES
 from maskserve_core.models.semantics import FILL, INPAINT, Semantics
+from maskserve_core.planning.own_anchors import own_steps
 from tests.fakes.facts import FILL_FACTS
 
 TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
 
 
-@pytest.mark.parametrize(("semantics", "cached"), LEVELS)
-def test_levels_are_what_was_measured(semantics: Semantics, cached: bool) -> None:
+@pytest.mark.parametrize(("semantics", "way"), [each for each in LEVELS if each[1] != "own"])
+def test_levels_are_what_was_measured(semantics: Semantics, way: Way) -> None:
     table = json.loads((TABLES / f"quality-frontier-{semantics}.json").read_text(encoding="utf-8"))
     systems, before = table["systems"], (100.0, 1.0)
+    cached = way == "cached"
     whole = systems[table["default"]]["flux_flop_speedup"] if cached else 1.0
-    for level in LEVELS[semantics, cached]:
+    for level in LEVELS[semantics, way]:
         measured = systems[level.name]
         assert level.psnr == round(measured["psnr_in_mask"], 2)
         assert level.work == pytest.approx(whole / measured["flux_flop_speedup"], abs=2e-3)
@@ -35,6 +38,28 @@ def test_levels_are_what_was_measured(semantics: Semantics, cached: bool) -> Non
         assert level.psnr < before[0]  # each saves more, and costs more
         assert level.work < before[1]
         before = level.psnr, level.work
+
+
+@pytest.mark.parametrize("semantics", [FILL, INPAINT])
+def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> None:
+    table = json.loads((TABLES / f"quality-own-{semantics}.json").read_text(encoding="utf-8"))
+    choices = {each["choice"]: each for each in table["choices"]}
+    own, before = len(own_steps(table["steps"], OWN_STRIDES[semantics])), (100.0, 1.0)
+    [as_served] = [each for each in table["choices"] if each["dense_steps"] == own]
+    for level in LEVELS[semantics, "own"]:
+        measured = choices[level.name]
+        assert level.anchors == measured["dense_steps"] < as_served["dense_steps"]
+        assert level.psnr == round(measured["psnr_in_mask"], 2)
+        saved = as_served["flux_flop_speedup"] / measured["flux_flop_speedup"]
+        assert level.work == pytest.approx(saved, abs=2e-3)
+        assert level.psnr < before[0]
+        assert level.work < before[1]
+        before = level.psnr, level.work
+
+
+def test_an_edit_may_have_fewer_anchors_of_its_own_than_it_has() -> None:
+    for anchors, expected in ((3, 2), (2, 1), (1, 0)):
+        assert len(names(way="own", own_steps=anchors)) == expected
 
 
 def under(points: list[tuple[float, float]], psnr: float, work: float) -> bool:
@@ -50,7 +75,7 @@ def under(points: list[tuple[float, float]], psnr: float, work: float) -> bool:
 def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
     """Of what reads the entries that are there; the lowest level is where the table ends."""
     table = json.loads((TABLES / "quality-frontier-fill.json").read_text(encoding="utf-8"))
-    systems, levels = table["systems"], LEVELS[FILL, True]
+    systems, levels = table["systems"], LEVELS[FILL, "cached"]
     whole = systems[table["default"]]["flux_flop_speedup"]
     entries = table["default"].rpartition("-")[0]
     points = [(level.psnr, level.work) for level in levels]
@@ -72,27 +97,30 @@ def facts(semantics: Semantics) -> ModelFacts:
     return replace(FILL_FACTS, semantics=semantics)
 
 
-def names(semantics: Semantics = FILL, *, cached: bool = True, **asked: Any) -> list[str]:
+def names(
+    semantics: Semantics = FILL, *, way: Way = "cached", own_steps: int = 0, **asked: Any
+) -> list[str]:
     settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
     made = msgspec.convert(settings, EditSettings)
-    return [level.name for level in levels_of(made, facts(semantics).skipping, cached=cached)]
+    skipping = facts(semantics).skipping
+    return [level.name for level in levels_of(made, skipping, way, own_steps)]
 
 
 def test_an_edit_may_take_what_holds_its_floor() -> None:
-    every = [level.name for level in LEVELS[FILL, True]]
+    every = [level.name for level in LEVELS[FILL, "cached"]]
     assert names() == every
     assert names(reuse_floor=38.0) == every[:3]
     assert names(reuse_floor=45.0) == []
     assert names(reuse="exact", reuse_floor=None) == []
     assert names(first_block_threshold=0.1) == every[4:]
-    assert names(cached=False) != names() != names(INPAINT)
+    assert names(way="dense") != names() != names(INPAINT)
     settings = EditSettings(reuse="elastic", reuse_floor=0.0)
     none = replace(facts(FILL), skips_steps=False)
-    assert levels_of(settings, none.skipping, cached=True) == ()
+    assert levels_of(settings, none.skipping, "cached") == ()
 
 
 @pytest.mark.parametrize(
     "asked", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}, {"controls": [{"name": "any"}]}]
 )
 def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(asked: dict[str, Any]) -> None:
-    assert names(**asked) == [level.name for level in LEVELS[FILL, True] if level.ring is None]
+    assert names(**asked) == [level.name for level in LEVELS[FILL, "cached"] if level.ring is None]
