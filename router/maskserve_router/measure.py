@@ -9,7 +9,7 @@ from msgspec import structs
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.reuse_levels import levels_of
+from maskserve_core.contracts.reuse_levels import Way, levels_of
 from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.canvas import canvas_size
@@ -43,11 +43,18 @@ class MaskTokens(NamedTuple):
     """Whether the active ones cover a whole side of the picture."""
 
 
-def _least_share(settings: EditSettings, served: Served) -> float:
-    """Of an edit's work, at the lowest level that it may step down to, cached or dense."""
+def _least_share(settings: EditSettings, served: Served, own_steps: int) -> float:
+    """Of an edit's work, at the lowest level that it may step down to, with a template or without.
+
+    Args:
+        settings: of the edit.
+        served: of the model.
+        own_steps: anchors of its own; 0: without a template it is dense.
+    """
     if settings.mask_ring is None:
         settings = structs.replace(settings, mask_ring=served.mask_ring)
-    each = (levels_of(settings, served.skipping, cached=cached) for cached in (True, False))
+    ways: tuple[Way, ...] = ("cached", "own" if own_steps else "dense")
+    each = (levels_of(settings, served.skipping, way, own_steps) for way in ways)
     return min((level.work for levels in each for level in levels), default=1.0)
 
 
@@ -102,8 +109,6 @@ class Measure:
         controls = shares(settings.controls, steps)
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
         own = _own_steps(settings, served, steps, active / total)
-        if served.dense_sides and controls:
-            own = 0  # nets of a UNet keep nothing at such a step
         edit = Edit(
             steps=steps,
             active_tokens=passes * active,
@@ -116,10 +121,10 @@ class Measure:
             and not (served.dense_sides and side),
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
             own_steps=own,
-            own=served.dense_sides and own > 0 and bool(adapters),
+            own=own > 0 and (served.own_over_template or settings.cache == "own"),
             adapters=adapters,
             controls=controls,
-            least_share=_least_share(settings, served),
+            least_share=_least_share(settings, served, own),
         )
         return edit, digest
 

@@ -65,6 +65,8 @@ class Pricing:
     0: every dense row costs the same."""
     controls: Mapping[str, RowPrice] = field(default_factory=dict)
     """Of the ControlNets that the worker has, by name."""
+    between: RowPrice | None = None
+    """Of a row of `tokens` tokens in a step between its own anchors. None: as of a cached row."""
     lora_byte: RowPrice | None = None
     """Of a byte of a LoRA's file, were it one of every linear layer of the blocks in half
     precision. None: LoRAs cost nothing."""
@@ -72,13 +74,14 @@ class Pricing:
     """Of 2, 4 and 8 devices, as far as an edit that the worker has to itself is given them."""
 
     def __post_init__(self) -> None:
-        tables = ("fetch", "controls", "lora_byte", "degrees")
+        tables = ("fetch", "controls", "between", "lora_byte", "degrees")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         for net, price in self.controls.items():
             values |= {f"controls.{net}.{f.name}": getattr(price, f.name) for f in fields(price)}
-        if self.lora_byte is not None:
-            each = self.lora_byte
-            values |= {f"lora_byte.{f.name}": getattr(each, f.name) for f in fields(each)}
+        for name in ("between", "lora_byte"):
+            each = getattr(self, name)
+            if each is not None:
+                values |= {f"{name}.{f.name}": getattr(each, f.name) for f in fields(each)}
         for number, degree in enumerate(self.degrees):
             values |= {
                 f"degree {number}: {f.name}": getattr(degree, f.name) for f in fields(degree)
@@ -102,6 +105,21 @@ class Pricing:
             if compute < dense and load < dense:
                 return compute, load
         return dense, 0.0
+
+    def own_row(self, active: float, total: float, dense_share: float) -> float:
+        """The same of a row with anchors of its own, which loads nothing.
+
+        Args:
+            active: tokens that are computed between them.
+            total: that are computed at them.
+            dense_share: of its steps, the anchors.
+        """
+        dense = self.dense(total)
+        if self.between is None:
+            each, _ = self.row(active, total, cached=True)
+        else:
+            each = min(dense, self._added(self.between, active, total, cached=True))
+        return dense_share * dense + (1.0 - dense_share) * each
 
     def share(self, devices: int, *, cached: bool) -> float:
         """Of one device's seconds per step, what a row takes that so many devices could step."""

@@ -47,6 +47,10 @@ class RowStatus(msgspec.Struct):
     """Its ControlNets, each with the share of the steps in which it acts."""
     adapter_bytes: int = 0
     """Of the files of the LoRAs that its steps are computed with."""
+    dense_share: float = 0.0
+    """Of a cached row's steps, those that compute all tokens."""
+    own: bool = False
+    """Whether a cached row reads what it has left at these steps, and loads nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ class Served:
     own_stride: float = 0.0
     """Of an edit whose template is not at hand, the share of its steps from one that computes all
     tokens to the next; 0: all do."""
+    own_over_template: bool = False
+    """Whether an edit that has such steps reads no template, also where it is at hand."""
     due_ms: tuple[int, ...] = ()
     """When edits are due that do not say so (`due_times.due_by_size`)."""
     skipping: str = ""

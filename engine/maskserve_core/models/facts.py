@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_core.models.semantics import Semantics
-from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
+from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule, own_steps
 
 _PER_DENSE_STEP = 10
 """Steps that an edit must have for each dense one that its model needs: of the four of a distilled
@@ -118,6 +118,9 @@ class ModelFacts:
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
     own_power: float = 1.0
     """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`)."""
+    own_over_template: bool = False
+    """Whether an edit that may have anchors of its own reads no template: they keep more of it
+    (docs/decisions/own-anchors.md)."""
     lifts_entries: bool = False
     """Whether what a cached edit's dense first step finds lifts the entries that the others
     read."""
@@ -235,12 +238,9 @@ def no_recorded_rows(config: Config) -> int:
 
 
 def own_stride(config: Config, facts: ModelFacts) -> float:
-    """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
-
-    Devices that deal the passes of a step keep none: which has which may change at any step.
-    """
+    """Share of an edit's steps from one anchor of its own to the next; 0: it has none."""
     asked = config.cache.own_anchors
-    if facts.own_stride is None or config.engine.policy == "cfg":
+    if facts.own_stride is None:
         return 0.0
     return asked if asked >= 0 else facts.own_stride
 
@@ -253,6 +253,33 @@ def own_rule(config: Config, facts: ModelFacts) -> OwnRule:
     stride = cache.own_anchors if cache.own_anchors > 0 else facts.own_stride
     text = cache.own_text == "frozen"
     return OwnRule(stride or OWN_RULE.stride, cache.own_format, text, facts.own_power)
+
+
+class TextShares(NamedTuple):
+    """Of a row's steps that read something, those that compute its text."""
+
+    template: float
+    own: float
+    """Of the steps between its own anchors."""
+
+
+ALL_TEXT = TextShares(1.0, 1.0)
+
+
+def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) -> TextShares:
+    """What a worker's rows have, on average.
+
+    Args:
+        config: of the worker.
+        facts: of the model.
+        steps: of an edit.
+        shared: whether several devices may take a step together; then rows that read a template
+            compute their text.
+    """
+    anchors = own_steps(steps, own_stride(config, facts))
+    if not anchors or not own_rule(config, facts).text:
+        return ALL_TEXT
+    return TextShares(1.0 if shared else len(anchors) / steps, 0.0)
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

@@ -317,6 +317,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         stride=1 if distilled else _STRIDES[semantics],
         dense_steps=_DENSE_STEPS[semantics],
         own_stride=0.0 if distilled else OWN_STRIDES[semantics],
+        own_over_template=semantics.blends and not distilled,
         own_power=_BLENDED_POWER if semantics.blends else 1.0,
         lifts_entries=semantics.masked_picture,
         true_cfg=semantics.blends,

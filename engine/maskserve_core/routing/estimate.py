@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from maskserve_core.contracts.pricing import Pricing, RowPrice
+from maskserve_core.models.facts import ALL_TEXT, TextShares
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
-from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_core.planning.tiers import HOST, TIERS
 
 _KV = 1  # column of block_bytes
@@ -28,6 +30,7 @@ def pricing_of(
     controls: Mapping[str, ModelWork] = MappingProxyType({}),
     anchored: float = 1.0,
     lora: tuple[ModelWork, int] | None = None,
+    text_shares: TextShares = ALL_TEXT,
 ) -> Pricing:
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
 
@@ -46,12 +49,14 @@ def pricing_of(
         controls: the ControlNets' work at that size, by name.
         anchored: share of its steps at which a net beside a cached row computes all tokens.
         lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
+        text_shares: in how many of its steps a cached row computes its text.
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0] - work.context
-    few, many = _BETWEEN_TILES if work.halo else (0.0, 1.0)
-    flops = {m: work.step_flops([work.row_at(m, text)], "kv") for m in (few, many)}
-    per_mask = (flops[many] - flops[few]) / (many - few)
+    # Rows of UNets with anchors of their own convolve on a tile in any case.
+    tiled = work if work.joint or work.halo else replace(work, halo=1)
+    cached_row, per_mask = _line(work, text, text_shares.template)
+    between = [each * per_flop for each in _line(tiled, text, text_shares.own)]
     whole = tuple(float(n) for n in work.tokens)
     loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
     per_byte = costs.loads[HOST.name].per_unit if HOST.name in costs.loads else 0.0
@@ -60,7 +65,7 @@ def pricing_of(
     return Pricing(
         step=costs.compute.fixed,
         dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
-        cached_row=(flops[few] - few * per_mask) * per_flop + work.context * spare,
+        cached_row=cached_row * per_flop + work.context * spare,
         active_token=per_mask * per_flop / tokens,
         spare_token=spare,
         fetch={
@@ -70,14 +75,38 @@ def pricing_of(
         },
         tokens=tokens,
         controls={
-            name: _control_price(net, per_flop, text, anchored) for name, net in controls.items()
+            name: _control_price(net, per_flop, text, anchored, text_shares.own)
+            for name, net in controls.items()
         },
-        lora_byte=None if lora is None else _row_price(lora[0], per_flop / lora[1], text),
+        between=RowPrice(0.0, between[0], between[1] / tokens),
+        lora_byte=None
+        if lora is None
+        else _row_price(lora[0], per_flop / lora[1], text, text_shares.template),
     )
 
 
-def _control_price(net: ModelWork, per_flop: float, text: float, anchored: float) -> RowPrice:
-    own, between = _row_price(net, per_flop, text), 1.0 - anchored
+def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:
+    """FLOPs of a row without active tokens that computes so much of its text, and what active
+    tokens add, were all tokens active.
+    """
+    few, many = _BETWEEN_TILES if work.halo else (0.0, 1.0)
+    low, high = (work.step_flops([_row(work, m, text, share)], "kv") for m in (few, many))
+    per_mask = (high - low) / (many - few)
+    return max(0.0, low - few * per_mask), per_mask
+
+
+def _row(work: ModelWork, mask_ratio: float, text: float, share: float) -> RowTokens:
+    """A row that computes so much of its text and reads the rest."""
+    row = work.row_at(mask_ratio, text)
+    if not work.joint:
+        return row
+    return replace(row, text=share * text, text_read=(1.0 - share) * text)
+
+
+def _control_price(
+    net: ModelWork, per_flop: float, text: float, anchored: float, share: float
+) -> RowPrice:
+    own, between = _row_price(net, per_flop, text, share), 1.0 - anchored
     return RowPrice(
         dense_row=own.dense_row,
         cached_row=own.dense_row * anchored + between * own.cached_row,
@@ -85,9 +114,10 @@ def _control_price(net: ModelWork, per_flop: float, text: float, anchored: float
     )
 
 
-def _row_price(work: ModelWork, per_flop: float, text: float) -> RowPrice:
+def _row_price(work: ModelWork, per_flop: float, text: float, share: float) -> RowPrice:
     """Of work beside a row's own, at all of its steps."""
-    few, many = (work.step_flops([work.row_at(m, text)], "kv") * per_flop for m in (0.0, 1.0))
+    rows = [_row(work, ratio, text, share) for ratio in (0.0, 1.0)]
+    few, many = (work.step_flops([row], "kv") * per_flop for row in rows)
     return RowPrice(
         dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
         cached_row=few,

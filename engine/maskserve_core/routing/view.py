@@ -130,9 +130,9 @@ class WorkerView:
         """The same of an edit whose template is not at hand: with anchors of its own, or dense."""
         if not edit.own_steps:
             return dense, 0.0, 0.0, False
-        compute, _ = self.pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
-        share = edit.own_steps / edit.steps
-        return share * dense + (1.0 - share) * compute, 0.0, 0.0, compute != dense
+        tokens, share = (edit.active_tokens, edit.total_tokens), edit.own_steps / edit.steps
+        compute = self.pricing.own_row(*tokens, share)
+        return compute, 0.0, 0.0, compute != dense
 
     def _added_seconds(self, edit: Edit, *, cached: bool) -> float:
         """What its ControlNets and LoRAs add to a step."""
@@ -192,6 +192,11 @@ class WorkerView:
                     continue
                 tokens, cached = (row.active_tokens, row.total_tokens), row.kind == "cached"
                 compute, load = pricing.row(*tokens, cached=cached)
+                if row.own:
+                    compute, load = pricing.own_row(*tokens, row.dense_share), 0.0
+                elif cached:
+                    dense, share = pricing.dense(row.total_tokens), row.dense_share
+                    compute, load = compute + share * (dense - compute), (1.0 - share) * load
                 compute += pricing.control_seconds(row.controls, *tokens, cached=cached)
                 compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
                 if row.template_id in on_device:

@@ -21,7 +21,7 @@ from maskserve_core.planning.tiers import DEVICE
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
 from maskserve_core.worker.policies import batches_of
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import Route
+from maskserve_engine.requests.templates import DENSE, Route
 
 
 class InTime:
@@ -103,12 +103,18 @@ class InTime:
         return next(enough, edit.levels[-1])
 
     def gains_by_waiting(
-        self, edit: RequestState, route: Route, anchors: int, running: Iterable[RequestState]
+        self,
+        edit: RequestState,
+        without: Route,
+        route: Route,
+        anchors: int,
+        running: Iterable[RequestState],
     ) -> bool:
-        """Whether a dense edit would be late now, and in time behind its template's priming.
+        """Whether an edit would be late now, and in time behind its template's priming.
 
         Args:
             edit: that has missed its template.
+            without: how it runs now.
             route: how it runs behind the priming.
             anchors: that the priming still has to compute, a dense step each.
             running: edits that have a row beside it.
@@ -116,12 +122,12 @@ class InTime:
         pricing, due = self._prices(), edit.make_ticket().due
         if pricing is None or due is None:
             return False
-        dense, left_s = _wanted(edit), due - time.monotonic()
+        now, left_s = _wanted(edit, without), due - time.monotonic()
         cached = _wanted(edit, route)
-        view = self._view(dense, pricing, running, ())
-        if predicted_seconds(dense, view, 0.0) <= left_s:
+        view = self._view(now, pricing, running, ())
+        if predicted_seconds(now, view, 0.0) <= left_s:
             return False
-        priming = replace(dense, steps=anchors, controls=())
+        priming = replace(_wanted(edit, DENSE), steps=anchors, controls=())
         both = (priming, cached)
         return sum(predicted_seconds(each, view, 0.0) for each in both) <= left_s
 
@@ -150,6 +156,7 @@ class InTime:
 def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
     """As a router would see it, on this route or its own."""
     work, route = edit.work, route or edit.route
+    own = route.own is not None
     return Edit(
         steps=work.steps,
         active_tokens=work.passes * work.active_tokens,
@@ -157,6 +164,8 @@ def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
         template_id=edit.job.request.template_id,
         cache=route.mode != "dense",
         dense_steps=route.dense_steps,
+        own_steps=route.dense_steps if own else 0,
+        own=own,
         controls=shares(edit.controls.wanted, work.steps),
     )
 

@@ -18,6 +18,7 @@ from maskserve_core.contracts.reuse_levels import ReuseLevel
 from maskserve_core.contracts.settings import acting, shares
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import ModelWork, Totals
+from maskserve_core.planning.own_anchors import spread_steps
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.base.timeline import RequestTimeline
@@ -484,6 +485,8 @@ class RequestState:
                 due_ns=0 if self.due is None else int(1e9 * self.due),
                 controls=shares(self.controls.wanted, self.work.steps),
                 adapter_bytes=self.loras.nbytes,
+                dense_share=self.route.dense_steps / self.work.steps if kind == "cached" else 0.0,
+                own=self.route.own is not None,
             )
         self.said.steps_left = left
         return self.said
@@ -527,12 +530,29 @@ class RequestState:
         first = {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
         return first if beside is None else {**first, **of_text}
 
+    def count_own(self, adapter: Adapter) -> None:
+        """Count its steps as what it keeps of its own lets them be."""
+        plan, template = self.route.own or self.route.beside, self.route.beside is not None
+        if plan is not None and plan.anchors:
+            between = adapter.counted(self.job, plan)
+            work = adapter.work(*self.job.moments.shape[1:])
+            self.work = self.work.with_own(plan, between, work, reads_template=template)
+
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Leave out what the level says; before its row is made, which its tokens depend on."""
+        self.level = level
+        if level.anchors:
+            assert self.route.own is not None, "other levels are of other ways"
+            plan = replace(self.route.own, anchors=spread_steps(self.work.steps, level.anchors))
+            self.route = replace(self.route, own=plan, dense_steps=level.anchors)
+            self.count_own(adapter)
+            self.said = None
+            return
+        # A block that is left out at an anchor would leave nothing there.
+        self.route = replace(self.route, beside=None)
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)
         self.job = replace(self.job, request=replace(request, settings=settings))
-        self.level = level
         if level.ring is not None:
             self.job = adapter.with_ring(self.job, level.ring)
             self.work, self.said = EditWork.of(self.job, adapter), None

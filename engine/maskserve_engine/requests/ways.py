@@ -57,11 +57,11 @@ class Ways:
         - dense: it has no use for a template, or its template has drifted;
         - cached: its template is primed;
         - wait: it insists on its template;
-        - wait: it would be late if it ran dense, and is in time behind its template's priming;
+        - wait: it would be late without, and is in time behind its template's priming;
         - cached, with anchors of its own;
         - dense.
 
-        With `cache: own` the last two are all there are, and for edits of UNets with LoRAs.
+        With `cache: own` the last two are all there are, and where these keep more of an edit.
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -75,26 +75,17 @@ class Ways:
         if dense_for and settings.cache != "require":
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(job, dense)
-        if settings.cache == "own" or self._own_is_nearer(job):
-            return self.without_template(job, replace(DENSE, outcome="miss", key=key))
+        without = self.without_template(job, replace(DENSE, outcome="miss", key=key))
+        nearer = without.own is not None and self._adapter.facts.own_over_template
+        if settings.cache == "own" or nearer:
+            return without
         sight = self._cache.sight(job, key, again=edit.starts > 0)
+        without = replace(without, prime=sight.worth_priming)
         return (
             self._of_template(job, sight, insists=settings.insists)
-            or self._behind_priming(edit, sight)
-            or self.without_template(
-                job, Route("dense", "miss", sight.key, prime=sight.worth_priming)
-            )
+            or self._behind_priming(edit, sight, without)
+            or without
         )
-
-    def _own_is_nearer(self, job: EditJob) -> bool:
-        """Whether anchors of its own keep so much more of an edit that it reads no template's: of a
-        UNet with LoRAs, whose entries would be primed for these LoRAs alone, too
-        (docs/decisions/masks.md).
-        """
-        if not job.request.used_loras or job.request.settings.insists or not self._cache.keeps_kv:
-            return False
-        joint = self._adapter.work(*job.moments.shape[1:]).joint
-        return not joint and own_plan(self._config, self._adapter, job) is not None
 
     def without_template(self, job: EditJob, dense: Route) -> Route:
         """With anchors of its own, or dense.
@@ -148,7 +139,7 @@ class Ways:
             return Route("wait", "hit", sight.key, prime=sight.may_prime, coming=sight.coming)
         return None
 
-    def _behind_priming(self, edit: RequestState, sight: Sight) -> Route | None:
+    def _behind_priming(self, edit: RequestState, sight: Sight, without: Route) -> Route | None:
         """Once its template is primed, if that makes the edit, which would be late, be in time."""
         if edit.starts or edit.loras.absent or not any(sight.reads):
             return None
@@ -158,6 +149,6 @@ class Ways:
         left = len(sight.anchors) if primes else self._primings.left(sight.key)
         route = Route("wait", "hit", sight.key, prime=primes, dense_steps=sight.dense_steps)
         running = self._books.running()
-        if left is not None and self._in_time.gains_by_waiting(edit, route, left, running):
+        if left is not None and self._in_time.gains_by_waiting(edit, without, route, left, running):
             return route
         return None

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from maskserve_core.config import CacheConfig, Config, ModelConfig
 from maskserve_core.contracts.keys import anchor_steps
-from maskserve_core.models.facts import ModelFacts, anchor_stride, own_rule, own_stride
+from maskserve_core.models.facts import (
+    ModelFacts,
+    TextShares,
+    anchor_stride,
+    own_rule,
+    own_stride,
+    text_shares,
+)
 from maskserve_core.models.registry import control_work, counted_work, typical_lora
 from maskserve_core.planning.cost_model import (
     H100,
@@ -101,6 +108,7 @@ class Hardware:
             controls={NET: self._net(side)} if self.model == "flux" else {},
             anchored=len(clock_steps(STEPS, own_rule(Config(), facts).stride)) / STEPS,
             lora=typical_lora(facts, work),
+            text_shares=self.text_shares,
         )
         given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
         for name, value in given.items():
@@ -131,6 +139,11 @@ class Hardware:
     def text(self) -> int:
         """Tokens of a prompt."""
         return self.facts.text_tokens(ModelConfig().max_sequence_length)
+
+    @property
+    def text_shares(self) -> TextShares:
+        """Of the steps of edits."""
+        return text_shares(Config(), self.facts, STEPS, shared=False)
 
     @property
     def tokens(self) -> int:
@@ -190,23 +203,33 @@ class Hardware:
         # Costs depend on the rows' sums only, so equal rows stand for those of the batch.
         costs = step_costs(
             self.work,
-            self.work.totals([self._row(active / cached)] * cached),
+            self.work.totals(
+                [self._row(active / cached, self.text_shares.own)] * own
+                + [self._row(active / cached, self.text_shares.template)] * (cached - own)
+            ),
             self.costs,
             {"host": self._moved(active / cached) * (cached - own)},
             dense=self.work.totals([full] * dense) if dense else None,
         )
-        if self.halo or own:  # every block takes its entry
+        if self.halo or own or self.text_shares.template < 1.0:  # every block takes its entry
             return evaluate(costs, ("kv",) * len(self.work.blocks)).latency
         return plan(costs, tolerance=0.001).latency
 
-    def _row(self, active: float) -> RowTokens:
+    def _row(self, active: float, text_share: float = 1.0) -> RowTokens:
         """A row whose mask is a square of `active` tokens at the finest level: at each coarser one
         it touches, on average over where it lies, all but one token more along each side.
+
+        Args:
+            active: tokens.
+            text_share: of its steps that compute its text.
         """
         side = active**0.5
         touched = [(side / 2**n + 1 - 0.5**n) ** 2 for n in range(len(self.work.tokens))]
         own = tuple(min(a, float(n)) for a, n in zip(touched, self.work.tokens, strict=True))
-        return self.work.square_row(own, float(self.text))
+        row, text = self.work.square_row(own, float(self.text)), float(self.text)
+        if not self.work.joint:
+            return row
+        return replace(row, text=text_share * text, text_read=(1.0 - text_share) * text)
 
     def _moved(self, active: float) -> Floats:
         """[blocks, 2] bytes of `h` and `kv` per step of one row."""

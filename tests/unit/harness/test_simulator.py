@@ -77,7 +77,8 @@ def test_an_edit_alone_takes_its_steps():
     (job,) = cluster.jobs
     step = HARDWARE.step_seconds(1, job.request.active, 0)
     assert job.ended - job.request.arrival == pytest.approx(0.5 + 20 * step + 0.25)
-    assert job.predicted == pytest.approx(20 * step, rel=0.02)
+    # What the first block loads is not hidden, and not foretold.
+    assert job.predicted == pytest.approx(20 * step, rel=0.05)
 
 
 def test_one_row_at_a_time_waits_as_queueing_theory_says():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from maskserve_core.models.facts import TextShares
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.cost_model import CostModel, Line
@@ -58,6 +60,29 @@ def test_dense_rows_loads_and_fetches(pricing: Pricing):
     template = 5 * entry_bytes(WORK, "kv", FORMATS["bfloat16"])
     assert pricing.fetch == {"disk": pytest.approx(COSTS.load_seconds("disk", template))}
     assert pricing.fetch_s("host") == pricing.fetch_s("device") == 0.0
+
+
+@pytest.mark.parametrize("active", [0.05, 0.4])
+def test_text_that_steps_leave_out_is_what_is_counted(pricing: Pricing, active: float) -> None:
+    shares, total = TextShares(0.25, 0.0), float(WORK.tokens[0])
+    left_out = pricing_of(
+        WORK, COSTS, FORMATS["bfloat16"], text=TEXT, anchors=5, steps_per_anchor=2,
+        text_shares=shares,
+    )  # fmt: skip
+    row = WORK.row_at(active, TEXT)
+    between = replace(row, text=0.0, text_read=TEXT)
+    with_text, without = (
+        WORK.step_flops([each], "kv") * COSTS.compute.per_unit for each in (row, between)
+    )
+    found, _ = left_out.row(active * total, total, cached=True)
+    assert found == pytest.approx(0.25 * with_text + 0.75 * without)
+    dense = WORK.step_flops([WORK.row_at(1.0, TEXT)], "dense") * COSTS.compute.per_unit
+    own = left_out.own_row(active * total, total, 0.1)
+    assert own == pytest.approx(0.1 * dense + 0.9 * without)
+    computed, _ = pricing.row(active * total, total, cached=True)
+    assert pricing.own_row(active * total, total, 0.1) == pytest.approx(
+        0.1 * dense + 0.9 * computed
+    )
 
 
 @pytest.mark.parametrize("config", [SD21, SDXL])

@@ -411,6 +411,32 @@ def test_what_a_worker_knows_of_its_storage_prices_the_first_lora() -> None:
     assert view.adapter_seconds(replace(EDIT, adapters=("x",))) == pytest.approx(1.5)
 
 
+def test_rows_are_priced_by_their_steps_that_compute_all_tokens() -> None:
+    """A row with anchors of its own loads nothing, and leaves its text out between them."""
+    each = RowPrice(0.0, 0.004, PRICING.active_token)
+    pricing = replace(PRICING, between=each, spare_token=1e-5)
+    row = RowStatus("r", "cached", 100, FULL, 10)
+    first = changed(row, dense_share=0.25)
+    own = changed(first, own=True)
+
+    def loads(of: RowStatus) -> RowLoad:
+        status = WorkerStatus("w", "m", "ready", 4, 16, running=(of,))
+        return WorkerView.from_status(status, pricing, 0.0).running[0]
+
+    plain, dense = loads(row), pricing.dense(FULL)
+    assert loads(first).compute == pytest.approx(0.25 * dense + 0.75 * plain.compute)
+    assert plain.load > 0
+    assert loads(first).load == pytest.approx(0.75 * plain.load)
+    between = 0.004 + 100 * pricing.active_token
+    assert loads(own).compute == pytest.approx(0.25 * dense + 0.75 * between)
+    assert loads(own).load == 0
+    view = replace(worker("a"), pricing=pricing)
+    edit = replace(EDIT, active_tokens=100, own=True, own_steps=EDIT.steps // 4)
+    assert view.row(edit).compute == pytest.approx(
+        pricing.own_row(100, FULL, (EDIT.steps // 4) / EDIT.steps)
+    )
+
+
 def test_the_steps_of_rows_with_loras_are_priced_by_bytes() -> None:
     pricing = replace(PRICING, lora_byte=RowPrice(4e-12, 1e-12, 1e-15))
     row = RowStatus("r", "cached", 100, FULL, 10)

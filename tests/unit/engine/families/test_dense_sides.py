@@ -125,25 +125,31 @@ async def test_the_router_expects_the_same(name: str) -> None:
     turns.close()
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
     ("asked", "own"),
     [
-        ({}, (5, False)),
-        ({"loras": (LoraSetting(name="a"),)}, (5, True)),
-        ({"loras": (LoraSetting(name="a", scale=0.0),)}, (5, False)),
-        ({"controls": (ControlSetting(name="n"),)}, (0, False)),
-        ({"loras": (LoraSetting(name="a"),), "controls": (ControlSetting(name="n"),)}, (0, False)),
-        ({"loras": (LoraSetting(name="a"),), "cache": "require"}, (0, False)),
+        ({}, (5, None)),
+        ({"loras": (LoraSetting(name="a"),)}, (5, None)),
+        ({"controls": (ControlSetting(name="n"),)}, (5, None)),
+        ({"cache": "own"}, (5, True)),
+        ({"cache": "require"}, (0, False)),
+        ({"reproducible": True}, (0, False)),
     ],
 )
 async def test_the_router_knows_which_edits_have_anchors_of_their_own(
-    asked: dict[str, Any], own: tuple[int, bool]
+    asked: dict[str, Any], own: tuple[int, bool | None], first: bool
 ) -> None:
+    """And whether they have them although a template is at hand: where the model is so, or asked
+    for.
+    """
     turns = Turns(1)
-    mask, served = encode(masks()["corner"]), Served(64, 8, 20, mask_ring=0, dense_sides=True,
-                                                  own_stride=0.2)  # fmt: skip
+    mask, served = encode(masks()["corner"]), Served(64, 8, 20, own_stride=0.2,
+                                                  own_over_template=first)  # fmt: skip
     measured, _ = await Measure(RouterConfig(), turns).edit(
         ANYBODY, memoryview(b""), mask, EditSettings(**asked), served, "m", prompted=False
     )
-    assert (measured.own_steps, measured.own) == own
+    steps, over_template = own
+    assert measured.own_steps == steps
+    assert measured.own == (first if over_template is None else over_template)
     turns.close()

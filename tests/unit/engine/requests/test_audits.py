@@ -39,7 +39,9 @@ def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
 
 @pytest.fixture
 def engine(tiny_fill: Path, encoder: Encoder, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    config = config_of(tiny_fill, cache={"audit_share": 1.0, **request.param})
+    # Without a template its edits are dense.
+    cache = {"audit_share": 1.0, "own_anchors": 0.0, **request.param}
+    config = config_of(tiny_fill, cache=cache)
     made = assemble(config, load_adapter(config), lambda: encoder.encode_prompt(""))
     made.start()
     yield made

@@ -274,7 +274,7 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
         assert final.meta["steps_skipped"] == 0
         assert np.array_equal(final.latents, plain.latents)
         return
-    (taken,) = [each for each in LEVELS[FILL, False] if each.name == level]
+    (taken,) = [each for each in LEVELS[FILL, "dense"] if each.name == level]
     assert final.meta["reuse"]["psnr"] == taken.psnr
     assert final.meta["reuse"]["steps_skipped"] == final.meta["steps_skipped"]
     threshold = taken.first_block_threshold
@@ -283,7 +283,7 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
     assert final.meta["steps_skipped"] == same.meta["steps_skipped"]
 
 
-@pytest.mark.parametrize("level", LEVELS[FILL, True], ids=lambda level: level.name)
+@pytest.mark.parametrize("level", LEVELS[FILL, "cached"], ids=lambda level: level.name)
 def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     engine: Engine, encoder: Encoder, level: ReuseLevel
 ) -> None:
@@ -301,6 +301,52 @@ def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     for name in ("mask_ring", "active_tokens", "computed_tokens", "cache_bytes", "steps_skipped"):
         assert ours.meta[name] == theirs.meta[name]
     assert ours.meta["mask_ring"] == ring
+
+
+@pytest.fixture
+def anchoring(tiny_fill: Path, encoder: Encoder) -> Any:
+    """An engine whose edits without a template have anchors of their own."""
+    engine = make_engine(tiny_fill, encoder, own_anchors=0.35)
+    yield engine
+    engine.close(5.0)
+    engine.cache.check_integrity()
+
+
+@pytest.mark.parametrize("level", LEVELS[FILL, "own"], ids=lambda level: level.name)
+def test_an_elastic_edit_with_anchors_of_its_own_has_fewer(
+    anchoring: Engine, encoder: Encoder, level: ReuseLevel
+) -> None:
+    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    each = job(encoder, 8, "late", num_inference_steps=12, cache="own")
+    meta = edit(anchoring, elastic(each, level.psnr, due_ms=1)).meta
+    assert meta["reuse"] == {"level": level.name, "steps_skipped": 0, "psnr": level.psnr}
+    assert meta["anchors"] == [12 * n // level.anchors for n in range(level.anchors)]
+    assert meta["dense_steps"] == level.anchors
+    above = LEVELS[FILL, "own"][0].psnr + 1
+    kept = job(encoder, 8, "high", num_inference_steps=12, cache="own")
+    assert edit(anchoring, elastic(kept, above, due_ms=1)).meta["anchors"] == [0, 4, 8]
+
+
+def test_a_hit_that_leaves_steps_out_computes_its_text(anchoring: Engine, encoder: Encoder) -> None:
+    """As the edit that asks for it: a block that is left out at an anchor leaves nothing there."""
+    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require"}
+    assert edit(anchoring, job(encoder, 9, "plain", **asked)).meta["text_steps"] == 3
+    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    [level] = [each for each in LEVELS[FILL, "cached"] if each.name.endswith("ring1-skip0.1")]
+    ours = edit(anchoring, elastic(job(encoder, 9, "late", **asked), level.psnr, due_ms=1))
+    assert ours.meta["reuse"]["level"] == level.name
+    asked["first_block_threshold"] = level.first_block_threshold
+    theirs = edit(anchoring, job(encoder, 9, "asks", **asked))
+    assert np.array_equal(ours.latents, theirs.latents)
+
+
+def test_an_edit_with_anchors_of_its_own_does_not_wait_for_priming_that_is_later(
+    anchoring: Engine, encoder: Encoder
+) -> None:
+    """Dense it would be late, and behind the priming in time; as it is it is in time now."""
+    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0)))
+    each = due(job(encoder, 10, "first", num_inference_steps=20), due_ms=8000)
+    assert edit(anchoring, each).meta["cache"] == "own"
 
 
 def test_an_elastic_edit_is_refused_by_what_its_lowest_level_takes(
