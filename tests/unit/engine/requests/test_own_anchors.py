@@ -61,6 +61,15 @@ def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
     idle(engine)
 
 
+def test_edits_of_base_models_read_no_template_that_do_not_insist(
+    engine: Engine, encoder: Encoder
+) -> None:
+    edit(engine, job(encoder, 12, "primes", num_inference_steps=12, cache="require"))
+    meta = edit(engine, job(encoder, 12, "next", num_inference_steps=12)).meta
+    assert meta["cache"] == ("own" if engine.adapter.facts.semantics.blends else "hit")
+    idle(engine)
+
+
 def test_off_is_dense_and_own_asks_for_it(engine: Engine, encoder: Encoder) -> None:
     first = job(encoder, 2, "a", num_inference_steps=10, cache="off")
     dense = edit(engine, first)
