@@ -77,7 +77,7 @@ _ROUTE: Final = "workflow"
 _PASSING: Final = ("progress", "preview")
 _OF_EVENTS: Final = ("event", "step", "steps", "restarts")
 """What such an event of an edit says beside whose it is."""
-_OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache")
+_OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
 """What META says of an edit, of its own META."""
 _OF_NODES: Final = ("server", "seconds", "kept", "tries")
 """What META says of another node (`node_pool.Made`)."""

@@ -4,6 +4,8 @@
 at once; `detail`, four regions of one, the script paints each on the last result. Both with rows'
 own anchors (`[cache] own_anchors`, the default) and without (`*_without_anchors`).
 `added`: what a run of three nodes on two servers takes beside these, called by themselves, in ms.
+`shared`: of five prompts for one picture and name at once, how often the name is looked for and the
+picture encoded.
 `verified`: edits with the LoRA `hollow`, three tries, verifier `find`, judged by what the demo's
 own judge sees; beside the first tries, which a verifier that says yes to all would have given.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
@@ -33,13 +35,14 @@ from PIL import Image
 from maskserve_client.client import Client
 from maskserve_core.imaging.images import encode_png
 from maskserve_core.workflows.definition import Workflow, each, repeat
-from maskserve_core.workflows.nodes import compose, crop, edit, outline, shows, split
+from maskserve_core.workflows.nodes import compose, crop, edit, find, outline, shows, split
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.pictures import encode_mask
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.looks import edits_with, followed
+from maskserve_harness.demo_model.named import held_out_scenes
 from maskserve_harness.demo_model.node_judges import enlarged_db, found_iou
 from maskserve_harness.demo_model.scenes import Picture, draw_background, to_bytes
 from maskserve_harness.reports import about, write_json
@@ -52,6 +55,7 @@ _STEPS: Final = 12
 _BOXES: Final = ((8, 8), (8, 80), (80, 8), (80, 80))
 _BOX: Final = 40
 _PROMPT: Final = "a red star"
+_COLOURS: Final = ("red", "green", "blue", "yellow", "purple")
 _SURE: Final = 0.5
 _ENOUGH: Final = 0.2
 """Share of the mask that a thing must fill to be taken for what was asked for."""
@@ -81,7 +85,10 @@ def plans() -> list[WorkflowPlan]:
             painted = edit(image, mask, name, loras=[{"name": "hollow"}])
             tries.until(shows(painted, mask, name, threshold=_SURE, enough=_ENOUGH))
             verified.gives(image=tries.best(painted))
-    return [compiled(flow.plan) for flow in (variants, detail, added, verified)]
+    with Workflow("shared_bench", "What is found is painted over.") as shared:
+        image, prompt = shared.picture("image"), shared.text("prompt")
+        shared.gives(image=edit(image, find(image, shared.text("name")), prompt))
+    return [compiled(flow.plan) for flow in (variants, detail, added, verified, shared)]
 
 
 def _mask(boxes: tuple[tuple[int, int], ...]) -> bytes:
@@ -166,6 +173,28 @@ class Rivals:
                 added.append(1e3 * (run_s - own_s))
         return round(statistics.median(added[1:]), 1)  # the first one warms
 
+    def shared(self) -> dict[str, int]:
+        """Of five prompts at once the calls of `find`, and of the source's encoder."""
+        [(scene, thing)] = held_out_scenes(1, (_SIDE, _SIDE))
+        name, image = f"a {thing.colour} {thing.shape}", encode_png(scene.picture)
+
+        def told(prompt: str) -> list[dict[str, Any]]:
+            inputs: dict[str, bytes | str] = {"image": image, "name": name, "prompt": prompt}
+            with Client(self._url) as client:
+                _, meta = client.run_workflow(
+                    "shared_bench", inputs, seed=1, num_inference_steps=_STEPS
+                )
+            return list(meta["nodes"])
+
+        with ThreadPoolExecutor(5) as pool:
+            runs = pool.map(told, [f"a {colour} star" for colour in _COLOURS])
+            nodes = [node for run in runs for node in run]
+        encoded = [each["encoded"]["template"] for each in nodes if each["node"] == "edit"]
+        return {
+            "finds_of_five": sum(not each["kept"] for each in nodes if each["node"] == "find"),
+            "encodes_of_five": encoded.count("made"),
+        }
+
     def verified(self, count: int) -> dict[str, float]:
         """Shares of edits that show what was asked for, with the verifier and of first tries alone;
         tries of each, on average.
@@ -248,6 +277,13 @@ def added(args: argparse.Namespace) -> dict[str, Any]:
         return {f"added_ms_{side}": sides.added_ms(side, 4 * args.rounds) for side in (128, 1024)}
 
 
+def shared(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.find.is_dir():
+        return {"finds_of_five": None, "encodes_of_five": None}
+    with served(args.find) as sides:
+        return sides.shared()
+
+
 def verified(args: argparse.Namespace) -> dict[str, Any]:
     if not args.find.is_dir():
         return {"verified_followed": None}
@@ -266,7 +302,7 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
 
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
-    "rivals": rivals, "added": added, "verified": verified, "models": models,
+    "rivals": rivals, "added": added, "shared": shared, "models": models, "verified": verified,
 }  # fmt: skip
 
 
