@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_router.openai.form import EXTENSIONS, Fields
 from maskserve_router.openapi import document
 
@@ -54,8 +56,8 @@ def test_every_path_is_served_and_every_route_is_told(routes: set[tuple[str, str
 
 
 @pytest.fixture
-async def routes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """Paths and methods of a router's application."""
+async def app(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A router's application, of a router that is not started."""
     from maskserve_router import router
     from maskserve_router.config import router_config_of
 
@@ -67,12 +69,33 @@ async def routes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
             return made[-1]
 
     monkeypatch.setattr(router, "HttpApp", Seen)
-    router.Router(router_config_of({"workers": {"addresses": ["127.0.0.1:1"]}}))
+    flows = {"folder": str(CHECKOUT / "assets" / "workflows")}
+    given = {
+        "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
+        "workers": {"addresses": ["127.0.0.1:1"]},
+        "workflows": flows,
+    }
+    router.Router(router_config_of(given))
+    return made[0]
+
+
+@pytest.fixture
+def routes(app: Any) -> set[tuple[str, str]]:
+    """Paths and methods of a router's application."""
     return {
         (re.sub(r":path\}", "}", route.path), method)
-        for route in made[0].routes
+        for route in app.routes
         for method in (route.methods or set()) - {"HEAD"}
     }
+
+
+async def test_workflows_are_listed_as_the_document_says(app: Any) -> None:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://any") as client:
+        answer = (await client.get("/v1/workflows")).json()
+    told = DOCUMENT["paths"]["/v1/workflows"]["get"]["responses"]["200"]
+    Draft202012Validator(told["content"]["application/json"]["schema"]).validate(answer)
+    assert {"detail", "outline", "replace", "variants"} <= {each["name"] for each in answer["data"]}
 
 
 def test_the_form_of_an_edit_has_every_field_with_a_sentence() -> None:
