@@ -36,6 +36,7 @@ from maskserve_engine.requests.state import RequestState
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
+from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.any_degree import AnyDegreeScheduler
 from tests.support.engines import job
@@ -57,10 +58,10 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_for(folder: Path, devices: int, nets: Path | None = None) -> Config:
+def config_for(folder: Path, devices: int, nets: Path | None = None, **model: Any) -> Config:
     return config_of(
         folder,
-        model={"torch_threads": 1},
+        model={"torch_threads": 1, **model},
         engine={"devices": devices, "warm_up": False},
         cache={
             "entry_format": "model",
@@ -95,6 +96,14 @@ def started(config: Config, encoder: Encoder, policy: MakePolicy | None = None) 
     return engine
 
 
+def drawn(config: Config, encoder: Encoder) -> Engine:
+    """Whose two devices take steps at any degree."""
+    drawing = structs.replace(config, engine=structs.replace(config.engine, policy="deadline"))
+    return started(
+        drawing, encoder, lambda rows, waiting, share: AnyDegreeScheduler(2, rows, waiting)
+    )
+
+
 @pytest.fixture(
     scope="module", params=["any degree", pytest.param("spread", marks=pytest.mark.slow)]
 )
@@ -102,13 +111,8 @@ def two(
     request: pytest.FixtureRequest, tiny_fill: Path, encoder: Encoder, nets: Path
 ) -> Iterator[Engine]:
     config = config_for(tiny_fill, 2, nets)
-    if request.param == "spread":
-        engine = started(config, encoder)
-    else:
-        drawing = structs.replace(config, engine=structs.replace(config.engine, policy="deadline"))
-        engine = started(
-            drawing, encoder, lambda rows, waiting, share: AnyDegreeScheduler(2, rows, waiting)
-        )
+    start = started if request.param == "spread" else drawn
+    engine = start(config, encoder)
     yield engine
     engine.close(5.0)
     engine.manager.scheduler.check_integrity()
@@ -456,6 +460,40 @@ def test_edits_of_unets_can_be_sent_to_a_rank(tiny_unets: dict[str, Path], name:
     for row in rows:
         adapter.step([row], None)
     assert np.array_equal(*(row.result().array() for row in rows))
+
+
+def test_exact_references_go_with_a_row_to_any_rank(tmp_path: Path) -> None:
+    """Each rank of an edit without a template makes them whole; of a template's each loads its
+    heads.
+    """
+    folder, text = build_tiny_flux2(tmp_path / "exact", exact=True), {"max_sequence_length": 48}
+    encoder = load_encoder(config_of(folder, model=text))
+
+    def edits(count: int, name: str, cache: str) -> list[EditJob]:
+        asked: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": None, "cache": cache}
+        return [job(encoder, 3, f"{name}-{n}", **asked) for n in range(count)]
+
+    one = started(config_for(folder, 1, **text), encoder)
+    expected = run(one, edits(1, "dense", "off"))
+    edited(one, edits(1, "primes", "require"))
+    [whole] = edited(one, edits(1, "whole", "require"))
+    one.close(5.0)
+    two = drawn(config_for(folder, 2, **text), encoder)
+    try:
+        policy = two.manager.scheduler
+        assert isinstance(policy, AnyDegreeScheduler)
+        assert_same(run(two, edits(3, "dense", "off")), 3 * expected)
+        assert_same(run(two, edits(3, "cached", "require")), 3 * [whole.latents])
+        assert_both_alone_and_together(two)
+        for devices, share in (((0, 1), 0.5), ((1,), 1.0)):
+            policy.draws.always = devices
+            [found] = edited(two, edits(1, f"on {devices}", "require"))
+            assert_same([found.latents], [whole.latents])
+            loaded, of_all = (sum(each.meta["cache_bytes"].values()) for each in (found, whole))
+            assert loaded == share * of_all > 0
+    finally:
+        two.close(5.0)
+    two.manager.scheduler.check_integrity()
 
 
 @pytest.mark.slow
