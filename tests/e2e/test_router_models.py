@@ -1,7 +1,8 @@
-"""One router in front of a FLUX worker and a UNet worker: SETTINGS.model chooses."""
+"""One router in front of workers of three families: SETTINGS.model chooses."""
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -10,12 +11,17 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 from maskserve_client import Client
 from maskserve_harness.router_site import RouterSite
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
+from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support.calls import (
     Grpc,
     InferenceServerException,
@@ -25,13 +31,24 @@ from tests.support.calls import (
     plain_edit,
 )
 
-MODELS = ("tiny-fill", "sdxl-base")
+MODELS = ("tiny-fill", "sdxl-base", "z-image")
 
 
 @pytest.fixture(scope="module")
-def workers(worker: WorkerProcess, unet_worker: WorkerProcess) -> dict[str, WorkerProcess]:
+def z_image_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    folder = tmp_path_factory.mktemp("z-image")
+    model = build_tiny_z_image(folder / MODELS[2])
+    options = ServeOptions(model=str(model), base_port=free_base_port(), log_dir=folder)
+    with Supervisor(options) as running:
+        yield running.workers[0]
+
+
+@pytest.fixture(scope="module")
+def workers(
+    worker: WorkerProcess, unet_worker: WorkerProcess, z_image_worker: WorkerProcess
+) -> dict[str, WorkerProcess]:
     """By the model that each serves."""
-    return dict(zip(MODELS, (worker, unet_worker), strict=True))
+    return dict(zip(MODELS, (worker, unet_worker, z_image_worker), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +57,7 @@ def router(
 ) -> Iterator[RouterSite]:
     urls = [worker.grpc_url for worker in workers.values()]
     with RouterSite(urls, tmp_path_factory.mktemp("router")) as site:
-        eventually("both serve", lambda: _states(site) == ["ready", "ready"])
+        eventually("all serve", lambda: _states(site) == ["ready"] * len(MODELS))
         yield site
 
 
@@ -69,9 +86,35 @@ def test_an_edit_runs_on_the_model_that_it_names(
     assert np.array_equal(pixels(picture)[mask == 0], source[mask == 0])
 
 
+@pytest.mark.parametrize("named", MODELS)
+def test_openais_model_is_the_one_that_edits(
+    router: RouterSite, workers: dict[str, WorkerProcess], named: str
+) -> None:
+    source, mask = scene(64, 64), blob_mask(64, 64)
+    asked: dict[str, Any] = {"seed": 5, "num_inference_steps": 2, "mask_mode": "white"}
+    url = f"http://{router.http_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert {each.id for each in client.models.list()} == set(MODELS)
+        answer = client.images.edit(
+            image=("a.png", encode(source)),
+            mask=("m.png", encode(mask)),
+            prompt="a red star",
+            model=named,
+            extra_body=asked,
+        )
+    assert answer.data is not None
+    assert answer.model_extra is not None
+    [meta] = answer.model_extra["maskserve"]
+    assert (meta["model"], meta["worker"]) == (named, workers[named].name)
+    found = pixels(base64.b64decode(answer.data[0].b64_json or ""))
+    assert np.array_equal(found[mask == 0], source[mask == 0])
+    assert not np.array_equal(found, source)
+
+
 def test_each_model_has_its_own_settings(grpc: Grpc) -> None:
     guided = {"negative_prompt": "a blue circle", "guidance_scale": 5.0}
     grpc.edit(plain_edit(model="sdxl-base", **guided))
+    grpc.edit(plain_edit(model="z-image", **guided))
     with pytest.raises(InferenceServerException, match=r"\[INVALID_REQUEST\] SETTINGS"):
         grpc.edit(plain_edit(model="tiny-fill", **guided))
 
@@ -83,18 +126,18 @@ def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
     with pytest.raises(InferenceServerException) as refused:
         grpc.edit(plain_edit(**asked))
     assert "[INVALID_REQUEST] SETTINGS.model" in refused.value.message()
-    assert "accepted: sdxl-base, tiny-fill" in refused.value.message()
+    assert "accepted: sdxl-base, tiny-fill, z-image" in refused.value.message()
 
 
-def test_the_command_line_shows_both(router: RouterSite, workers: dict[str, WorkerProcess]) -> None:
+def test_the_command_line_shows_all(router: RouterSite, workers: dict[str, WorkerProcess]) -> None:
     command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", router.grpc_url]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "2 of 2 workers answer" in shown
+    assert "3 of 3 workers answer" in shown
     for name, worker in workers.items():
         assert f"{worker.grpc_url} {worker.name}: {name}, ready" in shown
 
 
-def test_a_registered_picture_serves_edits_of_both(router: RouterSite) -> None:
+def test_a_registered_picture_serves_edits_of_all(router: RouterSite) -> None:
     mask = encode(blob_mask(64, 64))
     with Client(router.grpc_url) as client:
         name = client.register(encode(scene(64, 64)))
