@@ -59,6 +59,26 @@ def assert_as_alone(
         assert np.abs(row.result().array() - expected).max() <= room, own
 
 
+def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> None:
+    """A row whose every step is an anchor is a dense one; of one with fewer the rest is near.
+
+    Args:
+        adapter: of a family whose tokens are 2x2 latents.
+        job: of six steps.
+        text: whether the steps between leave the text out.
+    """
+    dense = result(adapter, job, None)
+    every, few = (plan(*steps, text=text) for steps in (range(6), (0, 1, 3)))
+    row = row_of(adapter, job, every)
+    run(adapter, [row], [every])
+    at = np.zeros(row.grid[0] * row.grid[1], bool)
+    at[row.inactive.active] = True
+    shown = at.reshape(row.grid).repeat(2, 0).repeat(2, 1)
+    assert np.abs(row.result().array() - dense)[:, shown].max() <= tolerance(dense)
+    apart = np.abs(result(adapter, job, few) - dense)[:, shown].max()
+    assert 0 < apart < np.abs(dense).max()
+
+
 def result(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:
     """[C, h, w] latents of a row run alone."""
     row = row_of(adapter, job, own)

@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import GangExchange
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.encoder import Encoder
 from maskserve_harness.benchmarks.replay import Replay
+from tests.support.cached_rows import Primed, assert_equal, cached
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -48,6 +51,20 @@ class Rank:
         while live := [row for row in rows if row.step < row.steps]:
             self.replay.step(live, kinds, self.all)
         return [row.result().array() for row in rows]
+
+
+def check_ranks(adapter: Adapter, encoder: Encoder, jobs: Sequence[EditJob], kind: str) -> None:
+    """Two ranks answer what one does, of cached rows and a dense one."""
+    primed = [Primed(adapter, encoder, job) for job in jobs]
+
+    def run(rank: Rank) -> list[Any]:
+        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
+        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * adapter.blocks)
+
+    [expected] = by_ranks(adapter, 1, run)
+    for found in by_ranks(adapter, 2, run):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
 
 
 def by_ranks(

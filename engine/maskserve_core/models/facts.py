@@ -116,6 +116,8 @@ class ModelFacts:
     own_stride: float | None = None
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
+    leaves_text: bool = True
+    """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
     own_power: float = 1.0
     """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`)."""
     own_over_template: bool = False
@@ -133,6 +135,9 @@ class ModelFacts:
     """Where a picture's tokens lie alike beside prompts of any length: to which multiple the model
     pads pictures and prompts (1: it pads none). 0: how they lie, and so what entries hold, depends
     on a prompt's length, or all prompts are equally long."""
+    caches: bool = True
+    """Whether entries hold all that its blocks read of other tokens; else its edits compute all of
+    them, and caching is to be off."""
     mask_latents: int = 1
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
     skips_steps: bool = False
@@ -251,7 +256,7 @@ def own_rule(config: Config, facts: ModelFacts) -> OwnRule:
     """
     cache = config.cache
     stride = cache.own_anchors if cache.own_anchors > 0 else facts.own_stride
-    text = cache.own_text == "frozen"
+    text = cache.own_text == "frozen" and facts.leaves_text
     return OwnRule(stride or OWN_RULE.stride, cache.own_format, text, facts.own_power)
 
 

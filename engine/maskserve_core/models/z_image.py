@@ -83,6 +83,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=_TURBO if turbo else DEFAULTS,
         stride=1 if turbo else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
+        own_stride=0.0,
+        leaves_text=False,  # which its first blocks do not see
         true_cfg=False,
         denoiser=as_flux(transformer),
         control=None,

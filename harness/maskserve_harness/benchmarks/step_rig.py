@@ -88,6 +88,8 @@ class Family(NamedTuple):
     """[T + pictures · height · width, head_dim / 2] of a model, pictures, height, width, text."""
     blocks: tuple[str, ...] = ("num_layers", "num_single_layers")
     """Of its config.json, what says how many blocks of each sort there are."""
+    leaves_text: bool = True
+    """Whether steps between anchors of a row's own may leave it out."""
 
 
 FAMILIES = {
@@ -103,7 +105,7 @@ FAMILIES = {
     ),
     "z_image": Family(
         "ZImageTransformer2DModel", ZImageWeights.of, ZImageBatch, ZImageStep, z_image_places,
-        _z_image_cis, ("n_refiner_layers", "n_layers"),
+        _z_image_cis, ("n_refiner_layers", "n_layers"), leaves_text=False,
     ),
 }  # fmt: skip
 
@@ -130,7 +132,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 NO_TEXT = "no-text"
-"""In the place of a kind: `kv`, between anchors of the rows' own, which leave out the text."""
+"""In the place of a kind: `kv`, between anchors of the rows' own, which leave out the text if they
+may."""
 SMALL = {
     "num_layers": 4,
     "num_single_layers": 8,
@@ -274,7 +277,7 @@ class Bench:
         sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
         walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
         row.schedule = Schedule(sigmas.to(self.device), tuple(walk))
-        row.own = OwnAnchors(OwnPlan(frozenset({0, 2}), self.format, text=True))
+        row.own = OwnAnchors(OwnPlan(frozenset({0, 2}), self.format, self.family.leaves_text))
         for step in (0, 2):
             self.at_anchor(row, step)
         row.entry = OwnReader(row, self.blocks).turn_to(3)

@@ -18,6 +18,7 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.control_nets import check_config
+from maskserve_core.models.facts import anchor_stride
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.flux2.adapter import Flux2Adapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -30,7 +31,7 @@ from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.support import cached_rows
 from tests.support.cached_rows import Primed, assert_equal, cached, result
 from tests.support.lora_oracle import assert_same, deltas, read
-from tests.support.ranks import Rank, by_ranks
+from tests.support.ranks import check_ranks
 
 pytestmark = pytest.mark.spread("model")
 
@@ -120,6 +121,25 @@ def test_schedules_are_shifted_as_the_pipelines_are(tokens: int, steps: int) -> 
 
     found = Flux2Adapter.shift({}, tokens, steps)
     assert found == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
+
+
+def test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps(model: Model) -> None:
+    """Where its own schedule has them."""
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    adapter: Any = model.adapter
+    steps = adapter.facts.steps_default(0)
+    found = adapter.anchors(4096, steps, anchor_stride(0, adapter.facts))
+    sampler = model.pipeline.scheduler
+    sampler.set_timesteps(
+        sigmas=np.linspace(1.0, 1 / steps, steps), mu=compute_empirical_mu(4096, steps)
+    )
+    if adapter.facts.guidance != "none":
+        assert len(found) == 8
+        return
+    sigmas = [anchor.sigma for anchor in found]
+    assert sigmas == pytest.approx(sampler.sigmas[:4].tolist(), abs=1e-6)
+    assert sigmas == pytest.approx([1.0, 0.967, 0.908, 0.767], abs=1e-3)
 
 
 def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
@@ -228,16 +248,7 @@ def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: Model) -> N
 @pytest.mark.parametrize("kind", ["dense", "project", "kv"])
 def test_ranks_answer_what_one_does(model: Model, kind: str) -> None:
     jobs = [model.job(seed, num_inference_steps=3) for seed in (3, 4)]
-    primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
-
-    def run(rank: Rank) -> list[Any]:
-        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
-        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * model.adapter.blocks)
-
-    [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 2, run):
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other)
+    check_ranks(model.adapter, model.encoder, jobs, kind)
 
 
 def test_anchors_of_its_own_hold_the_context_too(model: Model) -> None:

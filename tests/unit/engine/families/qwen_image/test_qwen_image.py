@@ -14,17 +14,16 @@ from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
+from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
 from tests.fakes.loras import write
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
-from tests.support import cached_rows
-from tests.support.cached_rows import Primed, assert_equal, cached, result
+from tests.support import cached_rows, own_rows
+from tests.support.cached_rows import assert_equal, result
 from tests.support.lora_oracle import read
-from tests.support.ranks import Rank, by_ranks
+from tests.support.ranks import check_ranks
 
 LONG = "two cats and " * 24
 
@@ -156,31 +155,12 @@ def test_loras_are_those_that_diffusers_loads(model: Model, form: str, tmp_path:
 @pytest.mark.parametrize("kind", cached_rows.KINDS)
 def test_ranks_answer_what_one_does(model: Model, kind: str) -> None:
     jobs = [model.job(seed, num_inference_steps=3) for seed in (4, 8)]
-    primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
-
-    def run(rank: Rank) -> list[Any]:
-        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
-        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * model.adapter.blocks)
-
-    [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 2, run):
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other)
+    check_ranks(model.adapter, model.encoder, jobs, kind)
 
 
-def test_anchors_at_every_step_are_a_dense_row(model: Model) -> None:
-    job = model.job(1, num_inference_steps=4, strength=1.0, mask_ring=1)
-    row: Any = model.adapter.anchored_row(job, OwnPlan(frozenset(range(4)), "model", True))
-    reader = OwnReader(row, model.adapter.blocks)
-    kinds = plan_of_kinds(("kv",) * model.adapter.blocks)
-    while row.step < row.steps:
-        read: Any = None if row.step in row.own.plan.anchors else reader.turn_to(row.step)
-        model.adapter.step([row], kinds if read else None, [read])
-    dense = result(model.replay, model.adapter.dense_row(job))
-    at = np.zeros(row.grid[0] * row.grid[1], bool)
-    at[row.inactive.active] = True
-    shown = at.reshape(row.grid).repeat(2, 0).repeat(2, 1)
-    assert_equal(row.result().array()[:, shown], dense[:, shown])
+def test_anchors_of_its_own_are_dense_steps(model: Model) -> None:
+    job = model.job(1, num_inference_steps=6, strength=1.0, mask_ring=1)
+    own_rows.check_dense_anchors(model.adapter, job)
 
 
 def test_int8_weights_serve_it(model: Model) -> None:

@@ -18,6 +18,7 @@ from maskserve_core.contracts.request import accept_edit, with_defaults
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.control_nets import check_config
+from maskserve_core.models.facts import own_rule
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
@@ -27,11 +28,11 @@ from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.loras import write
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_z_image import build_tiny_z_image
-from tests.support import cached_rows
+from tests.support import cached_rows, own_rows
 from tests.support.cached_rows import Primed, assert_equal, cached, result
 from tests.support.engines import edit, make_engine
 from tests.support.lora_oracle import assert_same, deltas, read
-from tests.support.ranks import Rank, by_ranks
+from tests.support.ranks import Rank, by_ranks, check_ranks
 
 LONG = "two cats and " * 22
 
@@ -117,12 +118,34 @@ def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
 
 def picture_of(model: Model, height: int, width: int, prompt: str, **asked: Any) -> EditJob:
     """An edit of a picture of so many tokens."""
-    case = model.case(4, num_inference_steps=2, strength=1.0, **asked)
+    case = model.case(4, **{"num_inference_steps": 2, "strength": 1.0, **asked})
     pixels = np.random.default_rng(7).integers(0, 256, (8 * height, 8 * width, 3), np.uint8)
     mask = np.zeros(pixels.shape[:2], np.uint8)
     mask[:12, :12] = 255
     case = replace(case, pixels=pixels, mask=mask, prompt=prompt)
     return encode_case(model.encoder, case, f"{height}x{width}")
+
+
+@pytest.mark.parametrize("width", [8, 6], ids=["whole", "padded"])
+def test_anchors_of_its_own_are_dense_steps(model: Model, width: int) -> None:
+    """Its text, which its first blocks do not see, is computed at each step."""
+    asked = {"guidance_scale": 2.0, "negative_prompt": "", "num_inference_steps": 6}
+    job = picture_of(model, 8, width, LONG, **asked)
+    assert own_rule(config_of(model.folder), model.adapter.facts).text is False
+    own_rows.check_dense_anchors(model.adapter, job, text=False)
+
+
+def test_a_first_edit_has_anchors_of_its_own_where_that_is_asked_for(model: Model) -> None:
+    noise = {"outside_noise": "edit"}
+    engine = make_engine(model.folder, model.encoder, noise, own_anchors=0.35, own_format="model")
+    try:
+        job = picture_of(model, 8, 8, LONG, num_inference_steps=6)
+        found = edit(engine, job)
+    finally:
+        engine.close(5.0)
+    assert (found.meta["cache"], found.meta["anchors"]) == ("own", [0, 2, 4])
+    expected = own_rows.result(model.adapter, job, own_rows.plan(0, 2, 4, text=False))
+    assert_equal(found.latents, expected)
 
 
 def entries_of(model: Model, job: EditJob) -> list[AnchorEntry]:
@@ -273,16 +296,7 @@ def test_ranks_answer_what_one_does(model: Model, kind: str) -> None:
     padded = picture_of(model, 6, 6, "")
     assert [model.adapter.most_ranks(job) for job in (*jobs, padded)] == [4, 4, 1]
     assert model.adapter.most_ranks(replace(padded, negative=padded.conditioning)) == 2
-    primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
-
-    def run(rank: Rank) -> list[Any]:
-        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
-        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * model.adapter.blocks)
-
-    [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 2, run):
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other)
+    check_ranks(model.adapter, model.encoder, jobs, kind)
 
 
 def test_two_ranks_take_a_pass_each_of_a_padded_picture(model: Model) -> None:
