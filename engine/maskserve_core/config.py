@@ -50,10 +50,10 @@ class ModelConfig(Table, frozen=True):
     """GGUF file whose weights take the place of a FLUX folder's transformer; products keep its
     form. It needs the extra `quantised`; not with another `weights` or `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
-    """Of FLUX's T5: `bf16` as the folder has them; `int8`, a byte per weight, needs the extra
+    """Of a T5: `bf16` as the folder has them; `int8`, a byte per weight, needs the extra
     `quantised`."""
     t5_offload: bool = False
-    """Whether FLUX's T5 lies in host memory and goes to its device layer by layer for each new
+    """Whether a T5 lies in host memory and goes to its device layer by layer for each new
     prompt. Not with `t5_weights` = `int8`."""
     fuse_loras: tuple[str, ...] = ()
     """LoRAs that every edit has, FILE or FILE:SCALE, added to the weights at start."""

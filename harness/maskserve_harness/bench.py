@@ -67,7 +67,9 @@ usage: bench NAME [FLAGS …]     run one
 
 
 def main() -> int:
-    """Runs the command that is named; its exit code, or 2 where there is none of that name."""
+    """Runs the command that is named; its exit code, or 2 where there is none of that name, or a
+    folder or configuration that it is given cannot be served.
+    """
     name, flags = (sys.argv[1] if sys.argv[1:] else ""), sys.argv[2:]
     if name in ("--list", "--help", "-h"):
         print("\n".join(_listed()) if name == "--list" else _USAGE)
@@ -75,9 +77,15 @@ def main() -> int:
     if name not in COMMANDS:
         print(f"bench: there is no {name!r}\n{_USAGE}" if name else _USAGE, file=sys.stderr)
         return 2
+    from maskserve_core.config import ConfigError  # the list of commands needs no packages
+
     # What a command calls itself in its help and in its report.
     sys.argv = [f"scripts/bench {name}", *flags]
-    return int(importlib.import_module(module_of(name)).main() or 0)
+    try:
+        return int(importlib.import_module(module_of(name)).main() or 0)
+    except ConfigError as error:
+        print(f"bench {name}: {error}", file=sys.stderr)
+        return 2
 
 
 def module_of(name: str) -> str:

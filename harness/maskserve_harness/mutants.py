@@ -58,6 +58,9 @@ _PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
 _QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
 _Z_IMAGE = f"{_ENGINE}/families/z_image/adapter.py"
 _OF_Z_IMAGE = f"{_UNIT}/engine/families/z_image/test_z_image.py"
+_FOUR = f"{_KLEIN}::test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps"
+_CHROMA = f"{_UNIT}/engine/families/chroma/test_chroma.py"
+_SD3 = f"{_UNIT}/engine/families/sd3/test_sd3.py"
 _EXACT = f"{_UNIT}/engine/families/flow/test_exact_references.py"
 
 MUTATIONS = (
@@ -344,6 +347,63 @@ MUTATIONS = (
         "row.references.entry = None  # made without them",
         "pass",
         f"{_EXACT}::test_references_are_made_again_with_adapters_that_came_late",
+    ),
+    Mutation(
+        "a blend reaches the context",
+        f"{_FLOW}/rows.py",
+        "computed, after = moved[: len(self.latents)], self.step + 1",
+        "computed, after = moved[-len(self.latents) :], self.step + 1",
+        f"{_PIPELINES}[distilled]",
+    ),
+    Mutation(
+        "four steps share an anchor",
+        f"{_CORE}/models/flux2.py",
+        "stride=1 if distilled else _STRIDE,",
+        "stride=_STRIDE,",
+        f"{_FOUR}[distilled]",
+    ),
+    Mutation(
+        "anchors are of another schedule than the model's own",
+        f"{_FLOW}/adapter.py",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=self.shift).walk",
+        "walk = make_schedule(self.sampler, steps, tokens).walk",
+        f"{_FOUR}[distilled]",
+    ),
+    Mutation(
+        "every rank reads the first one's heads of exact references",
+        f"{_ENGINE}/batch/sequence_parallel.py",
+        "own = coded.columns(*self.heads, self.all_heads)",
+        "own = coded.columns(0, self.heads[1] - self.heads[0], self.all_heads)",
+        f"{_UNIT}/engine/gangs/test_gang_executor.py"
+        "::test_exact_references_go_with_a_row_to_any_rank",
+    ),
+    Mutation(
+        "Chroma reads what a prompt is padded with",
+        f"{_ENGINE}/families/chroma/encode.py",
+        "lengths = mask.sum(1).tolist()",
+        "lengths = [states.shape[1]] * len(mask)",
+        f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Chroma's streams have one another's vectors",
+        f"{_ENGINE}/families/chroma/adapter.py",
+        "image, text = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
+        "text, image = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
+        f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Stable Diffusion 3.5 lays pictures into a corner",
+        f"{_ENGINE}/families/sd3/adapter.py",
+        "axes = [torch.arange(n) + (side - n) // 2 - side // 2 for n in grid]",
+        "axes = [torch.arange(n) - side // 2 for n in grid]",
+        f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines[large]",
+    ),
+    Mutation(
+        "a second attention changes nothing",
+        f"{_ENGINE}/families/sd3/adapter.py",
+        "return add_gated(x, gate, found)[0]",
+        "return x",
+        f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines[medium]",
     ),
     Mutation(
         "Qwen-Image's guided answers are as long as they come out",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import tomli_w
@@ -12,7 +13,7 @@ import tomli_w
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_serving.options import ServeOptions
-from maskserve_serving.source import with_model
+from maskserve_serving.source import with_its_cache, with_model
 
 _SHAPES = ["*.json"]
 """Files of a hub model that say its shapes."""
@@ -21,7 +22,8 @@ _SHAPES = ["*.json"]
 def print_cards(options: ServeOptions) -> int:
     """Print the table; returns the exit code."""
     try:
-        tables = with_model(read_tables(options.config), options.model, _SHAPES)
+        named = with_model(read_tables(options.config), options.model, _SHAPES)
+        tables = with_its_cache(named, partial(print, file=sys.stderr))
         tables = with_values(tables, "model", **options.of_model)
         checked(tables)
     except ServeError as error:

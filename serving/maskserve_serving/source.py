@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import ConfigError
-from maskserve_core.models.registry import load_facts
+from maskserve_core.models.registry import DENSE_ONLY, load_facts
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import with_values
 
@@ -55,6 +55,21 @@ def with_model(
         # A downloaded model's folder is named after its revision; clients know the hub id.
         tables = with_values(tables, "model", name=model.split("/")[-1])
     return tables
+
+
+def with_its_cache(tables: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Configuration tables without a cache where the model has none, unless they ask for one.
+
+    Args:
+        tables: that name the model's folder.
+        say: told of it.
+    """
+    model = tables["model"]
+    facts = load_facts(model["path"], model.get("native_resolution", 0))
+    if facts.caches or "enabled" in tables.get("cache", {}):
+        return tables
+    say(f"[cache] enabled is false: {DENSE_ONLY}")
+    return with_values(tables, "cache", enabled=False)
 
 
 def resolve_model(

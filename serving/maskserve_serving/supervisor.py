@@ -29,7 +29,7 @@ from maskserve_serving.process import Process
 from maskserve_serving.router import RouterProcess
 from maskserve_serving.runtime import check_packages, find_runtime
 from maskserve_serving.service import ControlNetProcess, NodesProcess, ServiceProcess
-from maskserve_serving.source import with_model
+from maskserve_serving.source import with_its_cache, with_model
 from maskserve_serving.tracing import with_trace
 from maskserve_serving.watch import Watch
 from maskserve_serving.worker import WorkerProcess, make_workers
@@ -93,7 +93,8 @@ class Supervisor:
         if options.workers < 1:
             raise ServeError(f"--workers: {options.workers} is not at least 1")
         asked = with_values(read_tables(options.config), "model", **options.of_model)
-        tables = with_trace(with_model(asked, options.model), options)
+        tables = with_its_cache(with_model(asked, options.model), options.say)
+        tables = with_trace(tables, options)
         if options.cfg_devices:
             tables = with_pair(options, tables)
         check_packages(router=options.router)

@@ -153,9 +153,9 @@ class EditSettings(Table, frozen=True):
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; the model's by default."""
     guidance_scale: Guidance | None = None
-    """How closely the prompt is followed; the model's by default. With SDXL, SD 2.1, klein's base
-    models and Z-Image it is classifier-free guidance: above 1 (Z-Image: 0) each step runs the model
-    twice."""
+    """How closely the prompt is followed; the model's by default. With SDXL, SD 2.1, SD 3.5,
+    Chroma, klein's base models and Z-Image it is classifier-free guidance: above 1 (Z-Image: 0)
+    each step runs the model twice."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
     """FLUX.1 (not Fill) and Qwen-Image: how strongly the negative prompt is steered away from;
     above 1 each step runs the model twice, 1 is off."""

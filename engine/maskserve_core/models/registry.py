@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.models import flux, flux2, qwen_image, unet, z_image
+from maskserve_core.models import chroma, flux, flux2, qwen_image, sd3, unet, z_image
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
 
@@ -60,29 +60,37 @@ class FamilyFacts(Protocol):
 
 
 FAMILIES: dict[str, FamilyFacts] = {
+    "chroma": chroma,
     "flux": flux,
     "flux2": flux2,
     "qwen_image": qwen_image,
+    "sd3": sd3,
     "unet": unet,
     "z_image": z_image,
 }
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
 
 
+DENSE_ONLY = "this model is served dense only, as its second attentions have no entries"
+
+
 def check_family(config: Config, facts: ModelFacts) -> None:
     """See that nothing is set that the model does not have.
 
     Raises:
-        ConfigError: it is a setting of other families.
+        ConfigError: it is a setting of other families, or the cache of a model that has none.
     """
-    own = FAMILIES[facts.family]
-    for other in FAMILIES.values():
-        for name in other.SETTINGS:
-            section, key = name.split(".")
-            default, set_to = (getattr(getattr(each, section), key) for each in (Config(), config))
-            if name not in own.SETTINGS and set_to != default:
-                use = json.dumps(default) if default != "" else "none"
-                raise ConfigError(f"[{section}] {key}: a setting of {other.NAME}; use {use}")
+    if config.cache.enabled and not facts.caches:
+        raise ConfigError(f"[cache] enabled: {DENSE_ONLY}; use false")
+    own = FAMILIES[facts.family].SETTINGS
+    others = {name for family in FAMILIES.values() for name in family.SETTINGS}.difference(own)
+    for name in sorted(others):
+        section, key = name.split(".")
+        default, set_to = (getattr(getattr(each, section), key) for each in (Config(), config))
+        if set_to != default:
+            owners = ", ".join(each.NAME for each in FAMILIES.values() if name in each.SETTINGS)
+            use = json.dumps(default) if default != "" else "none"
+            raise ConfigError(f"[{section}] {key}: a setting of {owners}; use {use}")
 
 
 def recorded_rows(facts: ModelFacts, config: Config) -> int:

@@ -33,6 +33,13 @@ class FamilyLoaders:
     load_decoder: Callable[[ModelFacts, Config], Decoder]
 
 
+def _chroma() -> FamilyLoaders:
+    from maskserve_engine.families.chroma.adapter import ChromaAdapter
+    from maskserve_engine.families.chroma.encode import ChromaEncoder
+
+    return FamilyLoaders(ChromaEncoder.load, ChromaAdapter.load, Decoder.load)
+
+
 def _flux() -> FamilyLoaders:
     from maskserve_engine.families.flux.adapter import FluxAdapter
     from maskserve_engine.families.flux.encode import FluxEncoder
@@ -54,6 +61,13 @@ def _qwen_image() -> FamilyLoaders:
     return FamilyLoaders(QwenImageEncoder.load, QwenImageAdapter.load, Decoder.load)
 
 
+def _sd3() -> FamilyLoaders:
+    from maskserve_engine.families.sd3.adapter import Sd3Adapter
+    from maskserve_engine.families.sd3.encode import Sd3Encoder
+
+    return FamilyLoaders(Sd3Encoder.load, Sd3Adapter.load, Decoder.load)
+
+
 def _unet() -> FamilyLoaders:
     from maskserve_engine.families.unet.adapter import UnetAdapter
     from maskserve_engine.families.unet.encode import UnetEncoder
@@ -69,9 +83,11 @@ def _z_image() -> FamilyLoaders:
 
 
 FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
+    "chroma": _chroma,
     "flux": _flux,
     "flux2": _flux2,
     "qwen_image": _qwen_image,
+    "sd3": _sd3,
     "unet": _unet,
     "z_image": _z_image,
 }

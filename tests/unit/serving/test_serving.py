@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -20,7 +21,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions, default_cache_dir
-from maskserve_serving.source import resolve_model, with_model
+from maskserve_serving.source import resolve_model, with_its_cache, with_model
 from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor import Supervisor
 
@@ -235,11 +236,35 @@ def test_of_a_hub_model_what_is_served_is_fetched(tiny_fill: Path, gguf: str) ->
     assert fetched == (wanted if gguf else [*wanted, files[-1]])
 
 
+def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path) -> None:
+    """Two blocks of it have a second attention."""
+    for name, own in (
+        ("model_index", {"_class_name": "StableDiffusion3Pipeline"}),
+        ("vae/config", {"block_out_channels": [8] * 4, "latent_channels": 16}),
+        ("scheduler/scheduler_config", {"shift": 3.0}),
+        (
+            "transformer/config",
+            {"qk_norm": "rms_norm", "in_channels": 16, "patch_size": 2}
+            | {"dual_attention_layers": [0, 1]},
+        ),
+    ):
+        file = tmp_path / f"{name}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(own))
+    tables: dict[str, Any] = {"model": {"path": str(tmp_path)}}
+    said: list[str] = []
+    assert with_its_cache(tables, said.append)["cache"] == {"enabled": False}
+    assert "this model is served dense only" in said.pop()
+    asked = {**tables, "cache": {"enabled": True}}
+    assert with_its_cache(asked, said.append) == asked
+    assert not said
+
+
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"is not a model folder \(no model_index.json\)"):
         resolve_model(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "SomePipeline"}')
-    with pytest.raises(ServeError, match="SomePipeline is not served; served: Flux"):
+    with pytest.raises(ServeError, match=r"SomePipeline is not served; served: .*FluxFill"):
         resolve_model(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxFillPipeline"}')
     (tmp_path / "vae").mkdir()

@@ -136,7 +136,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         )
 
     @staticmethod
-    def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
+    def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float | None:
         """Of its pipeline's schedule (`schedule.Shift`)."""
         return linear_shift(config, tokens, steps)
 

@@ -80,9 +80,9 @@ def _check_name(name: str) -> None:
         )
 
 
-Shift = Callable[[Mapping[str, Any], int, int], float]
+Shift = Callable[[Mapping[str, Any], int, int], float | None]
 """By how much larger pictures are noised longer (`mu`), of a sampler's config, image tokens and
-number of steps."""
+number of steps; None: the pipeline asks its sampler for so many steps and no more."""
 
 
 def linear_shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
@@ -107,7 +107,10 @@ def make_schedule(
         shift: the family's.
     """
     sampler, mu = copy.copy(sampler), shift(sampler.config, tokens, steps)  # it changes below
-    sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    if mu is None:
+        sampler.set_timesteps(steps)
+    else:
+        sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
     begin = steps - steps_run(steps, strength)
     sigmas, timesteps = sampler.sigmas[begin:].clone(), sampler.timesteps[begin:]
     columns = timesteps.tolist(), sigmas[:-1].tolist(), sigmas.diff().tolist()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ class Vectors:
     """Of one step. Scales have 1 added."""
 
     double: tuple[tuple[Tensor, Tensor], ...]
-    """Per double block, for image and text: [R, 6 · width]."""
+    """Per double block, for image and text: mostly [R, 6 · width]."""
     single: tuple[Tensor, ...]
     """Per single block: [R, 3 · width]."""
     last: Tensor | None
@@ -88,12 +88,15 @@ def embed(
     """
     own, dtype = weights.time_text_embed, weights.dtype
     rows = [(row, row + 1) for row in range(timesteps.shape[1])]
-    # The pipeline divides by 1000 in the latents' dtype and most models multiply again.
-    times = timesteps.to(dtype) / 1000 * own.clock
+    times = timesteps
+    if own.clock is not None:
+        # The pipeline divides by 1000 in the latents' dtype and most models multiply again.
+        times = timesteps.to(dtype) / 1000 * own.clock
 
     def projected(values: Tensor) -> Tensor:
         return own.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)
 
+    assert own.timestep_embedder is not None, "blocks have their vectors of something else"
     emb = _between(own.timestep_embedder, projected(times), rows)
     if guidance is not None:
         assert own.guidance_embedder is not None
@@ -119,25 +122,26 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
     """
     width, rows = weights.width, [(row, row + 1) for row in range(emb.shape[1])]
 
-    def steps(layer: Linear | None, scales: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def steps(layer: Linear | None, scale: int = 1) -> tuple[Tensor, ...]:
+        """Whose first scale is that part, and then every third."""
         assert layer is not None, "blocks without vectors of their own share some"
         out = layer(emb, rows)
-        for part in scales:
+        for part in range(scale, out.shape[-1] // width, 3):
             out[..., part * width : (part + 1) * width] += 1
         return out.unbind()
 
     shared = weights.shared
     if shared is not None:
-        both = steps(shared.image, (1, 4)), steps(shared.text, (1, 4))
+        both = steps(shared.image), steps(shared.text)
         doubles = [both] * len(weights.double_blocks)
-        singles = [steps(shared.single, (1,))] * len(weights.single_blocks)
+        singles = [steps(shared.single)] * len(weights.single_blocks)
     else:
         doubles = [
-            (steps(block.image.vectors, (1, 4)), steps(block.text.vectors, (1, 4)))
+            (steps(block.image.vectors), steps(block.text.vectors))
             for block in weights.double_blocks
         ]
-        singles = [steps(block.vectors, (1,)) for block in weights.single_blocks]
-    last = None if weights.last_vectors is None else steps(weights.last_vectors, (0,))
+        singles = [steps(block.vectors) for block in weights.single_blocks]
+    last = None if weights.last_vectors is None else steps(weights.last_vectors, 0)
     return tuple(
         Vectors(
             tuple((image[at], text[at]) for image, text in doubles),
@@ -174,16 +178,20 @@ def stream_post(
     """One stream of a double block after attention; `attended` [N, width]. And the stream through
     the next block's norm, where that is given (`add_gated`).
     """
-    _, _, gate, shift, scale, mlp_gate = vectors
-    fp8 = isinstance(stem.up, Fp8Linear)
-    x, normed = add_gated(x, gate, stem.out(attended, rows), Norm(shift, scale, fp8))
+    _, _, gate, shift, scale, mlp_gate, *_ = vectors
+    out, up, down = stem.out, stem.up, stem.down
+    assert out is not None, "the stream is read behind attention"
+    assert up is not None
+    assert down is not None
+    fp8 = isinstance(up, Fp8Linear)
+    x, normed = add_gated(x, gate, out(attended, rows), Norm(shift, scale, fp8))
     if gated:
-        down = stem.down(swiglu(stem.up(normed, rows)), rows)
-    elif fp8 and isinstance(stem.down, Fp8Linear):
-        down = stem.down(quantised_gelu(stem.up(normed)))
+        found = down(swiglu(up(normed, rows)), rows)
+    elif fp8 and isinstance(down, Fp8Linear):
+        found = down(quantised_gelu(up(normed)))
     else:
-        down = stem.down(gelu_of(stem.up, normed, rows), rows)
-    return add_gated(x, mlp_gate, down, norm)
+        found = down(gelu_of(up, normed, rows), rows)
+    return add_gated(x, mlp_gate, found, norm)
 
 
 class Modulated(NamedTuple):
@@ -197,10 +205,15 @@ class Modulated(NamedTuple):
     """`x` through its norm, as the product takes it."""
 
     @classmethod
-    def of(cls, product: Linear, stream: Stream, x: Tensor, vectors: Tensor, parts: int) -> Any:
-        """Of a stream [N, width] and its rows' vectors [R, parts · width]."""
-        wide, each = stream.wide(x), stream.spread(vectors, parts)
+    def of(cls, product: Linear, stream: Stream, x: Tensor, vectors: Tensor) -> Any:
+        """Of a stream [N, width] and its rows' vectors [R, … · width]."""
+        wide, each = stream.wide(x), _spread(stream, vectors, x.shape[1])
         return cls(wide, each, modulate(wide, each[0], each[1], isinstance(product, Fp8Linear)))
+
+
+def _spread(stream: Stream, vectors: Tensor, width: int) -> Sequence[Vector]:
+    """All of the block's, as they go with the stream's tokens."""
+    return stream.spread(vectors, vectors.shape[1] // width)
 
 
 def _norm(product: Linear, vectors: Sequence[Vector]) -> Norm:
@@ -223,11 +236,11 @@ class FluxStep:
         self.placed_bytes, self.writes = weights.placed_bytes, weights.writes
         self.gated = weights.gated
 
-    def take(self, rows: Sequence[int]) -> FluxStep:
-        return FluxStep(self.weights.take(rows), self.vectors.take(rows))
+    def take(self, rows: Sequence[int]) -> Self:
+        return type(self)(self.weights.take(rows), self.vectors.take(rows))
 
-    def copied(self) -> FluxStep:
-        return FluxStep(self.weights, mapped(self.vectors, Tensor.clone))
+    def copied(self) -> Self:
+        return type(self)(self.weights, mapped(self.vectors, Tensor.clone))
 
     def follow(self, other: FluxStep) -> None:
         copy_tensors(self.vectors, other.vectors)
@@ -249,15 +262,15 @@ class FluxStep:
         if isinstance(block, Double):
             both = self.vectors.double[number]
             streams: _Streams = ahead or (
-                Modulated.of(block.text.qkv, packing.text_stream, text, both[1], 6),
-                Modulated.of(block.image.qkv, packing.image_stream, image, both[0], 6),
+                Modulated.of(block.text.qkv, packing.text_stream, text, both[1]),
+                Modulated.of(block.image.qkv, packing.image_stream, image, both[0]),
             )
             qkv = self._qkv_of_streams(number, block, streams, packing, room)
             qk, v = split(qkv, block.norms.shape[-1])
             qk_norm_rope(qk, block.norms, cis, packing.stream_of)
             return qk, v, tuple((own.x, own.vectors) for own in streams)
         vectors = self.vectors.single[number - self.two_streams]
-        row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors, 3)
+        row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
         width, inside = image.shape[1], self.forms[number] == "epilogues"
         if inside or room is not None:
             end = block.qkv_up.out_features
@@ -372,8 +385,9 @@ class FluxStep:
         norms: Sequence[Norm | None] = None, None
         if behind is not None:
             following, vectors = self.weights.double_blocks[behind], self.vectors.double[behind]
-            of_text = packing.text_stream.spread(vectors[1], 6)
-            of_image = packing.image_stream.spread(vectors[0], 6)
+            width = attended.shape[1]
+            of_text = _spread(packing.text_stream, vectors[1], width)
+            of_image = _spread(packing.image_stream, vectors[0], width)
             norms = _norm(following.text.qkv, of_text), _norm(following.image.qkv, of_image)
         c_attended, x_attended = packing.split(attended)
         x, x_normed = stream_post(

@@ -36,13 +36,15 @@ class TimeTextEmbed(NamedTuple):
 
     time_proj: Any
     """A module without weights."""
-    timestep_embedder: TwoLayers
+    timestep_embedder: TwoLayers | None
+    """None: blocks have their vectors of something else."""
     guidance_embedder: TwoLayers | None
     """None: a model without embedded guidance."""
     text_embedder: TwoLayers | None
     """None: a model without a pooled prompt."""
-    clock: float = 1000.0
-    """By what the model multiplies the pipeline's time, 0 to 1, before it projects it."""
+    clock: float | None = 1000.0
+    """By what the model multiplies the pipeline's time, 0 to 1, before it projects it; None: it is
+    told the sampler's own, not rounded."""
 
 
 class Shared(NamedTuple):
@@ -57,12 +59,13 @@ class StreamWeights(NamedTuple):
     """What one stream of a double block has for itself."""
 
     vectors: Linear | None
-    """From the time-text embedding: shift, scale, gate and the same of the feed-forward part. None:
-    all blocks share them."""
+    """From the time-text embedding: shift, scale, gate, the same of the feed-forward part, and of a
+    second attention. None: all blocks share them."""
     qkv: Linear
-    out: Linear
-    up: Linear
-    down: Linear
+    out: Linear | None
+    up: Linear | None
+    down: Linear | None
+    """All three None: nobody reads the stream behind the block's attention."""
 
 
 class Double(NamedTuple):
@@ -100,8 +103,9 @@ class FluxWeights(RowWeights):
     double_blocks: tuple[Double, ...]
     single_blocks: tuple[Single, ...]
     last_vectors: Linear | None
+    """None: a model whose vectors come of something else, or a ControlNet."""
     proj_out: Linear | None
-    """Both None: a ControlNet, which ends with its blocks."""
+    """None: a ControlNet, which ends with its blocks."""
     head_dim: int
     device: torch.device
     dtype: torch.dtype
@@ -118,17 +122,17 @@ class FluxWeights(RowWeights):
 
     @classmethod
     def of(cls, model: Any) -> FluxWeights:
-        """Of a FluxTransformer2DModel or a FluxControlNetModel."""
+        """Of a FluxTransformer2DModel, a FluxControlNetModel or another model of such blocks."""
         doubles, singles = model.transformer_blocks, model.single_transformer_blocks
         whole = hasattr(model, "proj_out")
         with torch.no_grad():
             return cls(
                 linear(model.x_embedder),
-                _time_text(model.time_text_embed),
+                time_text_of(model.time_text_embed),
                 linear(model.context_embedder),
-                tuple(_double(block) for block in doubles),
+                tuple(double_of(block) for block in doubles),
                 tuple(_single(block) for block in singles),
-                linear(model.norm_out.linear) if whole else None,
+                _vectors(model.norm_out) if whole else None,
                 linear(model.proj_out) if whole else None,
                 (singles or doubles)[0].attn.head_dim,
                 model.device,
@@ -168,17 +172,17 @@ def block_norms(*norms: Any) -> Tensor:
     return torch.stack([norm.weight for norm in norms])[:, None].float()
 
 
-def _double(block: Any) -> Double:
+def double_of(block: Any) -> Double:
     attn = block.attn
     image = StreamWeights(
-        linear(block.norm1.linear),
+        _vectors(block.norm1),
         linear(attn.to_q, attn.to_k, attn.to_v),
         linear(attn.to_out[0]),
         linear(block.ff.net[0].proj),
         linear(block.ff.net[2]),
     )
     text = StreamWeights(
-        linear(block.norm1_context.linear),
+        _vectors(block.norm1_context),
         linear(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
         linear(attn.to_add_out),
         linear(block.ff_context.net[0].proj),
@@ -191,21 +195,30 @@ def _double(block: Any) -> Double:
 def _single(block: Any) -> Single:
     attn = block.attn
     return Single(
-        linear(block.norm.linear),
+        _vectors(block.norm),
         linear(attn.to_q, attn.to_k, attn.to_v, block.proj_mlp),
         block_norms(attn.norm_q, attn.norm_k),
         linear(block.proj_out),
     )
 
 
-def _time_text(module: Any) -> TimeTextEmbed:
+def _vectors(norm: Any) -> Linear | None:
+    """What makes a norm's shift, scale and gate; None: it has no layer for them."""
+    own = getattr(norm, "linear", None)
+    return None if own is None else linear(own)
+
+
+def time_text_of(module: Any) -> TimeTextEmbed:
     def two(name: str) -> TwoLayers | None:
         own = getattr(module, name, None)
         return None if own is None else TwoLayers(linear(own.linear_1), linear(own.linear_2))
 
-    time, text = two("timestep_embedder"), two("text_embedder")
-    assert time is not None
-    return TimeTextEmbed(module.time_proj, time, two("guidance_embedder"), text)
+    return TimeTextEmbed(
+        module.time_proj,
+        two("timestep_embedder"),
+        two("guidance_embedder"),
+        two("text_embedder"),
+    )
 
 
 JOINT_ATTENTION = {
@@ -219,7 +232,7 @@ JOINT_ATTENTION = {
     "attn.to_add_out": ("text.out", 0),
 }
 """Of a block of two streams, as diffusers names its layers."""
-_OF_DOUBLE = {
+OF_DOUBLE = {
     "norm1.linear": ("image.vectors", 0),
     "norm1_context.linear": ("text.vectors", 0),
     **JOINT_ATTENTION,
@@ -240,10 +253,10 @@ _OF_SINGLE = {
 
 
 _STACKS = {
-    "transformer_blocks": ("double_blocks", _OF_DOUBLE),
+    "transformer_blocks": ("double_blocks", OF_DOUBLE),
     "single_transformer_blocks": ("single_blocks", _OF_SINGLE),
 }
-_OUTSIDE = {
+OUTSIDE = {
     "norm_out.linear": "last_vectors",
     **{name: name for name in ("x_embedder", "context_embedder", "proj_out")},
     **{
@@ -260,7 +273,7 @@ def places_of(model: Any) -> dict[str, Place]:
     Args:
         model: FluxTransformer2DModel.
     """
-    return places_in(model, model.x_embedder.out_features, _STACKS, _OUTSIDE)
+    return places_in(model, model.x_embedder.out_features, _STACKS, OUTSIDE)
 
 
 def places_in(

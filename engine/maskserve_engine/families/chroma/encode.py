@@ -1,0 +1,54 @@
+"""What Chroma takes of a prompt: a T5's states as far as the first token of padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from maskserve_core.config import Config
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
+from maskserve_engine.stages.quantise import load_t5
+
+
+@lru_cache(maxsize=1)
+def _pipeline_of(model: Any, tokenizer: Any) -> Any:
+    """The pipeline that reads prompts; it has no other parts."""
+    from diffusers import ChromaInpaintPipeline
+
+    return ChromaInpaintPipeline(
+        scheduler=None, vae=None, text_encoder=model, tokenizer=tokenizer, transformer=None
+    )
+
+
+class ChromaEncoder(OneTextEncoder):
+    """VAE encoder and text encoder of a Chroma folder.
+
+    A prompt and one token of padding are what its model was trained to see. The pipeline means to
+    leave out the rest, too; its mask has numbers where attention takes them to be added, and leaves
+    out nothing.
+    """
+
+    @staticmethod
+    def load_text(config: Config, length: int) -> TextEncoder:
+        from transformers import T5EncoderModel
+
+        return TextEncoder.load(config, T5EncoderModel, length=length, load=load_t5)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """`prompt_embeds` [T, width] of each prompt, as long as it is."""
+        pipeline = _pipeline_of(self.text.model, self.text.tokenizer)
+        with torch.inference_mode():
+            states, _, mask, *_ = pipeline.encode_prompt(
+                list(prompts),
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.text.length,
+            )
+        lengths = mask.sum(1).tolist()
+        return [
+            {"prompt_embeds": each[: int(length)].copy()}
+            for each, length in zip(to_numpy(states), lengths, strict=True)
+        ]

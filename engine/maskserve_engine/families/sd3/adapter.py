@@ -1,0 +1,190 @@
+"""Stable Diffusion 3.5: what of its rows is not FLUX.1's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskserve_core.errors import InvalidRequest
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.packing import Packing
+from maskserve_engine.batch.transfer import moved
+from maskserve_engine.families.flow.preparation import (
+    FlowPreparation,
+    FlowStart,
+    FlowTemplate,
+    grid_of,
+)
+from maskserve_engine.families.flow.schedule import Schedule
+from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
+from maskserve_engine.families.flux.blocks import FluxStep, Vectors, split, stream_post
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.sd3.weights import Sd3Weights, Second, places_of, weights_of
+from maskserve_engine.layers.attention import Segments, Span, attention, segments
+from maskserve_engine.layers.low_rank import Place
+from maskserve_engine.layers.modulation import Vector, add_gated, modulate
+from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
+
+_PATCH = 4
+"""Latents of a token."""
+
+
+class Sd3Step(FluxStep):
+    """An SD3Transformer2DModel at one step (`forward.Transformer`)."""
+
+    @property
+    def _own(self) -> Sd3Weights:
+        assert isinstance(self.weights, Sd3Weights)
+        return self.weights
+
+    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
+        """With each token's place, which its last two channels tell (`Sd3Preparation`)."""
+        places = self._own.places
+        row, column = (tokens[:, -2:].long() + len(places) // 2).unbind(1)
+        x = self.weights.x_embedder(tokens[:, :-2], rows)
+        return (x + places[row, column]).to(x.dtype)
+
+    def pre(
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        packing: Packing,
+        cis: Tensor,
+        ahead: Any,
+        room: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """A second attention is in what `post` is given: it sees computed tokens alone."""
+        qk, v, kept = super().pre(number, text, image, packing, cis, ahead, room)
+        second = self._own.seconds[number]
+        if second is not None:
+            of_text, (x, vectors) = kept
+            kept = of_text, (self._seen_alone(second, x, vectors[6:], packing, cis), vectors)
+        return qk, v, kept
+
+    def _seen_alone(
+        self, second: Second, x: Tensor, vectors: Sequence[Vector], packing: Packing, cis: Tensor
+    ) -> Tensor:
+        """The picture with what its second attention finds.
+
+        Args:
+            second: of the block.
+            x: the picture's stream before it, as wide as the vectors.
+            vectors: shift, scale and gate.
+            packing: where the rows lie.
+            cis: that turn nothing.
+        """
+        stream, (shift, scale, gate) = packing.image_stream, vectors
+        qk, v = split(second.qkv(modulate(x, shift, scale), stream.spans), self.weights.head_dim)
+        qk_norm_rope(qk, second.norms, cis[: len(qk)])
+        q, k = qk.unbind(1)
+        found = attention(q, k, v, _alone(tuple(stream.lengths), x.device))
+        found = second.out(found.flatten(1), stream.spans)
+        return add_gated(x, gate, found)[0]
+
+    def post(
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        attended: Tensor,
+        kept: Any,
+        packing: Packing,
+        *,
+        goes_on: bool,
+        image_alone: bool,
+    ) -> tuple[Tensor, Tensor, Any]:
+        if number + 1 < self.block_count:
+            return super().post(
+                number, text, image, attended, kept, packing,
+                goes_on=goes_on, image_alone=image_alone,
+            )  # fmt: skip
+        _, (x, vectors) = kept
+        _, attended = packing.split(attended)
+        own, rows = self.weights.double_blocks[number].image, packing.image_stream.spans
+        x, _ = stream_post(own, x, attended, vectors, rows=rows)
+        return text, x.view_as(image), None
+
+    def last(self, image: Tensor, stream: Any) -> Tensor:
+        """The model has a patch's channels behind one another, not its pixels."""
+        said = super().last(image, stream).unflatten(1, (_PATCH, -1))
+        return said.transpose(1, 2).flatten(1)
+
+
+@lru_cache(maxsize=16)
+def _alone(lengths: tuple[int, ...], device: torch.device) -> Segments:
+    """Of rows of so many tokens, each of which sees its row's. Kept, since batches last."""
+    return moved(segments(lengths, lengths), device)
+
+
+class Sd3Batch(FluxBatch):
+    """Rows stepped by an SD3Transformer2DModel."""
+
+    def at_step(self, weights: FluxWeights, vectors: Vectors) -> Sd3Step:
+        return Sd3Step(weights, vectors)
+
+
+class Sd3Preparation(FlowPreparation):
+    """What StableDiffusion3InpaintPipeline draws, in its order. Two further channels tell each
+    token's row and column, from the middle of the largest picture: numbers that a model in half
+    precision holds.
+    """
+
+    def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
+        start = super().start(job, schedule, generator)
+        return replace(start, condition=self._places(job))
+
+    def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
+        own = super().template(job, noise_seed)
+        return own if own.condition is not None else replace(own, condition=self._places(job))
+
+    def _places(self, job: EditJob) -> Tensor:
+        """[n, 2]; InvalidRequest: the model knows no picture as long or as wide."""
+        side = int(self._facts.denoiser["pos_embed_max_size"])
+        grid = grid_of(job)
+        if max(grid) > side:
+            most = side * self._facts.token_pixels
+            raise InvalidRequest("IMAGE", f"is longer than {most} pixels to the model", "less")
+        axes = [torch.arange(n) + (side - n) // 2 - side // 2 for n in grid]
+        return torch.cartesian_prod(*axes).to(self._dtype)
+
+
+class Sd3Adapter(FluxAdapter):
+    """Rows of Stable Diffusion 3.5's edits over one SD3Transformer2DModel."""
+
+    batches = Sd3Batch
+    preparation = Sd3Preparation
+
+    @staticmethod
+    def transformer() -> Any:
+        from diffusers import SD3Transformer2DModel
+
+        return SD3Transformer2DModel
+
+    @staticmethod
+    def shift(config: Mapping[str, Any], tokens: int, steps: int) -> None:
+        """Its pipeline leaves the schedule to its sampler."""
+
+    def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
+        return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)
+
+    @staticmethod
+    def places_of(model: Any) -> Mapping[str, Place]:
+        return places_of(model)
+
+    def positions(self, height: int, width: int, text: int) -> Tensor:
+        """Nothing is turned: where a token lies is in the token."""
+        half = self.weights.head_dim // 2
+        return torch.ones(text + height * width, half, dtype=torch.complex64, device=self.device)
+
+    def most_ranks(self, job: EditJob) -> int:
+        """A rank computes second attentions over its own tokens alone."""
+        ranks = super().most_ranks(job)
+        passes = 1 if job.negative is None else 2
+        return ranks if self.facts.caches else min(ranks, passes)
