@@ -36,6 +36,7 @@ COMMANDS = {
     "eval_quality": "quality.command",
     "profile_lora": "quality.profile_lora",
     "unet_adapters": "quality.unet_adapters",
+    "windows": "quality.windows",
     # The code itself.
     "module_index": "documents.module_index",
     "way_of_an_edit": "benchmarks.way_of_an_edit",
