@@ -4,6 +4,8 @@ from maskserve_client.aio import AsyncClient
 from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_client.jobs import EditJobs
+from maskserve_client.masks import Masks, ScoredMask
 from maskserve_client.templates import Templates
 from maskserve_core.errors import (
     AdapterNotFound,
@@ -23,16 +25,19 @@ __all__ = [
     "Cancelled",
     "Client",
     "DeadlineExceeded",
+    "EditJobs",
     "EditResult",
     "EngineFailed",
     "Event",
     "Final",
     "InvalidRequest",
+    "Masks",
     "MaskserveError",
     "Overloaded",
     "Preview",
     "Progress",
     "Refused",
+    "ScoredMask",
     "ServerUnavailable",
     "TemplateNotFound",
     "Templates",

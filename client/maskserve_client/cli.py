@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from maskserve_client import commands
 from maskserve_client.errors import ServerUnavailable
+from maskserve_client.job_commands import add_jobs
 from maskserve_client.wire import DEFAULT_URL
 from maskserve_client.workflows import add_workflows
 from maskserve_core.contracts.settings import (
@@ -115,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
         _add_common(command)
     _add_templates(subcommands)
     _add_adapters(subcommands)
+    add_jobs(subcommands, _add_common, _add_asked)
     add_workflows(subcommands, _add_common)
     _add_web(subcommands)
     _add_serve(subcommands)
@@ -185,6 +187,45 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out b.png",
     )
     _add_common(edit)
+    files, running = _add_asked(edit)
+    files.add_argument(
+        "--out", required=True, metavar="FILE", help="where to write: .png, .webp or .jpg"
+    )
+    files.add_argument(
+        "--keep-result",
+        action="store_true",
+        default=None,
+        help="keep the edited picture on the server for some time, as the next edit's "
+        "--template-id; prints its id",
+    )
+    running.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
+    running.add_argument(
+        "--timeout", type=float, metavar="S", help="give up waiting and cancel after so long"
+    )
+    running.add_argument(
+        "--wait",
+        type=float,
+        metavar="S",
+        help="wait so long for a server that is not ready yet",
+    )
+    running.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="follow the edit step by step (default: if stderr is a terminal)",
+    )
+    running.add_argument("--previews", metavar="DIR", help="write previews there; implies --stream")
+    running.add_argument(
+        "--preview-every", type=int, metavar="N", help="steps from preview to preview (default 4)"
+    )
+    edit.set_defaults(run=commands.edit)
+
+
+def _add_asked(
+    edit: argparse.ArgumentParser,
+) -> tuple[argparse._ArgumentGroup, argparse._ArgumentGroup]:
+    """What an edit is asked for, now or as a job; the groups of its pictures, and of how it is
+    served.
+    """
     files = edit.add_argument_group("pictures")
     source = files.add_mutually_exclusive_group(required=True)
     source.add_argument("--image", metavar="FILE", help="source image: PNG, JPEG or WebP")
@@ -195,16 +236,6 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--mask",
         metavar="FILE",
         help="mask of the same size: white edits; --expand alone needs none",
-    )
-    files.add_argument(
-        "--out", required=True, metavar="FILE", help="where to write: .png, .webp or .jpg"
-    )
-    files.add_argument(
-        "--keep-result",
-        action="store_true",
-        default=None,
-        help="keep the edited picture on the server for some time, as the next edit's "
-        "--template-id; prints its id",
     )
     _add_mask_from(files)
     files.add_argument("--mask-mode", choices=MASK_MODES, help="what of the mask edits")
@@ -327,26 +358,7 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DB",
         help="of --reuse elastic: PSNR in the mask that a way of doing so was measured at",
     )
-    running.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
-    running.add_argument(
-        "--timeout", type=float, metavar="S", help="give up waiting and cancel after so long"
-    )
-    running.add_argument(
-        "--wait",
-        type=float,
-        metavar="S",
-        help="wait so long for a server that is not ready yet",
-    )
-    running.add_argument(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        help="follow the edit step by step (default: if stderr is a terminal)",
-    )
-    running.add_argument("--previews", metavar="DIR", help="write previews there; implies --stream")
-    running.add_argument(
-        "--preview-every", type=int, metavar="N", help="steps from preview to preview (default 4)"
-    )
-    edit.set_defaults(run=commands.edit)
+    return files, running
 
 
 def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -417,6 +429,11 @@ def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     web.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
     web.add_argument("--port", type=int, default=7860, help="port (default 7860)")
     web.add_argument("--images", metavar="DIR", help="pictures to begin with")
+    web.add_argument(
+        "--router",
+        metavar="URL",
+        help="HTTP address of a router whose node servers segment: a click masks a thing",
+    )
     web.add_argument(
         "--edits", type=int, default=4, metavar="N", help="edits at a time, of all people (4)"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import ssl
 import sys
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Final, Preview, Progress
-from maskserve_client.router_http import RouterHttp
+from maskserve_client.masks import Masks
 from maskserve_client.templates import Templates
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import file_facts
@@ -65,7 +64,6 @@ def edit(options: argparse.Namespace) -> None:
     out = Path(options.out)
     settings = _settings(options, out)
     inputs = (options.image, options.mask, options.prompt)
-    settings["control"] = [_control(text)[1] for text in options.control or ()]
     terminal = sys.stderr.isatty()
     stream = options.stream if options.stream is not None else terminal
     if options.wait is not None:
@@ -119,11 +117,26 @@ def _is_ready(options: argparse.Namespace) -> bool:
 
 
 def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """What was asked for; nothing is sent that was not given."""
+    """What was asked for, and the control pictures."""
     if out.suffix.lower() not in _FORMATS:
         raise InvalidRequest("--out", f"{out.name} has another suffix", ", ".join(_FORMATS))
     if not out.parent.is_dir():
         raise InvalidRequest("--out", f"there is no folder {out.parent}", "an existing folder")
+    settings = {**asked_settings(options), "output_format": _FORMATS[out.suffix.lower()]}
+    if options.previews:
+        settings["preview_every"] = options.preview_every or _PREVIEW_EVERY
+    elif options.preview_every is not None:
+        raise InvalidRequest("--preview-every", "goes with --previews", "--previews DIR beside it")
+    return settings
+
+
+def asked_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that an edit's options give, and as `control` the pictures of its ControlNets;
+    nothing is sent that was not given.
+
+    Raises:
+        InvalidRequest: an option has another form.
+    """
     given = {name: getattr(options, name, None) for name in EditSettings.__struct_fields__}
     settings = {name: value for name, value in given.items() if value is not None}
     if options.expand is not None:
@@ -133,12 +146,9 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     if options.lora:
         settings["loras"] = [_lora(text) for text in options.lora]
     if options.control:
-        settings["controls"] = [_control(text)[0] for text in options.control]
-    settings["output_format"] = _FORMATS[out.suffix.lower()]
-    if options.previews:
-        settings["preview_every"] = options.preview_every or _PREVIEW_EVERY
-    elif options.preview_every is not None:
-        raise InvalidRequest("--preview-every", "goes with --previews", "--previews DIR beside it")
+        settings["controls"], settings["control"] = zip(
+            *map(_control, options.control), strict=True
+        )
     return settings
 
 
@@ -179,12 +189,11 @@ def _numbers(option: str, text: str, counts: tuple[int, ...], accepted: str) -> 
 
 def mask(options: argparse.Namespace) -> None:
     """`maskserve mask`: write the mask of a thing in a picture."""
-    router = RouterHttp(options.url, key=options.key, context=_context(options))
-    picture = Path(options.image).read_bytes()
-    [found] = router.send_form("/v1/masks", mask_from(options), picture)["data"]
-    Path(options.out).write_bytes(base64.b64decode(found["b64_json"]))
-    told = {"out": options.out, "score": found["score"]}
-    score = "" if found["score"] is None else f", score {found['score']:.2f}"
+    masks = Masks(options.url, key=options.key, context=tls_context(options))
+    found = masks.find(Path(options.image), **mask_from(options))
+    Path(options.out).write_bytes(found.mask)
+    told = {"out": options.out, "score": found.score}
+    score = "" if found.score is None else f", score {found.score:.2f}"
     print(json.dumps(told) if options.json else f"{options.out}{score}")
 
 
@@ -348,7 +357,10 @@ def web(options: argparse.Namespace) -> None:
     """`maskserve web`."""
     from maskserve_page.web import serve_page  # Gradio is an extra
 
-    serve_page(options, lambda: connected(options))
+    masks = None
+    if options.router is not None:
+        masks = Masks(options.router, key=options.key, context=tls_context(options))
+    serve_page(options, lambda: connected(options), masks)
 
 
 def cancel(options: argparse.Namespace) -> None:
@@ -410,8 +422,8 @@ class _ByHttp:
         }[op](name)
 
 
-def _context(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """Of TLS, where `--ca` names an authority."""
+def tls_context(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """Of a router's HTTP port: of TLS, where `--ca` names an authority."""
     if options.ca is None:
         return None
     trusted = _authorities(options.ca)
@@ -423,7 +435,7 @@ def _context(options: argparse.Namespace) -> ssl.SSLContext | None:
 def _templates(options: argparse.Namespace) -> Iterator[_ByControl | _ByHttp]:
     """The server's templates; `--url http://…` is a router's HTTP port."""
     if options.url.startswith(("http://", "https://")):
-        yield _ByHttp(Templates(options.url, key=options.key, context=_context(options)))
+        yield _ByHttp(Templates(options.url, key=options.key, context=tls_context(options)))
         return
     with connected(options) as client:
         yield _ByControl(client)

@@ -6,16 +6,16 @@ import http.client
 import json
 import ssl
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from maskserve_client.errors import ServerUnavailable, from_text
-from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 
 
 class RouterHttp:
-    """Calls one.
+    """Calls one. Errors are those of maskserve_core.errors, and ServerUnavailable.
 
     Args:
         url: of the router's HTTP port.
@@ -42,18 +42,26 @@ class RouterHttp:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._context, self._timeout = context, timeout
 
-    def send_form(self, path: str, fields: Mapping[str, Any], image: bytes) -> dict[str, Any]:
-        """The answer to a form of a picture and other values; raises as `call`."""
+    def send_form(
+        self,
+        path: str,
+        fields: Mapping[str, Any],
+        files: Sequence[tuple[str, bytes]],
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The answer to a form of files and other values, each with its name; raises as `call`."""
         edge = uuid.uuid4().hex
         parts = [
             f'Content-Disposition: form-data; name="{name}"\r\n\r\n{_text(value)}'.encode()
             for name, value in fields.items()
         ]
-        told = 'Content-Disposition: form-data; name="image"; filename="image"\r\n\r\n'
-        parts.append(told.encode() + image)
+        for name, raw in files:
+            told = f'Content-Disposition: form-data; name="{name}"; filename="{name}"\r\n\r\n'
+            parts.append(told.encode() + raw)
         body = b"".join(b"--%b\r\n%b\r\n" % (edge.encode(), part) for part in parts)
         kind = f"multipart/form-data; boundary={edge}"
-        return self.call("POST", path, body + b"--%b--\r\n" % edge.encode(), {"Content-Type": kind})
+        end = b"--%b--\r\n" % edge.encode()
+        return self.call("POST", path, body + end, {"Content-Type": kind, **(headers or {})})
 
     def call(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
@@ -82,16 +90,22 @@ class RouterHttp:
             connection.close()
         try:
             values: dict[str, Any] = json.loads(raw)
-            if answer.status == 200:
+            if answer.status in (200, 202):
                 return values
-            told = values["error"]
-            code, message = str(told["code"]).upper(), str(told["message"])
+            failed = error_of(values["error"])
         except (ValueError, KeyError, TypeError):
             raise EngineFailed(f"{self._url} answered {answer.status}, not as a router") from None
-        if code == "INVALID_API_KEY":
-            code = InvalidRequest.code
-            message = f"key: {message}"
-        raise from_text(f"[{code}] {message}")
+        raise failed
+
+
+def error_of(told: Mapping[str, Any]) -> MaskserveError:
+    """The exception for an error as the HTTP port has it."""
+    code, message = str(told["code"]).upper(), str(told["message"])
+    if code == "INVALID_API_KEY":
+        return InvalidRequest("key", message)
+    if code in ("JOB_NOT_FOUND", "MODEL_NOT_FOUND"):
+        code = InvalidRequest.code
+    return from_text(f"[{code}] {message}")
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import Any
 
 from maskserve_client import wire
@@ -13,35 +12,15 @@ from maskserve_core.errors import InvalidRequest
 _PATH = "/v1/templates"
 
 
-class Templates:
+class Templates(RouterHttp):
     """The templates of an API key.
 
         templates = Templates("http://localhost:8080", key="…")
         name = templates.register("room.png")["id"]
 
     A template is a dictionary with `id`, `registered`, `tier_bytes` (of its cached activations),
-    `workers` (those that have the image), and `expires_s` (of a kept result). Errors are those of
-    maskserve_core.errors, and ServerUnavailable.
-
-    Args:
-        url: of the router's HTTP port.
-        key: where the router asks for one.
-        context: of TLS; by default the system's authorities are trusted.
-        timeout: seconds to wait for each answer.
-
-    Raises:
-        InvalidRequest: `url` is no HTTP address.
+    `workers` (those that have the image), and `expires_s` (of a kept result).
     """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str = "",
-        context: ssl.SSLContext | None = None,
-        timeout: float = 80.0,
-    ) -> None:
-        self._http = RouterHttp(url, key=key, context=context, timeout=timeout)
 
     def register(
         self, image: ImageInput, *, prime: bool = True, shared: bool = False
@@ -58,32 +37,32 @@ class Templates:
             OSError: a path that cannot be read.
         """
         fields = {"prime": prime, "shared": shared}
-        return self._http.send_form(_PATH, fields, wire.image_bytes(image))
+        return self.send_form(_PATH, fields, [("image", wire.image_bytes(image))])
 
     def list(self) -> list[dict[str, Any]]:
         """All of this key, shared ones included."""
-        listed: list[dict[str, Any]] = self._http.call("GET", _PATH)["data"]
+        listed: list[dict[str, Any]] = self.call("GET", _PATH)["data"]
         return listed
 
     def get(self, template_id: str) -> dict[str, Any]:
         """One of them."""
-        return self._http.call("GET", f"{_PATH}/{_checked(template_id)}")
+        return self.call("GET", f"{_PATH}/{_checked(template_id)}")
 
     def prime(self, template_id: str) -> dict[str, Any]:
         """Compute its activations in the background."""
-        return self._http.call("POST", f"{_PATH}/{_checked(template_id)}/prime")
+        return self.call("POST", f"{_PATH}/{_checked(template_id)}/prime")
 
     def pin(self, template_id: str) -> dict[str, Any]:
         """Keep its activations from eviction, and a result from going."""
-        return self._http.call("POST", f"{_PATH}/{_checked(template_id)}/pin")
+        return self.call("POST", f"{_PATH}/{_checked(template_id)}/pin")
 
     def unpin(self, template_id: str) -> dict[str, Any]:
         """Let its activations be evicted again."""
-        return self._http.call("POST", f"{_PATH}/{_checked(template_id)}/unpin")
+        return self.call("POST", f"{_PATH}/{_checked(template_id)}/unpin")
 
     def delete(self, template_id: str) -> dict[str, Any]:
         """Forget the image and its activations."""
-        return self._http.call("DELETE", f"{_PATH}/{_checked(template_id)}")
+        return self.call("DELETE", f"{_PATH}/{_checked(template_id)}")
 
 
 def _checked(template_id: str) -> str:

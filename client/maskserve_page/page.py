@@ -6,6 +6,7 @@ WebGL, which takes seconds where there is no GPU, and its brush has soft rims.
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import uuid
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maskserve_client import EditResult, Final, Preview
+from maskserve_client import EditResult, Final, Masks, Preview
 from maskserve_core.contracts.settings import CACHE_MODES
 from maskserve_core.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import told
@@ -41,13 +42,16 @@ _LEAST = {"demo": 0.02}
 _MOST_STEPS_BACK = 8
 
 
-def make_page(session: Session, kept: PagePictures, pictures: list[Path]) -> Any:
+def make_page(
+    session: Session, kept: PagePictures, pictures: list[Path], masks: Masks | None
+) -> Any:
     """The page.
 
     Args:
         session: with the worker or router that does the edits.
         kept: pictures of those who use the page.
         pictures: to begin with, beside those that people bring.
+        masks: finds what is clicked on; None: masks are painted.
     """
     import gradio as gr
 
@@ -64,7 +68,7 @@ def make_page(session: Session, kept: PagePictures, pictures: list[Path]) -> Any
         )
         with gr.Row():
             with gr.Column(scale=5):
-                form = _form(gr, session, kept, pictures)
+                form = _form(gr, session, kept, pictures, masks)
             with gr.Column(scale=4, elem_classes="outcome"):
                 outcome = _outcome(gr)
         _edits(gr, form, outcome, session, kept)
@@ -85,7 +89,9 @@ class _Form:
     """As `settings_of` takes them, behind the seed."""
 
 
-def _form(gr: Any, session: Session, kept: PagePictures, pictures: list[Path]) -> _Form:
+def _form(
+    gr: Any, session: Session, kept: PagePictures, pictures: list[Path], masks: Masks | None
+) -> _Form:
     model = session.model()
 
     def take(encoded: str) -> dict[str, str]:
@@ -97,10 +103,21 @@ def _form(gr: Any, session: Session, kept: PagePictures, pictures: list[Path]) -
         session.prepare(picture)
         return picture.told()
 
+    def find(asked: dict[str, Any]) -> dict[str, str]:
+        """The mask of what lies at a pixel of a picture, a PNG in base64, or a sentence."""
+        try:
+            file, place = kept.get(asked["name"]).file, [asked["x"], asked["y"], 1]
+            assert masks is not None
+            found = masks.find(file, points=[place])
+        except MaskserveError as error:
+            return {"error": error.message}
+        return {"mask": base64.b64encode(found.mask).decode()}
+
+    painter = _text("painter.html").replace("{least}", str(_LEAST.get(model, 0)))
     editor = gr.HTML(
-        html_template=_text("painter.html").replace("{least}", str(_LEAST.get(model, 0))),
+        html_template=painter.replace("{clicks}", "" if masks else "hidden"),
         js_on_load=_text("painter.js"),
-        server_functions=[take],
+        server_functions=[take, find],
         apply_default_css=False,
         padding=False,
         elem_id="editor",

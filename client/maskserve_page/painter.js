@@ -17,6 +17,7 @@ let before = [];
 let last = null; // where the pen is, while it is down
 let cursor = [0, 0]; // of the keyboard
 let down = false; // the keyboard's pen
+const clicks = !find(".clicks").hidden; // whether the server finds what is clicked on
 
 function show(image, called) {
   name = called;
@@ -101,6 +102,30 @@ function clear() {
   told();
 }
 
+// Masks the thing at a place, or takes it out of the mask.
+async function pick([x, y]) {
+  const [asked, value] = [name, find(".erase").checked ? 0 : 1];
+  say("looking what is there …");
+  try {
+    const found = await server.find({ name: asked, x: Math.floor(x), y: Math.floor(y) });
+    if (asked !== name) return;
+    if (found.error) return say(found.error);
+    const image = new Image();
+    image.src = `data:image/png;base64,${found.mask}`;
+    await image.decode();
+    if (asked !== name) return;
+    const drawn = new OffscreenCanvas(width, height).getContext("2d");
+    drawn.drawImage(image, 0, 0);
+    const { data } = drawn.getImageData(0, 0, width, height);
+    keep();
+    for (let i = 0; i < mask.length; i++) if (data[4 * i] > 127) mask[i] = value;
+    draw(0, 0, width, height);
+    told();
+  } catch (error) {
+    say("What is there could not be asked.");
+  }
+}
+
 function point(event) {
   const box = paint.getBoundingClientRect();
   return [
@@ -111,6 +136,7 @@ function point(event) {
 
 paint.addEventListener("pointerdown", (event) => {
   if (!name || event.button) return;
+  if (find(".click").checked) return void pick(point(event));
   paint.setPointerCapture(event.pointerId);
   keep();
   last = point(event);
@@ -150,6 +176,9 @@ paint.addEventListener("keydown", (event) => {
       line(cursor, cursor);
       told();
     }
+  } else if (event.key === "Enter" && clicks) {
+    pick(cursor);
+    return event.preventDefault();
   } else if (event.key === "+" || event.key === "-") {
     size.value = Number(size.value) + (event.key === "+" ? step : -step);
   } else if (event.key === "z" && (event.ctrlKey || event.metaKey)) {

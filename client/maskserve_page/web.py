@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from maskserve_client import Client
+from maskserve_client import Client, Masks
 from maskserve_core.errors import InvalidRequest
 from maskserve_page.page import make_page
 from maskserve_page.pictures import LIMITS, PagePictures, pictures_of
@@ -27,8 +27,15 @@ _MOST_BODY = LIMITS.max_image_bytes * 4 // 3 + 2**20
 """Bytes of a request: a picture as base64."""
 
 
-def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> None:
+def serve_page(
+    options: argparse.Namespace, connect: Callable[[], Client], masks: Masks | None
+) -> None:
     """`maskserve web`: serves the page until it is interrupted.
+
+    Args:
+        options: of the command.
+        connect: with the server.
+        masks: finds what is clicked on; None: masks are painted.
 
     Raises:
         InvalidRequest: Gradio is not installed, or `--images` is no folder.
@@ -48,7 +55,7 @@ def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> No
         closing(Session(client)) as session,
     ):
         kept = PagePictures(Path(folder).resolve(), gone=session.forget)
-        page = make_page(session, kept, pictures)
+        page = make_page(session, kept, pictures, masks)
         page.queue(default_concurrency_limit=options.edits)
         app = gradio.mount_gradio_app(
             FastAPI(docs_url=None, redoc_url=None, openapi_url=None),

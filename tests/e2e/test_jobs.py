@@ -18,12 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_client import DeadlineExceeded, EditJobs, InvalidRequest
+from maskserve_client.cli import main
+from maskserve_client.jobs import pictures
 from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, pixels
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_jobs_outlive_routers_that_are_killed(
     worker: WorkerProcess, tmp_path: Path, kills: int
@@ -81,9 +85,51 @@ def test_jobs_outlive_routers_that_are_killed(
         assert [end["status"] for end in ended] == ["succeeded"] * count
         assert {one["id"] for one in call("GET", "")["data"]} == {end["id"] for end in ended}
         assert [call("GET", f"/{end['id']}") for end in ended] == ended
-    pictures = [base64.b64decode(end["result"]["data"][0]["b64_json"]) for end in ended]
+    made = [base64.b64decode(end["result"]["data"][0]["b64_json"]) for end in ended]
     with closing(Grpc(worker.grpc_url)) as client:  # each is its own edit, whole
         for number in (0, count - 1):
             edit = edit_inputs(source, where, "a star", seed=number, num_inference_steps=30)
             expected = client.begin(edit).wait()[0]
-            assert np.array_equal(pixels(pictures[number]), pixels(expected))
+            assert np.array_equal(pixels(made[number]), pixels(expected))
+
+
+def test_jobs_are_given_and_fetched_from_a_shell_and_from_python(
+    worker: WorkerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, where = scene(64, 64), blob_mask(64, 64)
+    for name, picture in (("a.png", source), ("m.png", where)):
+        (tmp_path / name).write_bytes(encode(picture))
+    settings = {"seed": 5, "num_inference_steps": 3, "cache": "off"}
+    with closing(Grpc(worker.grpc_url)) as client:
+        expected, _ = client.edit(edit_inputs(source, where, "a star", **settings))
+    with RouterSite([worker.grpc_url], tmp_path, {"jobs": {"database": ""}}) as site:
+        url = f"http://{site.http_url}"
+
+        def said(*words: str, code: int = 0) -> str:
+            assert main(["jobs", *words, "--url", url]) == code
+            return capsys.readouterr().out.strip()
+
+        given = ["--image", str(tmp_path / "a.png"), "--mask", str(tmp_path / "m.png")]
+        given += ["--prompt", "a star", "--seed", "5", "--steps", "3", "--cache", "off"]
+        name = said("add", *given, "--idempotency-key", "order-17")
+        assert said("add", *given, "--idempotency-key", "order-17") == name
+        out = tmp_path / "b.png"
+        assert said("get", name, "--wait", "--out", str(out)).startswith(f"{name}  succeeded")
+        assert np.array_equal(pixels(out.read_bytes()), pixels(expected))
+        assert name in said("ls")
+        jobs = EditJobs(url)
+        same = jobs.add(source, where, "a star", **settings)
+        [made] = pictures(jobs.wait(same["id"], 120))
+        assert np.array_equal(pixels(made), pixels(expected))
+        endless = jobs.add(source, where, "a star", **{**settings, "num_inference_steps": 900})
+        assert jobs.delete(endless["id"])["status"] in ("queued", "running", "cancelled")
+        assert jobs.wait(endless["id"], 60)["status"] == "cancelled"
+        late = jobs.add(source, where, "a star", num_inference_steps=900)["id"]
+        with pytest.raises(DeadlineExceeded, match="after 0 s"):
+            jobs.wait(late, 0)
+        jobs.delete(late)
+        with pytest.raises(InvalidRequest, match="n: "):
+            jobs.add(source, where, "a star", n=99)
+        said("get", endless["id"], "--out", str(out), code=2)
+        assert said("rm", name) == f"{name}  deleted"
+        said("get", name, code=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
+from maskserve_client import Masks
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
@@ -36,16 +42,23 @@ FLAGS = ["--no-sandbox"]
 STROKE = [(100 + 5 * step, 128 + 4 * (step % 3)) for step in range(12)]
 """Where the mouse goes, in pixels of the picture."""
 FIRST_PAINT_MS = 2000
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")
 def address(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("pictures")
+    with served(worker.grpc_url, tmp_path_factory.mktemp("pictures")) as url:
+        yield url
+
+
+@contextmanager
+def served(server: str, folder: Path, *more: str) -> Iterator[str]:
+    """The page of a worker or router, with one picture."""
     Image.fromarray(scene(SIDE, SIDE)).save(folder / "scene.png")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     program = Path(sys.executable).with_name("maskserve")
-    command = [program, "web", "--url", worker.grpc_url, "--port", str(port), "--images", folder]
+    command = [program, "web", "--url", server, "--port", str(port), "--images", folder, *more]
     page = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         eventually("the page answers", lambda: answers(port), 60)
@@ -71,6 +84,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, address: str) -> Iterator[Page]:
+    with opened(browser, address) as made:
+        yield made
+
+
+@contextmanager
+def opened(browser: Browser, address: str) -> Iterator[Page]:
+    """The page in a tab, which asks nobody but its server."""
     made = browser.new_page(viewport={"width": 1500, "height": 1100})
     made.set_default_timeout(60_000)
     elsewhere: list[str] = []
@@ -237,6 +257,52 @@ def test_the_result_can_be_gone_on_with_and_undone(page: Page) -> None:
     expect(undo).to_be_enabled()
     undo.click()
     expect(undo).to_be_disabled()
+
+
+def test_without_a_router_that_segments_there_is_nothing_to_click(page: Page) -> None:
+    pick(page)
+    expect(page.locator("#editor .clicks")).not_to_be_visible()
+
+
+def test_a_click_masks_what_lies_there_and_it_is_edited(
+    browser: Browser, model: Path, tmp_path: Path
+) -> None:
+    from tests.fakes.tiny_nodes import build_segment
+
+    build_segment(tmp_path / "segment")
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text(
+        f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nsegment = "{tmp_path / "segment"}"\n'
+    )
+    base = free_base_port(2)
+    options = ServeOptions(
+        model=str(model),
+        base_port=base,
+        router=True,
+        router_port=base + 10,
+        nodes=nodes,
+        log_dir=tmp_path / "logs",
+        say=lambda _: None,
+    )
+    (tmp_path / "pictures").mkdir()
+    with Supervisor(options) as site:
+        assert site.router is not None
+        url = f"http://127.0.0.1:{site.router.ports.http}"
+        where = (tmp_path / "pictures", "--router", url)
+        with served(site.router.grpc_url, *where) as address, opened(browser, address) as page:
+            pick(page)
+            page.locator("#editor .click").check()
+            with page.expect_response(lambda answer: "component_server" in answer.url):
+                [place] = paint(page, [(100, 140)])
+            expect(page.locator("#editor .said")).to_contain_text(f"{SIDE} × {SIDE}")
+            page.get_by_label("What is to be there").fill("a red star")
+            with page.expect_request(is_edit) as sent:
+                page.locator("#run").click()
+            click = [math.floor(place[0]), math.floor(place[1]), 1]
+            found = Masks(url).find(scene(SIDE, SIDE), points=[click]).mask
+            white = np.asarray(Image.open(io.BytesIO(found)).convert("L")) > 127
+            assert np.array_equal(sent_mask(sent.value), white)
+            expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
 
 
 def test_it_is_used_at_the_width_of_a_phone(page: Page) -> None:

@@ -1,0 +1,104 @@
+"""`/v1/jobs` of a router: edits that nobody waits for on a connection."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from maskserve_client import wire
+from maskserve_client.router_http import RouterHttp
+from maskserve_client.wire import ImageInput
+from maskserve_core.errors import DeadlineExceeded
+
+_PATH = "/v1/jobs"
+_ENDS = ("succeeded", "failed", "cancelled")
+_ASKED_EVERY_S = 0.5
+
+
+class EditJobs(RouterHttp):
+    """The jobs of an API key.
+
+        jobs = EditJobs("http://localhost:8080", key="…")
+        name = jobs.add("room.png", "mask.png", "a red sofa", num_inference_steps=20)["id"]
+        [picture] = pictures(jobs.wait(name))
+
+    A job is a dictionary with `id`, `status` (`queued`, `running`, `succeeded`, `failed`,
+    `cancelled`), `progress`, `error`, and once it has succeeded `result`.
+    """
+
+    def add(
+        self,
+        image: ImageInput | None,
+        mask: ImageInput | None,
+        prompt: str,
+        *,
+        control: Sequence[ImageInput] = (),
+        idempotency_key: str = "",
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Have an edit made; answered at once.
+
+        Args:
+            image: the picture; None with the setting `template_id`.
+            mask: of the picture's size; None where a setting says what is edited.
+            prompt: what is to be there.
+            control: the picture of each of the setting `controls`.
+            idempotency_key: with the same one it is the same job, however often it is added.
+            fields: settings of an edit, and `n`, `webhook`, `output_url` and what else
+                `/v1/images/edits` takes.
+
+        Raises:
+            MaskserveError: what the server answered, or ServerUnavailable.
+            OSError: a path that cannot be read.
+        """
+        pictures = [each for each in (image, *control) if each is not None]
+        files = [("image", wire.image_bytes(each)) for each in pictures]
+        if mask is not None:
+            files.append(("mask", wire.image_bytes(mask, "mask")))
+            fields = {"mask_mode": "auto", **fields}
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        return self.send_form(_PATH, {"prompt": prompt, **fields}, files, headers)
+
+    def list(self) -> list[dict[str, Any]]:
+        """The last hundred, without results."""
+        listed: list[dict[str, Any]] = self.call("GET", _PATH)["data"]
+        return listed
+
+    def get(self, job_id: str) -> dict[str, Any]:
+        """One of them."""
+        return self.call("GET", _path(job_id))
+
+    def wait(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
+        """One of them, when it has ended.
+
+        Args:
+            job_id: which.
+            timeout: seconds to wait; None: for ever.
+
+        Raises:
+            DeadlineExceeded: it has not ended by then; it goes on.
+            MaskserveError: what the server answered, or ServerUnavailable.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while (job := self.get(job_id))["status"] not in _ENDS:
+            if until is not None and time.monotonic() >= until:
+                raise DeadlineExceeded(f"{job_id} is {job['status']} after {timeout:g} s")
+            time.sleep(_ASKED_EVERY_S)
+        return job
+
+    def delete(self, job_id: str) -> dict[str, Any]:
+        """Cancel one; of one that has ended nothing is left."""
+        return self.call("DELETE", _path(job_id))
+
+
+def pictures(job: Mapping[str, Any]) -> list[bytes]:
+    """The files that a job that has succeeded made; none where it put them to its `output_url`."""
+    made = [each.get("b64_json") for each in job["result"]["data"]]
+    return [base64.b64decode(each) for each in made if each]
+
+
+def _path(job_id: str) -> str:
+    return f"{_PATH}/{quote(job_id, safe='')}"
