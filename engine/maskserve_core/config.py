@@ -387,6 +387,11 @@ class SafetyConfig(Table, frozen=True):
     ] = ""
     """Function that sees source, prompt and every picture that is made, and says why one is
     refused, or None; empty: none."""
+    model: Annotated[str, Meta(pattern=r"\A[\w.-]*\Z")] = ""
+    """Model of the worker's own Triton that is asked the same; empty: none."""
+    repository: str = ""
+    """Folder in which that model's folder lies, for `maskserve serve` to give to Triton; empty: it
+    is in one of Triton's already."""
 
 
 class LogConfig(Table, frozen=True):

@@ -48,7 +48,7 @@ def command(
         "thread-pool-size": config.engine.front_threads + _OTHER_CALLS,
     }
     arguments = [
-        *(f"--model-repository={path}" for path in options.repositories),
+        *(f"--model-repository={path}" for path in _repositories(options, config)),
         # Every config.pbtxt is whole; completing them would import every model twice.
         "--disable-auto-complete-config",
         f"--http-address={options.host}",
@@ -72,6 +72,21 @@ def command(
         only = f"{','.join(closed)}:maskserve={secrets.token_hex(16)}"
         arguments += [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
     return [str(runtime.binary), *arguments, *trace, *options.triton_args]
+
+
+def _repositories(options: ServeOptions, config: Config) -> list[Path]:
+    """Of the models to load.
+
+    Raises:
+        ServeError: the operator's has not the model that it is for.
+    """
+    own = config.safety.repository
+    if not own:
+        return list(options.repositories)
+    name = config.safety.model
+    if not name or not (Path(own) / name / "config.pbtxt").is_file():
+        raise ServeError(f"safety.repository: {own} has no model {name!r} with a config.pbtxt")
+    return [*options.repositories, Path(own).absolute()]
 
 
 TUNING = {

@@ -27,25 +27,54 @@ def test_every_answer_is_marked(grpc: Grpc, output_format: str) -> None:
         assert SOURCE_TYPE.encode() in opened.info["xmp"]
 
 
-CHECK = """\
-def check(source, prompt, made):
-    assert source.size == made.size
-    return "no stars today" if "star" in prompt else None
+JUDGE = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.judged(request) for request in requests]
+
+    def judged(self, request):
+        given = {
+            name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+            for name in ("SOURCE", "PROMPT", "MADE")
+        }
+        assert given["SOURCE"].shape == given["MADE"].shape
+        assert (given["SOURCE"] != given["MADE"]).any()
+        prompt = given["PROMPT"][0].decode()
+        assert prompt != "secret"
+        reason = "no stars today" if "star" in prompt else ""
+        told = pb_utils.Tensor("REASON", np.array([reason.encode()], object))
+        return pb_utils.InferenceResponse([told])
+"""
+JUDGE_CONFIG = """\
+backend: "python"
+max_batch_size: 0
+input { name: "SOURCE" data_type: TYPE_UINT8 dims: [-1, -1, 3] }
+input { name: "PROMPT" data_type: TYPE_STRING dims: [1] }
+input { name: "MADE" data_type: TYPE_UINT8 dims: [-1, -1, 3] }
+output { name: "REASON" data_type: TYPE_STRING dims: [1] }
+instance_group { count: 1 kind: KIND_CPU }
 """
 
 
-# tests/unit/core/imaging holds what is signed and how a check is asked and answered.
+# tests/unit/core/imaging holds what is signed, tests/triton how a model is asked.
 @pytest.mark.slow
-def test_a_worker_with_a_certificate_signs_and_one_with_a_check_asks_it(
+def test_a_worker_with_a_certificate_signs_and_one_with_a_model_that_checks_asks_it(
     model: Path, tmp_path: Path
 ) -> None:
     chain, key = write_signer(tmp_path)
     config = tmp_path / "worker.toml"
     config.write_text(
         f'[provenance]\ncertificate = "{chain}"\nprivate_key = "{key}"\n'
-        f'[safety]\ncheck = "{tmp_path}/a_check.py:check"\n'
+        f'[safety]\nmodel = "judge"\nrepository = "{tmp_path}/judges"\n'
     )
-    (tmp_path / "a_check.py").write_text(CHECK)
+    judge = tmp_path / "judges" / "judge"
+    (judge / "1").mkdir(parents=True)
+    (judge / "1" / "model.py").write_text(JUDGE)
+    (judge / "config.pbtxt").write_text(JUDGE_CONFIG)
     options = ServeOptions(
         model=str(model),
         base_port=free_base_port(),
@@ -56,6 +85,9 @@ def test_a_worker_with_a_certificate_signs_and_one_with_a_check_asks_it(
     with Supervisor(options) as running, closing(Grpc(running.workers[0].grpc_url)) as grpc:
         with pytest.raises(InferenceServerException, match=r"\[REFUSED\] no stars today"):
             grpc.edit(plain_edit())
+        with pytest.raises(InferenceServerException, match=r"\[ENGINE_FAILED\]") as failed:
+            grpc.edit({**plain_edit(), "PROMPT": b"secret"})
+        assert "secret" not in str(failed.value)
         image, _ = grpc.edit({**plain_edit(), "PROMPT": b"a circle"})
         told = json.loads(c2pa.Reader("image/png", io.BytesIO(image)).json())
         assert told["validation_state"] == "Valid"

@@ -26,11 +26,13 @@ def load_check(config: Config) -> Check | None:
     """The function that `[safety] check` names; None: it names none.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: there is no such function, or there is a model, too.
     """
     named = config.safety.check
     if not named:
         return None
+    if config.safety.model:
+        raise ConfigError("safety.check: is given beside safety.model; accepted: one of them")
     place, _, function = named.rpartition(":")
     try:
         found = getattr(_module(place), function)

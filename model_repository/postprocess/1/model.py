@@ -12,6 +12,7 @@ from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.provenance import make_mark
 from maskserve_core.imaging.safety import load_check
+from maskserve_core.triton.safety_model import check_by_model
 from maskserve_core.triton.sync_execute import failed_event, respond
 from maskserve_core.triton.tensor_io import read_bytes, view_array
 from maskserve_core.triton.tracing import make_tracer
@@ -23,6 +24,8 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         self._mark, self._check = make_mark(config), load_check(config)
+        if config.safety.model:
+            self._check = check_by_model(pb_utils, config.safety.model)
         self._tracer = make_tracer(config, "postprocess")
         self._work = self._tracer.recorded("postprocess", self._finish, output="IMAGE")
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from maskserve_client.wire import DEFAULT_URL
-from maskserve_core.config import Config, gpus_wanted
+from maskserve_core.config import Config, SafetyConfig, gpus_wanted
 from maskserve_core.config_file import config_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
@@ -440,6 +440,18 @@ def test_parts_of_tritons_api_are_closed() -> None:
     assert closed() != closed()
     assert "=model-repository:maskserve=" in closed("shared-memory", "logging")[0]
     assert closed("shared-memory", "logging", "model-repository") == []
+
+
+def test_a_repository_without_the_model_that_checks_is_told(tmp_path: Path) -> None:
+    safety = SafetyConfig(model="judge", repository=str(tmp_path))
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "x")
+    asked = ServeOptions(model="m"), Config(safety=safety), server, ports.Ports(1, 2, 3), "x"
+    with pytest.raises(ServeError, match="has no model 'judge'"):
+        command.command(*asked)
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.pbtxt").touch()
+    line = command.command(*asked)
+    assert f"--model-repository={tmp_path}" in line
 
 
 def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,5 +71,10 @@ def test_a_check_may_lie_in_a_file(tmp_path: Path) -> None:
         answer(found)
 
 
+def test_a_function_and_a_model_are_not_both_asked() -> None:
+    with pytest.raises(ConfigError, match=r"safety\.check: is given beside safety\.model"):
+        load_check(Config(safety=SafetyConfig(check="json:dumps", model="judge")))
+
+
 def test_none_is_asked_for() -> None:
     assert load_check(Config()) is None
