@@ -6,11 +6,18 @@ import asyncio
 import base64
 import hashlib
 import io
+import os
 import re
+import shutil
+import signal
+import socket
+import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
@@ -62,6 +69,12 @@ def alpha_mask(selected: Any) -> bytes:
 def pixels_of(answer: Any, number: int = 0) -> Any:
     raw = base64.b64decode(answer.data[number].b64_json)
     return np.asarray(Image.open(io.BytesIO(raw)).convert("RGB"))
+
+
+def cut_out() -> bytes:
+    """The picture, transparent where its mask edits."""
+    alpha = np.where(blob_mask(SIDE, SIDE) > 0, 0, 255).astype(np.uint8)
+    return encode(np.dstack([scene(SIDE, SIDE), alpha]))
 
 
 @pytest.fixture
@@ -116,9 +129,7 @@ def test_a_compressed_picture_is_smaller(client: openai.OpenAI, files: dict[str,
 
 
 def test_without_a_mask_the_images_own_alpha_is_it(client: openai.OpenAI, files: dict[str, Any]):
-    selected = blob_mask(SIDE, SIDE) > 0
-    alpha = np.where(selected, 0, 255).astype(np.uint8)
-    cut = encode(np.dstack([scene(SIDE, SIDE), alpha]))
+    cut = cut_out()
     more = {"seed": 5, **STEPS}
     answer = client.images.edit(image=("a.png", cut), prompt="a red star", extra_body=more)
     masked = client.images.edit(**{**files, "image": ("a.png", cut)}, extra_body=more)
@@ -358,3 +369,89 @@ def test_the_client_and_the_command_line_use_the_templates_api(
         assert name in capsys.readouterr().out
     assert main(["templates", "rm", name, "--url", url, "--key", KEYS["one"]]) == 2
     assert "TEMPLATE_NOT_FOUND" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field", ["image", "image[]"])
+def test_what_open_webui_sends_is_an_edit(
+    router: RouterSite, client: openai.OpenAI, field: str
+) -> None:
+    """Open WebUI (IMAGE_EDIT_ENGINE=openai) posts a form by aiohttp: no mask, so the picture's
+    own transparency is it; several pictures are `image[]`.
+    """
+    [model] = [each.id for each in client.models.list()]
+
+    async def ask() -> dict[str, Any]:
+        form = aiohttp.FormData()
+        said = {"model": model, "prompt": "a red star", "n": "1", "response_format": "b64_json"}
+        for name, value in said.items():
+            form.add_field(name, value)
+        name = f"{uuid.uuid4()}.png"
+        form.add_field(field, io.BytesIO(cut_out()), filename=name, content_type="image/png")
+        url = f"http://{router.http_url}/v1/images/edits?api-version=2026-01-01"
+        headers = {"Authorization": f"Bearer {KEYS['one']}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, headers=headers, data=form) as answer,
+        ):
+            answer.raise_for_status()
+            return dict(await answer.json(content_type=None))
+
+    [made] = asyncio.run(ask())["data"]
+    assert not made.get("url")
+    with Image.open(io.BytesIO(base64.b64decode(made["b64_json"]))) as opened:
+        edited = np.asarray(opened.convert("RGB"))
+    kept = blob_mask(SIDE, SIDE) == 0
+    assert np.array_equal(edited[kept], scene(SIDE, SIDE)[kept])
+    assert not np.array_equal(edited, scene(SIDE, SIDE))
+
+
+LITELLM = os.environ.get("MASKSERVE_LITELLM") or shutil.which("litellm")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(LITELLM is None, reason="litellm: it is not installed")
+def test_edits_go_through_litellms_proxy(
+    router: RouterSite, client: openai.OpenAI, files: dict[str, Any], tmp_path: Path
+) -> None:
+    """As docs/openai.md sets it up; MASKSERVE_LITELLM is the program, wherever it is installed."""
+    [model] = [each.id for each in client.models.list()]
+    (tmp_path / "litellm.yaml").write_text(
+        "model_list:\n"
+        "  - model_name: edits\n"
+        "    litellm_params:\n"
+        f"      model: openai/{model}\n"
+        f"      api_base: http://{router.http_url}/v1\n"
+        f"      api_key: {KEYS['one']}\n"
+        "general_settings:\n"
+        "  master_key: sk-of-the-proxy\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert LITELLM is not None
+    command = [LITELLM, "--config", str(tmp_path / "litellm.yaml"), "--host", "127.0.0.1"]
+    with (tmp_path / "litellm.txt").open("wb") as said:
+        proxy = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def ready() -> bool:
+            try:
+                return requests.get(f"{url}/health/readiness", timeout=5).ok
+            except requests.ConnectionError:
+                return False
+
+        eventually("the proxy is ready", ready, 180)
+        more = {"seed": 5, **STEPS}
+        with openai.OpenAI(
+            base_url=f"{url}/v1", api_key="sk-of-the-proxy", max_retries=0
+        ) as through:
+            answer = through.images.edit(**files, model="edits", extra_body=more)
+            with pytest.raises(openai.APIStatusError, match="mask"):
+                through.images.edit(image=files["image"], prompt="x", model="edits")
+        straight = client.images.edit(**files, extra_body=more)
+        assert np.array_equal(pixels_of(answer), pixels_of(straight))
+    finally:
+        os.killpg(proxy.pid, signal.SIGTERM)
+        proxy.wait(30)
