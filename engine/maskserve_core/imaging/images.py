@@ -1,10 +1,10 @@
 """Images of the wire: bytes to pixels and back.
 
 An image comes as PNG, JPEG or WebP bytes, as their base64 text, or as a data: URI. Pixels are the
-*decoded 8-bit source*: EXIF orientation applied, palettes looked up, CMYK converted, 16-bit
-samples cut to their high byte, the first frame of an animation. What the numbers mean travels with
-them (`colour`). Transparency of a source is set aside: its RGB is kept as it is. Sizes are (height,
-width) in pixels, as array shapes are.
+*decoded 8-bit source*: EXIF orientation applied, palettes looked up, CMYK converted, the high bytes
+of 16-bit samples, the first frame of an animation. Their low bytes are kept for the answer. What
+the numbers mean travels with them (`colour`). Transparency of a source is set aside: its RGB is
+kept as it is. Sizes are (height, width) in pixels, as array shapes are.
 
 Decoding touches no state of the module or of Pillow: threads may share it.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import math
 import struct
@@ -110,8 +111,10 @@ _KINDS = {1: 0, 3: 2, 4: 6}
 """PNG's colour type, by channels."""
 
 
-def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB, xmp: bytes = b"") -> bytes:
-    """A whole 8-bit PNG file, for an answer that someone waits for.
+def encode_png(
+    pixels: npt.NDArray[np.uint8] | npt.NDArray[np.uint16], colour: Colour = SRGB, xmp: bytes = b""
+) -> bytes:
+    """A whole PNG file, for an answer that someone waits for.
 
     Pillow tries five filters on each row; here every row is stored as the difference to the row
     above and deflated by run lengths and Huffman codes alone. On a photograph of 256x256 pixels
@@ -119,11 +122,14 @@ def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB, xmp: bytes 
     118,318 (`python scripts/bench codec` at d4e1388, 2-core AMD EPYC (Zen 5), 2026-11-20).
 
     Args:
-        pixels: uint8, RGB [H, W, 3], RGBA [H, W, 4] or grey [H, W].
+        pixels: uint8 or uint16, RGB [H, W, 3], RGBA [H, W, 4] or grey [H, W].
         colour: what they mean.
         xmp: what the file is to say beside.
     """
     height, width = pixels.shape[:2]
+    depth, kind = 8 * pixels.itemsize, _KINDS[pixels.size // (height * width)]
+    if depth == 16:
+        pixels = pixels.astype(">u2").view(np.uint8)
     flat = pixels.reshape(height, -1)
     rows = np.empty((height, flat.shape[1] + 1), np.uint8)
     rows[:, 0] = _UP
@@ -131,8 +137,7 @@ def encode_png(pixels: npt.NDArray[np.uint8], colour: Colour = SRGB, xmp: bytes 
     np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])  # modulo 256, as PNG wants it
     deflate = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     data = deflate.compress(rows.data) + deflate.flush()
-    kind = _KINDS[flat.shape[1] // width]
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
     said = chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp) if xmp else b""
     return b"".join(
         (PNG_SIGNATURE, header, colour.in_png(), said, chunk(b"IDAT", data), chunk(b"IEND", b""))
@@ -182,6 +187,26 @@ def _keyed_alpha(image: Image.Image, container: Container) -> Image.Image | None
     return Image.fromarray(np.where(opaque, np.uint8(255), np.uint8(0)))
 
 
+def _low_bytes(container: Container) -> Image.Image:
+    """RGB or RGBA of the low bytes of a 16-bit PNG's samples.
+
+    Pillow has no picture of 16-bit RGB. Its decoder unpacks either byte of a sample, so it is asked
+    a second time, for the other one.
+    """
+    image = PngImagePlugin.PngImageFile(io.BytesIO(container.payload))
+    [tile] = image.tile
+    unpacked = {"RGB;16B": "RGB;16L", "RGBA;16B": "RGBA;16L", "LA;16B": "RGBA"}
+    image.tile = [tile._replace(args=unpacked.get(str(tile.args), tile.args))]
+    image.load()
+    samples = np.asarray(image)
+    if tile.args == "LA;16B":  # the four bytes of grey and alpha
+        return Image.fromarray(samples[..., [1, 1, 1, 3]])
+    if image.mode in ("RGB", "RGBA"):
+        return image
+    grey = (samples & 255).astype(np.uint8)
+    return Image.fromarray(np.dstack((grey, grey, grey)))
+
+
 def _high_byte(samples: npt.NDArray[np.generic]) -> Pixels:
     high: Pixels = (samples.astype(np.uint16) >> 8).astype(np.uint8)
     return high
@@ -227,11 +252,19 @@ class Decoded:
     """What `pixels` mean."""
     warnings: tuple[str, ...] = ()
     """What the client should know of the file."""
+    low: Pixels | None = None
+    """The low bytes of 16-bit samples: RGB or RGBA, uint8 [H, W, 3 or 4]; None: it has none."""
 
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
         return self.pixels.shape[0], self.pixels.shape[1]
+
+    @property
+    def identity(self) -> bytes:
+        """What tells apart pictures of equal `pixels`; empty for most."""
+        low = b"" if self.low is None else hashlib.blake2b(self.low).digest()
+        return self.colour.identity + low
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +286,8 @@ class Raster:
     encoded: bytes
     colour: Colour = SRGB
     warnings: tuple[str, ...] = ()
+    low: Image.Image | None = None
+    """As of `Decoded`, if it was asked for."""
 
 
 def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
@@ -266,10 +301,10 @@ def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
     Raises:
         InvalidRequest: naming `field`.
     """
-    raster = decode_raster(raw, field, limits)
+    raster = decode_raster(raw, field, limits, low=True)
     pixels = np.asarray(as_mode(raster.image, "RGB"))
-    alpha = _maybe_array(raster.alpha)
-    return Decoded(pixels, alpha, raster.encoded, raster.colour, raster.warnings)
+    alpha, low = _maybe_array(raster.alpha), _maybe_array(raster.low)
+    return Decoded(pixels, alpha, raster.encoded, raster.colour, raster.warnings, low)
 
 
 def decode_mask(
@@ -295,6 +330,7 @@ def decode_raster(
     size: Size | None = None,
     *,
     colours: bool = True,
+    low: bool = False,
 ) -> Raster:
     """As `decode_image`, kept in Pillow: nothing is copied that is not asked for.
 
@@ -304,6 +340,7 @@ def decode_raster(
         limits: bounds.
         size: as of `decode_mask`.
         colours: whether what the file says of its colours counts.
+        low: whether the low bytes of 16-bit samples are wanted.
     """
     encoded, container = _read(raw, field, limits)
     if size is not None and container.upright_size != size:
@@ -316,6 +353,9 @@ def decode_raster(
         words = container.words if colours else {}
         plain, colour, told = find_colour(image, words) if words else (image, SRGB, "")
         upright, alpha = split(plain, container)
+        fine = None
+        if low and container.bit_depth == 16 and plain is image:  # its numbers are the file's
+            fine = _low_bytes(container)
     except InvalidRequest:
         raise
     except Exception:
@@ -327,8 +367,9 @@ def decode_raster(
     if turn is not None:
         upright = upright.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
+        fine = fine.transpose(turn) if fine is not None else None
     warnings = (f"{field}: {told}",) if told else ()
-    return Raster(upright, alpha, encoded, colour, warnings)
+    return Raster(upright, alpha, encoded, colour, warnings, fine)
 
 
 def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -12,16 +14,20 @@ from maskserve_core.imaging.canvas import grown
 from maskserve_core.imaging.colour import Colour
 from maskserve_core.imaging.images import (
     NO_LIMITS,
+    Pixels,
     as_mode,
     decode_raster,
     encode_image,
+    encode_png,
     resize_part,
     to_base64,
 )
-from maskserve_core.imaging.provenance import Mark, Unsigned
+from maskserve_core.imaging.provenance import Mark, Unsigned, has_manifest
 from maskserve_core.imaging.safety import Check, let_pass
 
 _PLAIN = Unsigned()
+Fine: TypeAlias = npt.NDArray[np.uint16]
+"""A picture of 16-bit samples, [H, W, 3 or 4]."""
 
 
 def finish_edit(
@@ -35,7 +41,8 @@ def finish_edit(
     Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
     output format is lossless), its transparency too; where it is 255 it is the model's output,
     opaque, brought to the source's size by Lanczos and into its colours; between, the two are
-    mixed. The answer says what its numbers mean as the source did.
+    mixed. The answer says what its numbers mean as the source did. As PNG it has 16 bits where
+    the source has.
 
     Args:
         pixels: RGB uint8 [h, w, 3] at the model's size.
@@ -48,7 +55,7 @@ def finish_edit(
         EngineFailed: it cannot be signed.
     """
     request = EditRequest.from_json(context.request)
-    out, weights = source_and_weights(context, request)
+    out, weights, fine = source_and_weights(context, request)
     source = out.copy() if check is not None else out
     colour, box = Colour.unpack(context.colour), weights.getbbox()
     if box is not None:  # only what is pasted is resized
@@ -56,36 +63,65 @@ def finish_edit(
         y, x = (0, 0) if request.window is None else request.window[:2]
         inside = left - x, top - y, right - x, bottom - y
         edited = colour.painted(resize_part(Image.fromarray(pixels), request.seen_size, inside))
-        part = Image.fromarray(np.asarray(weights)[top:bottom, left:right])
+        edited = as_mode(edited, out.mode)
+        part = np.asarray(weights)[top:bottom, left:right]
         # Pillow's paste mixes in integers, exact at 0 and at 255.
-        out.paste(as_mode(edited, out.mode), (left, top), mask=part)
+        out.paste(edited, (left, top), mask=Image.fromarray(part))
+        if fine is not None:
+            _mix(fine[top:bottom, left:right], np.asarray(edited), part)
     asked = request.settings
     if check is not None:
         let_pass(check, source, request.prompt, out)
-    encoded = encode_image(
-        np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp
-    )
-    encoded = mark.sign(encoded, asked.output_format, box or (0, 0, *out.size))
+    if fine is not None:
+        encoded = encode_png(fine, colour, mark.xmp)
+    else:
+        encoded = encode_image(
+            np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp
+        )
+    file = b"" if context.decoded else bytes(context.source)
+    known = file if has_manifest(file) else b""
+    encoded = mark.sign(encoded, asked.output_format, box or (0, 0, *out.size), known)
     return to_base64(encoded) if asked.output_encoding == "base64" else encoded
 
 
 def source_and_weights(
     context: PostprocessContext, request: EditRequest
-) -> tuple[Image.Image, Image.Image]:
-    """The canvas (RGB or RGBA) and the paste weights (L) of an edit, at the answer's size."""
+) -> tuple[Image.Image, Image.Image, Fine | None]:
+    """The canvas (RGB or RGBA) and the paste weights (L) of an edit, at the answer's size; and the
+    canvas with 16 bits, where source and answer have them.
+    """
     left, top, right, bottom = margins = request.settings.expand
     height, width = request.source_size
     mode = "RGBA" if request.alpha else "RGB"
+    fine: Fine | None = None
     if context.decoded:
         size = (width - left - right, height - top - bottom)
         source = Image.frombytes(mode, size, context.source)
         weights = Image.frombytes("L", (width, height), context.paste)
     else:
-        raster = decode_raster(bytes(context.source), "source", NO_LIMITS)
+        png = request.settings.output_format == "png"
+        raster = decode_raster(bytes(context.source), "source", NO_LIMITS, low=png)
         source = raster.image.convert("RGB")
         if request.alpha and raster.alpha is not None:
             source.putalpha(raster.alpha)
+        if raster.low is not None:
+            fine = _samples(np.asarray(source), np.asarray(raster.low))
         weights = decode_raster(bytes(context.paste), "paste", NO_LIMITS).image
     if any(margins):
         source = Image.fromarray(grown(np.asarray(source), margins))
-    return source, weights
+        fine = None if fine is None else grown(fine, margins)
+    return source, weights, fine
+
+
+def _samples(high: Pixels, low: Pixels) -> Fine:
+    """16-bit samples [H, W, channels of `high`] of their bytes; an alpha without low bytes is of 8
+    bits.
+    """
+    lows = low if high.shape[2] <= low.shape[2] else np.dstack((low, high[..., 3]))
+    return high.astype(np.uint16) << 8 | lows[..., : high.shape[2]]
+
+
+def _mix(fine: Fine, edited: Pixels, weights: Pixels) -> None:
+    """Lay 8-bit pixels over a part of the canvas, by weights [h, w]; exact at 0 and at 255."""
+    share = weights[..., None].astype(np.uint32)
+    fine[:] = (fine * (255 - share) + edited * (257 * share) + 127) // 255

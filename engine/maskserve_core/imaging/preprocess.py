@@ -39,6 +39,7 @@ from maskserve_core.imaging.masks import (
     select,
     strongest,
 )
+from maskserve_core.imaging.provenance import has_manifest
 from maskserve_core.imaging.view import View, see
 from maskserve_core.models.facts import ModelFacts
 
@@ -123,7 +124,10 @@ def prepare_edit(
         edit_boxes=component_boxes(edit, facts.token_pixels),
         warnings=(*source.warnings, *selection.warnings),
     )
-    decoded = paste.size <= decoded_pixels
+    fine = source.low is not None and asked.output_format == "png"
+    signed = bool(config.provenance.certificate) and has_manifest(source.encoded)
+    # What pixels cannot hold travels in the file.
+    decoded = paste.size <= decoded_pixels and not (fine or signed)
     source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
     weights = paste.tobytes() if decoded else encode_png(paste)
     taken_ms = (time.perf_counter() - start) * 1e3
@@ -235,7 +239,10 @@ def _keeps_alpha(settings: EditSettings, source: Decoded, paste: npt.NDArray[np.
         return False
     left, top, *_ = settings.expand
     old = paste[top : top + source.size[0], left : left + source.size[1]]
-    return bool(((source.alpha < 255) & (old < 255)).any())
+    clear = source.alpha < 255
+    if source.low is not None and source.low.shape[2] == 4:
+        clear = clear | (source.low[..., 3] < 255)
+    return bool((clear & (old < 255)).any())
 
 
 def _decoded(source: Decoded, *, alpha: bool) -> bytes:
@@ -258,6 +265,7 @@ def _request(
         pixels: RGB [h, w, 3] at the model's size.
     """
     settings, size = accepted.settings, (pixels.shape[0], pixels.shape[1])
+    own = pixels is source.pixels and not source.identity
     assert settings.seed is not None
     assert settings.request_id is not None
     return EditRequest(
@@ -273,7 +281,7 @@ def _request(
         after_token_s=accepted.after_token_s,
         loras=accepted.loras,
         controls=accepted.controls,
-        pixels_id=source_id if pixels is source.pixels else template_id(pixels),
+        pixels_id=source_id if own else template_id(pixels),
     )
 
 
@@ -291,7 +299,7 @@ def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArra
 
 def _name(picture: Decoded) -> str:
     """The template id."""
-    return template_id(picture.pixels, picture.colour.identity)
+    return template_id(picture.pixels, picture.identity)
 
 
 def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:

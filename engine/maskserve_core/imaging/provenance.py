@@ -2,13 +2,14 @@
 
 Every answer says so in XMP, by IPTC's digital source type. Where the operator has a certificate it
 carries a signed C2PA manifest, too, which names the model and the region, and which no longer fits
-the picture once someone has changed it. What a source's file said of its own origin is not kept.
+the picture once someone has changed it. A source's own manifest goes on as that of an ingredient.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import io
+import logging
 import queue
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from maskserve_core.config import Config, ConfigError, ProvenanceConfig, model_name
 from maskserve_core.errors import EngineFailed
+from maskserve_core.imaging.containers import read_container
 from maskserve_core.imaging.images import encode_png
 
 Box = tuple[int, int, int, int]
@@ -33,19 +35,25 @@ XMP = (
 ).encode()
 
 
+_SOURCE = {"title": "source", "relationship": "parentOf", "label": "source"}
+"""The ingredient of an edit, as C2PA has it."""
+log = logging.getLogger("maskserve")
+
+
 class Mark(Protocol):
     """How answers are marked."""
 
     xmp: bytes
     """For the file as it is encoded; empty: nothing."""
 
-    def sign(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
         """The file, signed if the operator has a certificate.
 
         Args:
             encoded: the answer.
             output_format: `png`, `jpeg` or `webp`.
             box: left, top, right and bottom of what was painted, in pixels.
+            source: the file that was edited, if it has a manifest.
 
         Raises:
             EngineFailed: it cannot be signed.
@@ -58,8 +66,13 @@ class Unsigned:
     def __init__(self, xmp: bytes = XMP) -> None:
         self.xmp = xmp
 
-    def sign(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
         return encoded
+
+
+def has_manifest(encoded: bytes) -> bool:
+    """Whether a picture's file may have a C2PA manifest: its boxes are JUMBF's, in all formats."""
+    return b"jumb" in encoded and b"c2pa" in encoded
 
 
 def make_mark(config: Config) -> Mark:
@@ -88,8 +101,11 @@ class _Signed:
         self.xmp = XMP if asked.mark else b""
         self._c2pa, self._model, self._asked = c2pa, model, asked
         self._agent = {"name": "maskserve", "version": importlib.metadata.version("maskserve")}
-        # A thumbnail would be larger than the picture.
-        plain = {"builder": {"thumbnail": {"enabled": False}}}
+        # A thumbnail would be larger than the picture. A source's file sends nobody anywhere.
+        plain = {
+            "builder": {"thumbnail": {"enabled": False}},
+            "verify": {"remote_manifest_fetch": False, "ocsp_fetch": False},
+        }
         self._context = c2pa.Context(c2pa.Settings.from_dict(plain))
         try:
             self._signer = c2pa.Signer.from_info(
@@ -104,19 +120,31 @@ class _Signed:
         except (c2pa.C2paError, EngineFailed, OSError) as error:
             raise ConfigError(f"provenance.certificate cannot sign: {error}") from None
 
-    def sign(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
         try:
             if not self._asked.timestamp_url:
-                return self._signed(encoded, output_format, box)
-            return self._in_time(encoded, output_format, box)
+                return self._signed(encoded, output_format, box, source)
+            return self._in_time(encoded, output_format, box, source)
         except self._c2pa.C2paError as error:
             raise EngineFailed(f"the picture could not be signed: {error}") from None
 
-    def _signed(self, encoded: bytes, output_format: str, box: Box) -> bytes:
+    def _signed(self, encoded: bytes, output_format: str, box: Box, source: bytes) -> bytes:
         signed = io.BytesIO()
-        builder = self._c2pa.Builder(self._manifest(box), self._context)
+        builder = self._with_source(box, source) if source else None
+        builder = builder or self._c2pa.Builder(self._manifest(box), self._context)
         builder.sign(self._signer, f"image/{output_format}", io.BytesIO(encoded), signed)
         return signed.getvalue()
+
+    def _with_source(self, box: Box, source: bytes) -> Any:
+        """What signs an edit of a file with a manifest; None: its manifest cannot be read."""
+        builder = self._c2pa.Builder(self._manifest(box, opened=True), self._context)
+        kind = f"image/{read_container(source).kind}"
+        try:
+            builder.add_ingredient(_SOURCE, kind, io.BytesIO(source))
+        except self._c2pa.C2paError as error:
+            log.warning("a source's C2PA manifest is left out: %s", error)
+            return None
+        return builder
 
     def _in_time(self, *asked: Any) -> bytes:
         """The same in a thread: the library waits for the time-stamp authority without an end."""
@@ -138,8 +166,8 @@ class _Signed:
             raise made
         return made
 
-    def _manifest(self, box: Box) -> dict[str, Any]:
-        """What is said of an edit, in C2PA's terms."""
+    def _manifest(self, box: Box, *, opened: bool = False) -> dict[str, Any]:
+        """What is said of an edit, in C2PA's terms; `opened`: of an ingredient, too."""
         left, top, right, bottom = box
         painted = {
             "type": "rectangle",
@@ -159,6 +187,9 @@ class _Signed:
                 }
             ],
         }
-        created = {"action": "c2pa.created", "digitalSourceType": SOURCE_TYPE}
-        actions = {"label": "c2pa.actions.v2", "data": {"actions": [created, edited]}}
+        began: dict[str, Any] = {"action": "c2pa.created", "digitalSourceType": SOURCE_TYPE}
+        if opened:
+            named = {"ingredientIds": [_SOURCE["label"]]}
+            began = {"action": "c2pa.opened", "parameters": named}
+        actions = {"label": "c2pa.actions.v2", "data": {"actions": [began, edited]}}
         return {"claim_generator_info": [self._agent], "assertions": [actions]}

@@ -284,7 +284,7 @@ class WorkerControl:
     def _register(self, operation: dict[str, Any]) -> dict[str, Any]:
         image = operation["image"].encode("utf-8", "replace")
         decoded = decode_image(image, "OP.image", self._config.limits)
-        name = template_id(decoded.pixels, decoded.colour.identity)
+        name = template_id(decoded.pixels, decoded.identity)
         scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
         owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
         with self._changing[int(name[:2], 16) % _STRIPES]:

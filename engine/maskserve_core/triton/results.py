@@ -50,7 +50,7 @@ class Results:
         """
         try:
             decoded = decode_image(image, "IMAGE", self._config.limits)
-            name, scope = template_id(decoded.pixels, decoded.colour.identity), scope_of(request_id)
+            name, scope = template_id(decoded.pixels, decoded.identity), scope_of(request_id)
             self._templates.put_result(name, decoded.encoded, [scope] if scope else [])
         except (MaskserveError, OSError) as error:
             log.warning("a result is not kept: %s", error, extra=about(request_id))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import png as pypng
 import pytest
 from PIL import Image
 
@@ -18,6 +19,7 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.postprocess import finish_edit, source_and_weights
 from maskserve_core.imaging.preprocess import DECODED_PIXELS, PreparedEdit, prepare_edit
+from tests.fakes.corpus.encoding import GREY, GREY_ALPHA, RGB, RGBA, png
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 
@@ -220,3 +222,60 @@ def test_a_window_is_pasted_where_it_was_cut_out(
     painted = 255 - done.pixels
     answer = np.asarray(Image.open(io.BytesIO(finish_edit(painted, done.context))))
     np.testing.assert_array_equal(answer[mask > 0], (255 - source)[mask > 0])
+
+
+FINE = {"grey": (GREY, 1), "grey and alpha": (GREY_ALPHA, 2), "RGB": (RGB, 3), "RGBA": (RGBA, 4)}
+
+
+@pytest.mark.parametrize("kind", FINE)
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_source_of_16_bits_keeps_them_outside_the_mask(
+    prepare: Prepare, kind: str, interlaced: bool, orientation: int
+) -> None:
+    colour, channels = FINE[kind]
+    samples = np.random.default_rng().integers(0, 2**16, (40, 61, channels), np.uint16)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    said = ((b"eXIf", exif.tobytes()[6:]),)
+    file = png(samples, colour, 16, interlaced=interlaced, before=said)
+    upright = samples if orientation == 1 else np.rot90(samples, -1)
+    expected = upright if channels > 2 else upright[..., [0, 0, 0, 1][: channels + 2]]
+    mask = blob_mask(*upright.shape[:2])
+    done = prepare(file, mask)
+    answer = fine_samples(finish_edit(np.full_like(done.pixels, 77), done.context))
+    np.testing.assert_array_equal(answer[mask == 0], expected[mask == 0])
+    assert (answer[mask == 255][:, :3] == 77 * 257).all()
+    assert (answer[mask == 255][:, 3:] == 65535).all()
+
+
+def test_16_bits_are_mixed_grow_and_are_left_out_where_nothing_holds_them(
+    prepare: Prepare,
+) -> None:
+    samples = np.random.default_rng().integers(0, 2**16, (40, 60, 3), np.uint16)
+    file, mask = png(samples, RGB, 16), blob_mask(40, 60)
+    done = prepare(file, mask, mask_feather=6)
+    weights = np.asarray(source_and_weights(done.context, done.request)[1])[..., None] / 255
+    answer = fine_samples(finish_edit(np.full_like(done.pixels, 100), done.context))
+    np.testing.assert_allclose(answer, samples + (25700.0 - samples) * weights, atol=1)
+    done = prepare(file, None, expand=(3, 0, 0, 5))
+    grown = fine_samples(finish_edit(done.pixels, done.context))
+    np.testing.assert_array_equal(grown[:40, 3:], samples)
+    done = prepare(file, mask, output_format="webp")
+    check_outside(finish(done, (250, 3, 120)), (samples >> 8).astype(np.uint8), mask)
+
+
+def test_16_bit_sources_of_equal_high_bytes_are_two_templates(prepare: Prepare) -> None:
+    samples = np.random.default_rng().integers(0, 2**16, (64, 64, 3), np.uint16)
+    high = (samples >> 8).astype(np.uint8)
+    files = [png(samples, RGB, 16), png(samples ^ 1, RGB, 16), encode(high)]
+    done = [prepare(file, blob_mask(64, 64)).request for file in files]
+    assert len({request.template_id for request in done}) == 3
+    assert len({request.pixels_id for request in done}) == 1, "the model sees the same"
+
+
+def fine_samples(file: bytes) -> np.ndarray:
+    """uint16 [H, W, channels] of a 16-bit PNG, as another reader has them."""
+    width, height, rows, told = pypng.Reader(bytes=file).read()
+    assert told["bitdepth"] == 16
+    return np.vstack([np.asarray(row, np.uint16) for row in rows]).reshape(height, width, -1)

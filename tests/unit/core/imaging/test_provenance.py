@@ -38,11 +38,15 @@ def config_of(**provenance: Any) -> Config:
     return Config(model=ModelConfig(path="models/demo"), provenance=ProvenanceConfig(**provenance))
 
 
-def answer(mark: Mark, output_format: OutputFormat, source: bytes | None = None) -> bytes:
-    accepted = accept_edit(EditSettings(output_format=output_format), b"x", FILL_FACTS, config_of())
-    done = prepare_edit(
-        source or encode(scene(40, 56)), encode(MASK), accepted, FILL_FACTS, config_of()
-    )
+def answer(
+    mark: Mark,
+    output_format: OutputFormat,
+    source: bytes | None = None,
+    config: Config | None = None,
+) -> bytes:
+    config = config or config_of()
+    accepted = accept_edit(EditSettings(output_format=output_format), b"x", FILL_FACTS, config)
+    done = prepare_edit(source or encode(scene(40, 56)), encode(MASK), accepted, FILL_FACTS, config)
     return finish_edit(255 - done.pixels, done.context, mark)
 
 
@@ -129,3 +133,39 @@ def _read(picture: bytes, output_format: str) -> dict[str, Any]:
         c2pa.Reader(f"image/{output_format}", io.BytesIO(picture)).json()
     )
     return told
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
+def test_a_sources_own_manifest_goes_on_as_its_ingredients(
+    signer: tuple[Path, Path], output_format: OutputFormat
+) -> None:
+    config = config_of(certificate=str(signer[0]), private_key=str(signer[1]))
+    mark = make_mark(config)
+    first = answer(mark, output_format, config=config)
+    second = answer(mark, "png", first, config)
+    told, before = _read(second, "png"), _read(first, output_format)
+    assert told["validation_state"] == "Valid"
+    assert told["manifests"].keys() == {told["active_manifest"], before["active_manifest"]}
+    own = told["manifests"][told["active_manifest"]]
+    [ingredient] = own["ingredients"]
+    assert ingredient["active_manifest"] == before["active_manifest"]
+    assert ingredient["relationship"] == "parentOf"
+    actions = [each["action"] for each in own["assertions"][0]["data"]["actions"]]
+    assert actions == ["c2pa.opened", "c2pa.edited"]
+
+
+def test_a_source_whose_manifest_is_broken_is_edited_and_told_so(
+    signer: tuple[Path, Path],
+) -> None:
+    config = config_of(certificate=str(signer[0]), private_key=str(signer[1]))
+    mark = make_mark(config)
+    first = answer(mark, "png", config=config)
+    at = first.index(b"c2pa")
+    for cut in (slice(at + 300, at + 340), slice(at - 8, at - 4)):
+        broken = bytearray(first)
+        broken[cut] = bytes(cut.stop - cut.start)
+        told = _read(answer(mark, "png", bytes(broken), config), "png")
+        assert told["validation_state"] == "Valid"
+        left_out = len(told["manifests"]) == 1
+        failed = json.dumps(told["manifests"][told["active_manifest"]].get("ingredients", []))
+        assert left_out or '"failure"' in failed
