@@ -54,6 +54,7 @@ COMMANDS = {
     "train_demo_lora": "maskserve_training.lora",
     "train_demo_control": "maskserve_training.control",
     "train_find": "maskserve_training.find",
+    "train_segment": "maskserve_training.segment",
     "train_enlarge": "maskserve_training.enlarge",
     "train_inpaint_model": "maskserve_training.inpaint",
     "train_demo_edit": "maskserve_training.edit",

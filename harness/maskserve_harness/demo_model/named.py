@@ -95,6 +95,25 @@ def held_out_scenes(n: int, size: tuple[int, int] = (128, 128)) -> list[tuple[Na
     return out
 
 
+def held_out_clicks(
+    n: int, size: tuple[int, int] = (128, 128)
+) -> list[tuple[NamedScene, Thing, tuple[int, int]]]:
+    """The scenes and things of `held_out_scenes`, each with a click: x, y of one of its pixels."""
+    clicks = []
+    for i, (scene, thing) in enumerate(held_out_scenes(n, size)):
+        rows, columns = np.nonzero(thing.covers)
+        at = int(np.random.default_rng([_HELD_OUT_SEED, 1, i]).integers(len(rows)))
+        clicks.append((scene, thing, (int(columns[at]), int(rows[at]))))
+    return clicks
+
+
+def disc(click: tuple[int, int], radius: float, size: tuple[int, int]) -> Mask:
+    """(H, W): what who sees no picture might answer to a click (x, y)."""
+    rows, columns = np.ogrid[: size[0], : size[1]]
+    x, y = click
+    return np.asarray(np.hypot(columns - x, rows - y) <= radius, np.bool_)
+
+
 def iou(found: Mask, right: Mask) -> float:
     """Intersection over union of two masks (H, W); 1 where both are empty."""
     union = int((found | right).sum())

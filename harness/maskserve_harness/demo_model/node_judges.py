@@ -1,5 +1,5 @@
-"""How good the models of nodes are: `find` on scenes, `enlarge` on a photograph, that no training
-sees.
+"""How good the models of nodes are: `find` and `segment` on scenes, `enlarge` on a photograph,
+that no training sees.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from PIL import Image
 from transformers import (
     CLIPSegForImageSegmentation,
     CLIPSegProcessor,
+    SamModel,
+    SamProcessor,
     Swin2SRForImageSuperResolution,
 )
 
-from maskserve_harness.demo_model.named import held_out_scenes, iou
+from maskserve_harness.demo_model.named import disc, held_out_clicks, held_out_scenes, iou
 from maskserve_harness.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
 
 SIDE: Final = 128
@@ -36,6 +38,28 @@ def found_iou(folder: Path, scenes: int) -> float:
         found = model(**given).logits.reshape(SIDE, SIDE).numpy() > 0
         scores.append(iou(found, scene.mask(thing.colour, thing.shape)))
     return float(np.mean(scores))
+
+
+@torch.inference_mode()
+def clicked_iou(folder: Path, clicks: int) -> tuple[float, float]:
+    """Mean IoU over held-out clicks of the folder's SAM, and of discs round the clicks: of their
+    radii the one that does best in the mean.
+    """
+    model: Any = SamModel.from_pretrained(folder).eval()
+    processor: Any = SamProcessor.from_pretrained(folder)
+    radii = range(4, SIDE // 2, 2)
+    ours, discs = [], []
+    for scene, thing, click in held_out_clicks(clicks, (SIDE, SIDE)):
+        given = processor(
+            images=[scene.picture], input_points=[[[list(click)]]], return_tensors="pt"
+        )
+        sizes = given.pop("original_sizes"), given.pop("reshaped_input_sizes")
+        answer = model(**given)
+        best = int(answer.iou_scores[0, 0].argmax())
+        found = processor.post_process_masks(answer.pred_masks, *sizes)[0][0, best]
+        ours.append(iou(found.numpy().astype(np.bool_), thing.covers))
+        discs.append([iou(disc(click, r, (SIDE, SIDE)), thing.covers) for r in radii])
+    return float(np.mean(ours)), float(np.mean(discs, axis=0).max())
 
 
 def halved(picture: Picture) -> Picture:
