@@ -29,13 +29,16 @@ import asyncio, sys
 from maskserve_core.errors import EngineFailed
 from maskserve_router.outputs import Outputs, check_output
 
-check_output(sys.argv[1], ["s3://answers/of-one/"])
+check_output(sys.argv[1], ["s3://answers/of-one/", "s3://nowhere/"])
 try:
     asyncio.run(Outputs(30).put(sys.argv[1], sys.stdin.buffer.read()))
 except EngineFailed as error:
     sys.exit(str(error))
-finally:
-    sys.stdout.flush()
+else:
+    import fsspec
+
+    with fsspec.open(sys.argv[1]) as file:  # what the server has
+        sys.stdout.buffer.write(file.read())
 """
 
 
@@ -64,7 +67,7 @@ def server() -> Iterator[str]:
 
 
 def put(server: str, url: str, content: bytes) -> subprocess.CompletedProcess[bytes]:
-    """As the router does, with credentials from its environment."""
+    """As the router does, with credentials from its environment; its stdout is what is there."""
     paths = [str(CHECKOUT / "router"), str(CHECKOUT / "engine")]
     own = {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     own |= {"PYTHONPATH": os.pathsep.join(paths), "AWS_DEFAULT_REGION": "us-east-1"}
@@ -82,12 +85,10 @@ def test_a_picture_is_an_object_byte_for_byte(server: str) -> None:
     content = secrets.token_bytes(3_000_000)
     done = put(server, "s3://answers/of-one/2026/a b@2x.png", content)
     assert done.returncode == 0, done.stderr
-    assert requests.get(f"{server}/answers/of-one/2026/a b@2x.png", timeout=30).content == content
+    assert done.stdout == content
 
 
 def test_a_bucket_that_is_not_there_is_told_in_a_sentence(server: str) -> None:
-    assert requests.delete(f"{server}/answers/of-one/2026/a b@2x.png", timeout=30).ok
-    assert requests.delete(f"{server}/answers", timeout=30).ok
-    done = put(server, "s3://answers/of-one/b.png", b"picture")
+    done = put(server, "s3://nowhere/b.png", b"picture")
     assert done.returncode == 1
     assert b"[ENGINE_FAILED] output_url: could not be written: " in done.stderr
