@@ -263,7 +263,7 @@ class Decoded:
     @property
     def identity(self) -> bytes:
         """What tells apart pictures of equal `pixels`; empty for most."""
-        low = b"" if self.low is None else hashlib.blake2b(self.low).digest()
+        low = b"" if self.low is None else hashlib.blake2b(self.low.tobytes()).digest()
         return self.colour.identity + low
 
 

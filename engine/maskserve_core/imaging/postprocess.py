@@ -118,7 +118,8 @@ def _samples(high: Pixels, low: Pixels) -> Fine:
     bits.
     """
     lows = low if high.shape[2] <= low.shape[2] else np.dstack((low, high[..., 3]))
-    return high.astype(np.uint16) << 8 | lows[..., : high.shape[2]]
+    samples: Fine = np.left_shift(high, 8, dtype=np.uint16) | lows[..., : high.shape[2]]
+    return samples
 
 
 def _mix(fine: Fine, edited: Pixels, weights: Pixels) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from maskserve_core.errors import EngineFailed
@@ -23,7 +24,7 @@ def check_by_model(api: Any, name: str) -> Check:
     """
 
     def check(source: Image.Image, prompt: str, made: Image.Image) -> str | None:
-        asked = {
+        asked: dict[str, npt.NDArray[np.uint8] | bytes] = {
             "SOURCE": np.asarray(as_mode(source, "RGB")),
             "PROMPT": prompt.encode(),
             "MADE": np.asarray(as_mode(made, "RGB")),
