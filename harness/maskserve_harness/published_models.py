@@ -54,6 +54,13 @@ QWEN_IMAGE: dict[str, Any] = {
 }
 """transformer/config.json of Qwen-Image, which is its class's own default."""
 
+QWEN_2511: dict[str, Any] = {**QWEN_IMAGE, "zero_cond_t": True}
+"""The same of Qwen-Image-Edit-2511; Qwen-Image-Edit's and -2509's is Qwen-Image's."""
+
+QWEN_EDIT_SHOWN, QWEN_PLUS_SHOWN = 37**2, 14**2
+"""Tokens of a square picture that Qwen-Image-Edit's text encoder is shown at 1024x1024, and -2509's
+and -2511's at 384x384: 28 pixels a side each."""
+
 Z_IMAGE: dict[str, Any] = {
     "in_channels": 16,
     "dim": 3840,

@@ -16,9 +16,14 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import blob_mask, scene
-from tests.fakes.pipelines import blended_edit, diffusers_edit
+from tests.fakes.pipelines import (
+    blended_edit,
+    diffusers_edit,
+    qwen_edit,
+    qwen_edit_pipeline,
+)
 from tests.fakes.tiny_flux2 import build_tiny_flux2
-from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
+from tests.fakes.tiny_qwen_image import EDIT, PLUS_2511, build_tiny_qwen_image
 from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support.calls import (
     Grpc,
@@ -52,6 +57,12 @@ MODELS = {
     "klein": Model(build_tiny_flux2, 48, 4.0, {"negative_prompt": "x"}),
     "klein-kv": Model(partial(build_tiny_flux2, exact=True), 48, 4.0, {"guidance_scale": 4.0}),
     "qwen-image": Model(build_tiny_qwen_image, 320, None, {"guidance_scale": 4.0}),
+    "qwen-edit": Model(
+        partial(build_tiny_qwen_image, edits=EDIT), 320, None, {"guidance_scale": 4.0}
+    ),
+    "qwen-2511": Model(
+        partial(build_tiny_qwen_image, edits=PLUS_2511), 320, None, {"guidance_scale": 4.0}
+    ),
     "z-image": Model(build_tiny_z_image, 320, 5.0, {"true_cfg_scale": 2.0}),
 }
 QUICK = ("klein-kv", "qwen-image")
@@ -85,10 +96,13 @@ def expected(folder: Path, settings: EditSettings) -> Pixels:
     """The pipeline's own picture."""
     from diffusers import DiffusionPipeline
 
-    pipeline: Any = DiffusionPipeline.from_pretrained(folder)
+    edits = (folder / "processor").is_dir()
+    load = qwen_edit_pipeline if edits else DiffusionPipeline.from_pretrained
+    pipeline: Any = load(folder)
     pipeline.set_progress_bar_config(disable=True)
     asked: dict[str, Any] = {"max_sequence_length": MODELS[folder.name].length}
     run = blended_edit if type(pipeline).__name__.endswith("KVPipeline") else diffusers_edit
+    run = qwen_edit if edits else run
     if type(pipeline).__name__.startswith("FluxKontext"):
         asked["_auto_resize"] = False
     [image] = run(pipeline, SOURCE, MASK, "a red star", settings, 1, **asked)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -12,6 +16,7 @@ from PIL import Image
 
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_engine.families.qwen_image.encode import picture_processor
 from tests.fakes.jobs import Case
 
 
@@ -97,6 +102,105 @@ def blended_edit(
         callback_on_step_end=blend,
         **asked,
     ).images
+
+
+def qwen_edit_pipeline(folder: Path) -> Any:
+    """Of a Qwen-Image-Edit's folder the inpainting pipeline, of a -2509's or -2511's the one that
+    knows no mask. Their processor asks for torchvision, so it is put together here.
+    """
+    from diffusers import DiffusionPipeline, QwenImageEditInpaintPipeline
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+    processor = picture_processor(
+        Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"),
+        AutoTokenizer.from_pretrained(folder / "tokenizer"),
+    )
+    pipeline: Any = DiffusionPipeline.from_pretrained(folder, processor=processor)
+    if type(pipeline).__name__ == "QwenImageEditPipeline":
+        pipeline = QwenImageEditInpaintPipeline(**pipeline.components)
+    return pipeline
+
+
+def qwen_edit(
+    pipeline: Any,
+    pixels: NDArray[np.uint8],
+    mask: NDArray[np.uint8],
+    prompt: str,
+    settings: EditSettings,
+    seed: int,
+    **asked: Any,
+) -> Any:
+    """`images` of such a pipeline, whose area of 1024x1024 is the picture's own here."""
+    module = importlib.import_module(type(pipeline).__module__)
+    real, size = module.calculate_dimensions, mask.shape[::-1]
+
+    def dimensions(area: int, ratio: float) -> Any:
+        wanted = real(area, ratio)
+        return (*size, *wanted[2:]) if area == 1024**2 else wanted
+
+    given = pixels, mask, prompt, settings, seed
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "calculate_dimensions", dimensions)
+        if hasattr(pipeline, "mask_processor"):
+            return diffusers_edit(pipeline, *given, **asked)
+        start, blend, walk = _blended_start(pipeline, module, *given)
+        patched.setattr(module, "retrieve_timesteps", walk)
+        if settings.negative_prompt is not None:
+            asked["negative_prompt"] = settings.negative_prompt
+            asked["true_cfg_scale"] = settings.true_cfg_scale
+        return pipeline(
+            prompt=prompt,
+            image=Image.fromarray(pixels),
+            latents=start,
+            num_inference_steps=settings.num_inference_steps,
+            callback_on_step_end=blend,
+            **asked,
+        ).images
+
+
+def _blended_start(
+    pipeline: Any,
+    module: Any,
+    pixels: NDArray[np.uint8],
+    mask: NDArray[np.uint8],
+    prompt: str,
+    settings: EditSettings,
+    seed: int,
+) -> tuple[torch.Tensor, Callable[..., Any], Callable[..., Any]]:
+    """Of QwenImageEditPlusPipeline, by QwenImageEditInpaintPipeline's rule: what it begins with,
+    what it does after each step, and its steps.
+    """
+    steps, (height, width), sampler = settings.num_inference_steps, mask.shape, pipeline.scheduler
+    assert steps is not None
+    given = pipeline.image_processor.preprocess(Image.fromarray(pixels), height, width)
+    with torch.no_grad():
+        clean = pipeline._encode_vae_image(given.unsqueeze(2), torch.Generator())
+    noise = torch.randn(clean.shape, generator=torch.Generator("cpu").manual_seed(seed))
+    size = clean.shape[-2:]
+    edit = F.interpolate(torch.from_numpy(mask > 127).float()[None, None], size=size)[:, :, None]
+    clean, noise, edit = (
+        pipeline._pack_latents(x.expand_as(clean).contiguous(), 1, clean.shape[1], *size)
+        for x in (clean, noise, edit)
+    )
+    limits = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
+    shift = module.calculate_shift(clean.shape[1], *(sampler.config[name] for name in limits))
+    sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    begin = steps - steps_run(steps, settings.strength)
+    timesteps, sigmas = sampler.timesteps[begin:], sampler.sigmas[begin:].clone()
+
+    def at(sigma: torch.Tensor) -> torch.Tensor:
+        return sigma * noise + (1 - sigma) * clean
+
+    def blend(_: Any, step: int, __: Any, now: dict[str, Any]) -> dict[str, Any]:
+        outside = clean if step + 1 == len(timesteps) else at(sigmas[step + 1])
+        return {"latents": (1 - edit) * outside + edit * now["latents"]}
+
+    def walk(sampler: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, int]:
+        sampler.timesteps, sampler.sigmas = timesteps, sigmas
+        sampler._step_index = sampler._begin_index = None
+        return timesteps, len(timesteps)
+
+    return at(sigmas[0]), blend, walk
 
 
 def diffusers_latents(pipeline: Any, case: Case, **asked: Any) -> NDArray[np.float32]:

@@ -74,14 +74,16 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
     return folder
 
 
-def chat_tokenizer(texts: Sequence[str] = ()) -> Any:
-    """A byte-level tokenizer with a chat template; each word of `texts` is one token."""
+def chat_tokenizer(texts: Sequence[str] = (), more: Sequence[str] = ()) -> Any:
+    """A byte-level tokenizer with a chat template; each word of `texts` is one token, and each of
+    `more` is one that no text is cut across.
+    """
     from tokenizers import Tokenizer, pre_tokenizers, trainers
     from tokenizers.models import BPE
     from transformers import Qwen2TokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more]
     vocab = {word: i for i, word in enumerate([*letters, *special])}
     bpe = Tokenizer(BPE(vocab=vocab, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -101,7 +103,7 @@ def chat_tokenizer(texts: Sequence[str] = ()) -> Any:
         bos_token=None,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *more],
         model_max_length=512,
     )
     tokenizer.chat_template = _TEMPLATE

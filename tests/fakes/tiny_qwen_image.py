@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.fakes.tiny_flux2 import chat_tokenizer
@@ -15,10 +16,19 @@ SPOKEN = (
     "<|im_start|>user\n"
 )
 """What stands before every prompt: 34 tokens, which the pipeline drops."""
+SPOKEN_OF_EDITS = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
+    "texture, objects, background), then explain how the user's text instruction should alter or "
+    "modify the image. Generate a new image that meets the user's requirements while maintaining "
+    "consistency with the original input where appropriate.<|im_end|>\n<|im_start|>user\n"
+)
+"""The same of edit models: 64 tokens."""
+_VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+EDIT, PLUS, PLUS_2511 = "QwenImageEditPipeline", "QwenImageEditPlusPipeline", "2511"
 
 
-def build_tiny_qwen_image(folder: Path) -> Path:
-    """Write the model to `folder` and return it."""
+def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
+    """Write the model to `folder` and return it; `edits`: one of the edit models."""
     import torch
     from diffusers import (
         AutoencoderKLQwenImage,
@@ -28,8 +38,8 @@ def build_tiny_qwen_image(folder: Path) -> Path:
     )
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    tokenizer = chat_tokenizer([SPOKEN])
-    assert len(tokenizer(SPOKEN).input_ids) == 34
+    tokenizer = chat_tokenizer([SPOKEN_OF_EDITS if edits else SPOKEN], _VISION)
+    assert len(tokenizer(SPOKEN_OF_EDITS if edits else SPOKEN).input_ids) == (64 if edits else 34)
     text = {
         "vocab_size": len(tokenizer), "hidden_size": TEXT, "intermediate_size": TEXT,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -37,8 +47,9 @@ def build_tiny_qwen_image(folder: Path) -> Path:
     }  # fmt: skip
     vision = {
         "depth": 1, "hidden_size": TEXT, "intermediate_size": TEXT, "num_heads": 2,
-        "out_hidden_size": TEXT,
+        "out_hidden_size": TEXT, "fullatt_block_indexes": [0],
     }  # fmt: skip
+    start, end, image, video = tokenizer.convert_tokens_to_ids(_VISION)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipeline = QwenImageInpaintPipeline(
@@ -55,7 +66,14 @@ def build_tiny_qwen_image(folder: Path) -> Path:
                 latents_std=[1.5, 0.5, 2.0, 1.2],
             ),
             text_encoder=Qwen2_5_VLForConditionalGeneration(
-                Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+                Qwen2_5_VLConfig(
+                    text_config=text,
+                    vision_config=vision,
+                    image_token_id=image,
+                    video_token_id=video,
+                    vision_start_token_id=start,
+                    vision_end_token_id=end,
+                )
             ),
             tokenizer=tokenizer,
             transformer=QwenImageTransformer2DModel(
@@ -66,14 +84,27 @@ def build_tiny_qwen_image(folder: Path) -> Path:
                 num_attention_heads=2,
                 joint_attention_dim=TEXT,
                 axes_dims_rope=(4, 6, 6),
+                zero_cond_t=edits == PLUS_2511,
             ),
         )
         for block in pipeline.transformer.transformer_blocks:
             for norm in (block.attn.norm_q, block.attn.norm_added_k, pipeline.transformer.txt_norm):
                 torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     pipeline.save_pretrained(folder)
+    if edits:
+        _as_edit_model(folder, PLUS if edits == PLUS_2511 else edits)
     config = CONFIG.replace("guidance_scale = 3.0\n", "")
     (folder / "maskserve.toml").write_text(
         config.replace("max_sequence_length = 16", "max_sequence_length = 320"), "utf-8"
     )
     return folder
+
+
+def _as_edit_model(folder: Path, pipeline: str) -> None:
+    """Name the pipeline, and add what reads its pictures."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    Qwen2VLImageProcessorPil(max_pixels=12_845_056).save_pretrained(folder / "processor")
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    index |= {"_class_name": pipeline, "processor": ["transformers", "Qwen2VLProcessor"]}
+    (folder / "model_index.json").write_text(json.dumps(index), "utf-8")

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_core.models.semantics import Semantics
+from maskserve_core.models.shown import Shown
 from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule, own_steps
 
 _PER_DENSE_STEP = 10
@@ -157,12 +158,25 @@ class ModelFacts:
     """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
     t5: bool = False
     """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
+    shown: Shown | None = None
+    """What its text encoder is shown of the source: each prompt is then about a picture."""
     least_steps: int = 1
     """Fewer are refused: the sampler's stretch to `shift_terminal` divides 0 by 0 at one step."""
 
     def text_tokens(self, configured: int) -> int:
         """Text tokens of a prompt, given `[model] max_sequence_length`."""
         return self.tokenizer_length or configured
+
+    def shown_tokens(self, height: int, width: int) -> int:
+        """Of a prompt's tokens, the first ones that are the source's: equal for all prompts.
+
+        Args:
+            height: of its latents.
+            width: likewise.
+        """
+        if self.shown is None:
+            return 0
+        return self.shown.tokens(height * self.vae_scale_factor, width * self.vae_scale_factor)
 
     def key_text(self, words: int, tokens: int) -> int:
         """Of a prompt's words, as many as what entries hold of a picture of so many tokens depends

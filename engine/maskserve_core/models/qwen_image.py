@@ -1,4 +1,4 @@
-"""Qwen-Image: pipelines, defaults, what a folder says, work."""
+"""Qwen-Image, Qwen-Image-Edit, -2509 and -2511: pipelines, defaults, what a folder says, work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from maskserve_core.models.facts import (
     read_json,
 )
 from maskserve_core.models.latents import latent_space
-from maskserve_core.models.semantics import INPAINT
+from maskserve_core.models.semantics import INPAINT, REFERENCE, SAMPLED_REFERENCE
+from maskserve_core.models.shown import Shown
 from maskserve_core.planning.flops import ModelWork
 
 PIPELINES = {
     "QwenImageInpaintPipeline": INPAINT,
     "QwenImageImg2ImgPipeline": INPAINT,
     "QwenImagePipeline": INPAINT,
+    "QwenImageEditInpaintPipeline": SAMPLED_REFERENCE,
+    "QwenImageEditPipeline": SAMPLED_REFERENCE,
+    "QwenImageEditPlusPipeline": REFERENCE,
 }
 """By the class in model_index.json: what is served of it."""
 NAME = "Qwen-Image models"
@@ -30,6 +34,10 @@ SETTINGS = ()
 """It has no keys of the configuration that other models lack."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=0.0)
 """Those of QwenImageInpaintPipeline, which guides where an edit has a negative prompt."""
+_PLUS = EditDefaults(num_inference_steps=40, guidance_scale=0.0)
+"""What its publisher gives for -2509 and -2511, whose pipeline's signature says 50."""
+_SHOWN_AREA = 384 * 384
+"""To which the pipeline of these brings what it shows the text encoder."""
 _STRIDE = 7
 _PATCH = 2
 
@@ -42,15 +50,20 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     """The facts of a Qwen-Image folder; ConfigError if a part of it cannot be read."""
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     latents = latent_space(read_json(folder / "vae" / "config.json"))
+    semantics, shown = PIPELINES[pipeline], None
+    if semantics.reference:
+        processor = read_json(folder / "processor" / "preprocessor_config.json")
+        shown = Shown.of(processor, 0 if semantics.sampled else _SHOWN_AREA)
     return ModelFacts(
         family="qwen_image",
-        semantics=PIPELINES[pipeline],
+        semantics=semantics,
         latents=latents,
         patch=_PATCH,
         native_resolution=native_resolution or 128 * latents.pixels,
-        size_multiple=latents.pixels * _PATCH,
+        # Edit models are given sides in multiples of two tokens, as their pipelines have them.
+        size_multiple=latents.pixels * _PATCH * (1 + semantics.reference),
         guidance="none",
-        defaults=DEFAULTS,
+        defaults=_PLUS if semantics is REFERENCE else DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
         own_stride=0.0,
@@ -59,6 +72,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         control=None,
         keeps_placed=True,
         padded_to=1,
+        shown=shown,
         least_steps=2 if sampler.get("shift_terminal") else 1,
     )
 

@@ -133,7 +133,7 @@ def counted_work(
         halo: as `ModelWork.halo`; 0 for families without convolutions.
         recorded: whether steps are CUDA graphs.
     """
-    return FAMILIES[facts.family].count(
+    work = FAMILIES[facts.family].count(
         facts.denoiser,
         height,
         width,
@@ -142,6 +142,8 @@ def counted_work(
         references=int(facts.semantics.reference),
         exact=facts.semantics.exact,
     )
+    shown = facts.shown_tokens(height, width)
+    return work.looking_at(shown) if shown else work
 
 
 def control_work(

@@ -18,6 +18,8 @@ class Semantics:
     reference: bool = False
     """Whether the source's latents stand behind the edited ones as further image tokens, which no
     step moves and no mask covers: the context."""
+    sampled: bool = False
+    """Whether these are a draw of the VAE's posterior, as what is blended in is; else its mode."""
     exact: bool = False
     """Whether these see neither text nor noise nor time: their keys and values are made once."""
 
@@ -33,6 +35,9 @@ class Semantics:
 FILL = Semantics("fill", masked_picture=True, blends=False)
 INPAINT = Semantics("inpaint", masked_picture=False, blends=True)
 REFERENCE = Semantics("reference", masked_picture=False, blends=True, reference=True)
+SAMPLED_REFERENCE = Semantics(
+    "sampled reference", masked_picture=False, blends=True, reference=True, sampled=True
+)
 EXACT_REFERENCE = Semantics(
     "exact reference", masked_picture=False, blends=True, reference=True, exact=True
 )

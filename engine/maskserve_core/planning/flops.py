@@ -268,6 +268,13 @@ class ModelWork:
         ]
         return RowTokens(active, text, tuple(convolved))
 
+    def looking_at(self, tokens: int) -> ModelWork:
+        """The same with so many further tokens that are only looked at."""
+        [own] = self.tokens
+        peak = self.peak_row * (own + tokens) / own
+        context = self.context + tokens
+        return replace(self, tokens=(own + tokens,), context=context, peak_row=peak)
+
     def totals(self, rows: Sequence[RowTokens]) -> Totals:
         """The sums of `rows`.
 

@@ -49,6 +49,9 @@ class Stream:
     broadcasts: bool
     """Whether vectors of several rows broadcast with their tokens; else a kernel finds each
     token's."""
+    vector_of: Tensor | None = None
+    """[N] as `row_of`, but R + r for tokens of row r that have vectors of time 0; None: there are
+    no such tokens."""
 
     def wide(self, x: Tensor) -> Tensor:
         """`x` [N, D], or [R, n, D] where vectors of several rows are to broadcast with it."""
@@ -56,6 +59,8 @@ class Stream:
 
     def spread(self, vectors: Tensor, parts: int) -> Sequence[Vector]:
         """Per-row vectors [R, parts · D] as so many that go with `wide` tokens."""
+        if self.vector_of is not None:
+            return [PerRow(part, self.vector_of) for part in vectors.chunk(parts, dim=-1)]
         if len(self.spans) == 1:
             return vectors.view(parts, -1).unbind()
         if self.broadcasts:
@@ -151,11 +156,16 @@ def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(begin, end) for begin, end in spans])
 
 
-def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
+def _stream(lengths: Sequence[int], device: torch.device, timeless: Sequence[int] = ()) -> Stream:
+    """Of rows of so many tokens, of which so many of the last ones have vectors of time 0."""
+    own, common, vector_of = spans(lengths), uniform(lengths), None
     row_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    common = uniform(lengths)
-    broadcasts = common > 0 and len(lengths) > 1 and not has_kernels(device)
-    return Stream(spans(lengths), row_of, tuple(lengths), common, broadcasts)
+    if any(timeless):
+        vector_of = row_of.clone()
+        for (_, end), count in zip(own, timeless, strict=True):
+            vector_of[end - count : end] += len(lengths)
+    narrow = len(lengths) == 1 or has_kernels(device) or vector_of is not None
+    return Stream(own, row_of, tuple(lengths), common, common > 0 and not narrow, vector_of)
 
 
 Parts = tuple[tuple[int, ...], ...]
@@ -169,6 +179,7 @@ def _pack(
     parts: Parts,
     fixed: Parts,
     device: torch.device,
+    timeless: tuple[int, ...],
 ) -> Packing:
     """For a device, on the host."""
     rest, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
@@ -204,7 +215,7 @@ def _pack(
         image=image,
         rest=rest,
         text_stream=_stream(text, device),
-        image_stream=_stream(image, device),
+        image_stream=_stream(image, device, timeless),
         row_stream=_stream(core, device),
         to_rows=torch.from_numpy(order),
         from_rows=torch.from_numpy(inverse),
@@ -266,6 +277,7 @@ def sparse_layout(
     parts: Parts,
     fixed: Parts,
     device: torch.device,
+    timeless: tuple[int, ...] = (),
 ) -> SparseLayout:
     """Both packings of a step and the way between them. Kept, since batches last many steps."""
     none, rest = ((0,),) * len(parts), tuple(map(sum, parts))
@@ -281,8 +293,8 @@ def sparse_layout(
     core_in_image, rest_in_image = positions(image)
     core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
     both = SparseLayout(
-        narrow=_pack(text, image, parts, fixed, device),
-        wide=_pack(text, all_image, none, fixed, device),
+        narrow=_pack(text, image, parts, fixed, device, timeless),
+        wide=_pack(text, all_image, none, fixed, device, timeless),
         rest_stream=_stream(rest, device),
         core_in_image=core_in_image,
         rest_in_image=rest_in_image,
@@ -417,6 +429,8 @@ class RowInput:
     """What is added to its hidden states; None: nothing."""
     still: int = 0
     """Of the computed tokens, how many of the last ones no step moves."""
+    timeless: bool = False
+    """Whether these are to the model as they are at time 0."""
     fixed: tuple[FixedTokens, ...] = ()
     """That its tokens see besides, in every block."""
     pads: int = 0
@@ -458,6 +472,7 @@ class Packed:
             tuple(len(row.tokens) for row in rows),
             *self._lengths,
             rows[0].tokens.device,
+            tuple(row.still * row.timeless for row in rows),
         )
         self.tokens = torch.cat([row.tokens for row in rows])
         self.text = torch.cat([row.text for row in rows])

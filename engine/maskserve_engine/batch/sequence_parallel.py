@@ -303,13 +303,15 @@ class RankShare:
 
         texts, rest, heads_of = len(row.text), row.rest, _OwnHeads(self.heads[rank], heads, row.cis)
         tokens, text = own(len(row.tokens)), own(texts)
+        still = max(0, tokens.stop - max(tokens.start, len(row.tokens) - row.still))
         if rest is not None:
             rest = _RestShare(rest, own(len(rest.cis)), heads_of)
         fixed = tuple([_FixedShare(each, heads_of) for each in row.fixed])
         cis = torch.cat((row.cis[text], row.cis[texts:][tokens]))
         return replace(
-            row, tokens=row.tokens[tokens], text=row.text[text], cis=cis, rest=rest, fixed=fixed
-        )
+            row, tokens=row.tokens[tokens], text=row.text[text], cis=cis, rest=rest, fixed=fixed,
+            still=still,
+        )  # fmt: skip
 
     def refresh(self) -> None:
         """Take the rank's tokens from the batch as it is now."""

@@ -237,13 +237,16 @@ class Recorder:
         kinds: per block, what to keep: any of "h", "kv". Ends are kept wherever they are told.
         format: storage format.
         maps: feature maps that are kept.
+        shown: text tokens, all of which are the source's as the text encoder has it: their keys and
+            values are kept behind the image's.
     """
 
-    text = False
-    """Entries are of image tokens alone."""
-
-    def __init__(self, kinds: Sequence[frozenset[str]], format: str, maps: int = 0) -> None:
-        self.kinds, self.format, self.maps = kinds, format, maps
+    def __init__(
+        self, kinds: Sequence[frozenset[str]], format: str, maps: int = 0, shown: int = 0
+    ) -> None:
+        self.kinds, self.format, self.maps, self._shown = kinds, format, maps, shown
+        self.text = shown > 0
+        """Whether entries are of text tokens, too."""
         self._hidden: dict[int, Coded] = {}
         self._keys: dict[int, tuple[Coded, Coded]] = {}
         self._ends: dict[int, Coded] = {}
@@ -256,11 +259,14 @@ class Recorder:
             self._hidden[block] = encode(hidden, self.format)
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """`keys` and `values` [tokens, heads, head_dim] of the image tokens."""
+        """`keys` and `values` [tokens, heads, head_dim] of the image tokens, ahead of them the
+        text's where that is kept.
+        """
         if "kv" in self.kinds[block]:
+            own = [torch.roll(x, -self._shown, 0) if self._shown else x for x in (keys, values)]
             self._keys[block] = (
-                encode(keys.flatten(1), self.format),
-                encode(values.flatten(1), self.format),
+                encode(own[0].flatten(1), self.format),
+                encode(own[1].flatten(1), self.format),
             )
 
     def end(self, block: int, output: Tensor) -> None:

@@ -1,7 +1,9 @@
 """The embedding of the priming prompt (an empty one), made where the text encoders are.
 
 The denoiser has no text encoders. The encoder writes the embedding to a file once, and the
-denoiser reads it when it first primes a template.
+denoiser reads it when it first primes a template. Where prompts are about a picture nothing is
+written of it: a template's own priming prompt is then what the encoder was shown, which every edit
+of it brings.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from maskserve_core.config import Config
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
+from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, TokensRead
 from maskserve_engine.stages.loader import load_part, load_plain
@@ -168,8 +169,10 @@ class Encoder(ABC):
         moments, masked = self.moments(pixels), NO_MOMENTS
         if self.facts.semantics.masked_picture:
             masked = self.masked_moments(pixels, edit_mask)
-        away = None if negative_prompt is None else self.encode_negative(negative_prompt)
-        return Encoded(moments, masked, self.encode_prompt(prompt), away)
+        text, away = self.encode_prompt(prompt, pixels), None
+        if negative_prompt is not None:
+            away = self.as_negative(negative_prompt, self.encode_prompt(negative_prompt, pixels))
+        return Encoded(moments, masked, text, away)
 
     def moments(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """[2C, h, w] of the source."""
@@ -250,14 +253,19 @@ class Encoder(ABC):
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Each prompt's arrays, by the family's own names; computed in one call."""
 
-    def encode_prompt(self, prompt: str) -> Conditioning:
-        """One prompt's arrays."""
+    def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
+        """One prompt's arrays.
+
+        Args:
+            prompt: any text.
+            pixels: [H, W, 3] source at model resolution, where it is shown (`ModelFacts.shown`).
+        """
         [encoded] = self.encode_prompts([prompt])
         return encoded
 
-    def encode_negative(self, prompt: str) -> Conditioning:
-        """The same of a negative prompt."""
-        return self.as_negative(prompt, self.encode_prompt(prompt))
+    def priming_prompt(self) -> Conditioning:
+        """What templates are primed with; nothing, where each has its own (`ModelFacts.shown`)."""
+        return {} if self.facts.shown else self.encode_prompt(PRIMING_PROMPT)
 
     def as_negative(self, prompt: str, encoded: Conditioning) -> Conditioning:
         """What is led away from where `prompt`, which was `encoded`, is the negative one."""
@@ -316,13 +324,12 @@ class OneTextEncoder(Encoder):
     def load(cls, facts: ModelFacts, config: Config) -> Self:
         """Raises ConfigError when a part cannot be loaded."""
         limit_threads(config)
-        text = cls.load_text(config, config.model.max_sequence_length)
-        return cls(facts, load_vae(config, facts), text)
+        return cls(facts, load_vae(config, facts), cls.load_text(facts, config))
 
     @staticmethod
     @abstractmethod
-    def load_text(config: Config, length: int) -> TextEncoder:
-        """The folder's, for prompts of up to so many tokens."""
+    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+        """The folder's, for prompts of up to `max_sequence_length` tokens."""
 
     @property
     def text_encoders(self) -> dict[str, TextEncoder]:

@@ -56,9 +56,12 @@ def _flux2() -> FamilyLoaders:
 
 def _qwen_image() -> FamilyLoaders:
     from maskserve_engine.families.qwen_image.adapter import QwenImageAdapter
-    from maskserve_engine.families.qwen_image.encode import QwenImageEncoder
+    from maskserve_engine.families.qwen_image.encode import QwenImageEditEncoder, QwenImageEncoder
 
-    return FamilyLoaders(QwenImageEncoder.load, QwenImageAdapter.load, Decoder.load)
+    def load_encoder(facts: ModelFacts, config: Config) -> Encoder:
+        return (QwenImageEditEncoder if facts.shown else QwenImageEncoder).load(facts, config)
+
+    return FamilyLoaders(load_encoder, QwenImageAdapter.load, Decoder.load)
 
 
 def _sd3() -> FamilyLoaders:

@@ -73,7 +73,9 @@ class StepRunner:
         self.counters, self.observations = counters, observations
         self._pair = policy_of(config.engine).deals
         """Whether all devices take every step: the worker is as one that is faster."""
-        self._fixed = config.cache.plan == "fixed" or config.cache.conv_halo > 0
+        # Of what a text encoder was shown there are keys and values alone.
+        alone = config.cache.conv_halo > 0 or adapter.facts.shown is not None
+        self._fixed = config.cache.plan == "fixed" or alone
         self._dense = ("dense",) * adapter.blocks
         self._numbers = count(1)
         self._batch_flops = BatchFlops()

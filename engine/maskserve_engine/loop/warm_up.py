@@ -136,7 +136,8 @@ def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:
     mask[: side // 4, : side // 4] = 255
     latents = side // facts.vae_scale_factor
     moments = np.zeros((2 * facts.latent_channels, latents, latents), np.float32)
-    prompt = adapter.blank_prompt(facts.text_tokens(model.max_sequence_length))
+    words = facts.text_tokens(model.max_sequence_length)
+    prompt = adapter.blank_prompt(facts.shown_tokens(latents, latents) + words)
     settings = EditSettings(
         num_inference_steps=facts.steps_default(model.num_inference_steps),
         guidance_scale=facts.guidance_default(model.guidance_scale),

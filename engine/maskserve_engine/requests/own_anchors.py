@@ -49,6 +49,8 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
     # Whether there is room for it depends on the load, so a reproducible edit does without.
     if not joint or settings.first_block_threshold or settings.reproducible:
         return None
+    if adapter.facts.shown is not None:
+        return None  # the template has most of its text
     if policy_of(config.engine).shares_steps:
         return None  # ranks that share a step would have to agree on who has what
     plan = _plan(config, adapter, adapter.steps(job), text=True)
@@ -76,9 +78,10 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
     """
     work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job)
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
+    shown = adapter.facts.shown_tokens(*job.moments.shape[1:])  # among the work's tokens
     each = [
         tuple(
-            n - active / len(texts) + len(text["prompt_embeds"]) * plan.text
+            n - active / len(texts) + (len(text["prompt_embeds"]) - shown) * plan.text
             for n, active in zip(work.tokens, counted.active, strict=True)
         )
         for text in texts

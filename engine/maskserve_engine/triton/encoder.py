@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import scope_of
+from maskserve_core.contracts.keys import scope_of, template_id
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.kept import Kept
 from maskserve_engine.adapters.text_encoders import TextAdapters
@@ -74,6 +74,8 @@ class PromptKey(NamedTuple):
     """An empty negative prompt may be zeros."""
     loras: tuple[tuple[str, float], ...]
     """File and scale of those that change the text encoders, as they are added one by one."""
+    picture: str = ""
+    """Digest of the source's pixels, where they are shown to the text encoder."""
     owner: str | None = None
     """The API key's scope, where its prompts are kept for it alone."""
     alone: bool = False
@@ -147,7 +149,7 @@ class EditEncoder:
             ConfigError: a part cannot be loaded.
         """
         loaded = cls(load_encoder(config), config)
-        empty = loaded._embeddings(loaded._key(PRIMING_PROMPT))
+        empty = loaded._keep(loaded._key(PRIMING_PROMPT), loaded._encoder.priming_prompt())
         write_priming_prompt(empty, config.runtime_dir)
         return loaded
 
@@ -184,7 +186,7 @@ class EditEncoder:
         begin = time.perf_counter()
         shared: dict[PromptKey, tuple[Conditioning, int]] = {}
         share = self._aside(lambda: self._share_prompts(edits, shared))
-        prompts = [self._aside(partial(self._prompts_of, each.edit, shared)) for each in edits]
+        prompts = [self._aside(partial(self._prompts_of, each, shared)) for each in edits]
         masked = _MaskedPictures(self._encoder, edits, self._whole_masks(edits))
         share()
         shared_s = time.perf_counter() - begin
@@ -227,15 +229,18 @@ class EditEncoder:
         texts = {"prompt": edit.prompt, "negative_prompt": edit.settings.negative_prompt}
         return {name: self._read(text) for name, text in texts.items() if text is not None}
 
-    def _keys(self, edit: EditRequest) -> list[PromptKey]:
+    def _keys(self, each: ToEncode) -> list[PromptKey]:
         """Of the prompt and, where there is one, of the negative prompt."""
-        settings = edit.settings
+        edit, settings, picture = each.edit, each.edit.settings, ""
+        if self._encoder.facts.shown:
+            picture = edit.pixels_id or template_id(each.pixels)
         loras = tuple((lora.version, lora.scale) for lora in edit.loras if lora.text and lora.scale)
         keys = [self._key(edit.prompt, loras)]
         if settings.negative_prompt is not None:
             keys.append(self._key(settings.negative_prompt, loras, negative=True))
         owner = scope_of(edit.request_id) if settings.private_prompt else None
-        return [key._replace(owner=owner, alone=settings.reproducible) for key in keys]
+        told = {"picture": picture, "owner": owner, "alone": settings.reproducible}
+        return [key._replace(**told) for key in keys]
 
     def _key(
         self, text: str, loras: tuple[tuple[str, float], ...] = (), *, negative: bool = False
@@ -249,12 +254,12 @@ class EditEncoder:
         `shared`, with the number of prompts in it. A lone edit's prompt and negative prompt go one
         by one, as in diffusers' pipelines: then the bits do not depend on the load.
         """
-        if len(edits) < 2:
+        if len(edits) < 2 or self._encoder.facts.shown:
             return
         wanted = dict.fromkeys(
             key
             for each in edits
-            for key in self._keys(each.edit)
+            for key in self._keys(each)
             if not key.loras and not key.alone and key not in self._prompts
         )
         texts = list(dict.fromkeys(key.text for key in wanted))
@@ -269,9 +274,9 @@ class EditEncoder:
             shared[key] = self._keep(key, encoded[key.text]), len(texts)
 
     def _prompts_of(
-        self, edit: EditRequest, shared: dict[PromptKey, tuple[Conditioning, int]]
+        self, each: ToEncode, shared: dict[PromptKey, tuple[Conditioning, int]]
     ) -> _Prompts:
-        keys = self._keys(edit)
+        edit, keys = each.edit, self._keys(each)
         found = {key: shared[key][0] for key in keys if key in shared}
         batch = max((shared[key][1] for key in found), default=1)
         kept = {key: held for key in keys if (held := self._prompts.get(key)) is not None}
@@ -279,14 +284,14 @@ class EditEncoder:
         made = bool(missing or found)
         if missing:
             with self._adapters.applied(edit.loras):
-                found |= {key: self._embeddings(key) for key in missing}
+                found |= {key: self._embeddings(key, each.pixels) for key in missing}
         found = kept | found
         negative = found[keys[1]] if len(keys) == 2 else None
         return _Prompts(found[keys[0]], negative, not made, batch, self._tokens(edit))
 
-    def _embeddings(self, key: PromptKey) -> Conditioning:
+    def _embeddings(self, key: PromptKey, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
         """Computed alone. The key's LoRAs are applied by who calls."""
-        return self._keep(key, self._encoder.encode_prompt(key.text))
+        return self._keep(key, self._encoder.encode_prompt(key.text, pixels))
 
     def _keep(self, key: PromptKey, encoded: Conditioning) -> Conditioning:
         if key.negative:

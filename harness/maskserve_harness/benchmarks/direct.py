@@ -23,7 +23,7 @@ from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models.registry import load_facts
 from maskserve_core.worker.step_scheduler import MakePolicy
 from maskserve_engine.base.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
-from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
+from maskserve_engine.cache.priming_prompt import write_priming_prompt
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.start.assembly import load_engine
@@ -51,7 +51,7 @@ class Direct:
         self.encoder, self.decoder = load_encoder(beside), load_decoder(beside)
         self._status = tempfile.TemporaryDirectory()
         config = structs.replace(config, runtime_dir=self._status.name)
-        write_priming_prompt(self.encoder.encode_prompt(PRIMING_PROMPT), config.runtime_dir)
+        write_priming_prompt(self.encoder.priming_prompt(), config.runtime_dir)
         self._catalogue = None
         if config.adapters.store:
             self._catalogue = AdapterStore(config).catalogue

@@ -46,7 +46,15 @@ from maskserve_engine.families.z_image.weights import places_of as z_image_place
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, Place, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.published_models import KLEIN_4B, KLEIN_9B, QWEN_IMAGE, Z_IMAGE
+from maskserve_harness.published_models import (
+    KLEIN_4B,
+    KLEIN_9B,
+    QWEN_2511,
+    QWEN_EDIT_SHOWN,
+    QWEN_IMAGE,
+    QWEN_PLUS_SHOWN,
+    Z_IMAGE,
+)
 
 
 def _angles(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -67,7 +75,7 @@ def _flux2_cis(model: Any, pictures: int, height: int, width: int, text: int) ->
 
 def _qwen_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
     size = [(1, height, width)] * pictures
-    image, words = model.pos_embed(size, device=model.device, max_txt_seq_len=text)
+    image, words = model.pos_embed([size], device=model.device, max_txt_seq_len=text)
     return torch.cat((words, image))
 
 
@@ -110,6 +118,7 @@ FAMILIES = {
 }  # fmt: skip
 
 _KLEIN: dict[str, Any] = {"grid": (64, 64), "text": 512, "references": 1, "family": "flux2"}
+_QWEN: dict[str, Any] = {"grid": (64, 64), "text": 64, "family": "qwen_image"}
 PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
     "flux-512": {"grid": (32, 32), "text": 512},
@@ -122,12 +131,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "klein-4b-1024": {**_KLEIN, "config": KLEIN_4B},
     "klein-9b-1024": {**_KLEIN, "config": KLEIN_9B},
     "klein-9b-kv-1024": {**_KLEIN, "config": KLEIN_9B, "exact": True},
-    "qwen-image-1024": {
-        "grid": (64, 64),
-        "text": 64,
-        "family": "qwen_image",
-        "config": QWEN_IMAGE,
-    },
+    "qwen-image-1024": {**_QWEN, "config": QWEN_IMAGE},
+    "qwen-edit-1024": {**_QWEN, "config": QWEN_IMAGE, "references": 1, "shown": QWEN_EDIT_SHOWN},
+    "qwen-2511-1024": {**_QWEN, "config": QWEN_2511, "references": 1, "shown": QWEN_PLUS_SHOWN},
     "z-image-1024": {"grid": (64, 64), "text": 64, "family": "z_image", "config": Z_IMAGE},
 }
 
@@ -177,6 +183,8 @@ class Bench:
     ) -> None:
         own = PRESETS[preset]
         self.grid, self.text, name = own["grid"], own["text"], own.get("family", "flux")
+        self.shown: int = own.get("shown", 0)
+        """Text tokens besides, which are the source's: cached rows read them."""
         self.family = FAMILIES[name]
         self.references: int = own.get("references", 0)
         self.exact: bool = own.get("exact", False)
@@ -191,6 +199,8 @@ class Bench:
         self.work = FACTS[name].count(
             counted, *size, 0, recorded=False, references=self.references, exact=self.exact
         )
+        if self.shown:
+            self.work = self.work.looking_at(self.shown)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self._still: dict[str, AnchorEntry] = {}
         self.batch: FlowBatch[Any] | None = None
@@ -223,10 +233,10 @@ class Bench:
     def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
         """A dense row (None), or a cached one with random active tokens."""
         tokens, (channels, out) = self.grid[0] * self.grid[1], self._channels
-        cis = self._cis[: self.text + self.work.tokens[0]]
+        words, seen = self.shown + self.text, self.work.context - self.shown
+        cis = self._cis[: words + tokens + seen]
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
-        seen = self.work.context
         context = self._random(seen, out) if seen else None
         row = FlowRow(
             request_id=str(seed),
@@ -235,7 +245,7 @@ class Bench:
                 (Walk(500.0, 0.5, -0.05 / self.steps),) * self.steps,
             ),
             grid=self.grid,
-            text=self._random(self.text, self.weights.width),
+            text=self._random(words, self.weights.width),
             pooled=self._pooled(),
             guidance=3.5 if self.config.get("guidance_embeds") else None,
             cis=cis,
@@ -243,6 +253,7 @@ class Bench:
             condition=condition,
             blend=None,
             context=context,
+            timeless=bool(self.config.get("zero_cond_t")),
             # A dense row as diffusers' own cache has it.
             references=self._seen("model" if mask_ratio is None else self.format),
         )
@@ -252,16 +263,17 @@ class Bench:
         count = max(1, round(mask_ratio * tokens))
         active = torch.from_numpy(np.sort(order[:count])).to(self.device)
         rest = np.sort(order[count:])
-        others = np.concatenate((rest, np.arange(tokens, tokens + seen)))
+        others = np.concatenate((rest, np.arange(tokens, tokens + seen + self.shown)))
         image, index = (torch.from_numpy(each).to(self.device) for each in (rest, others))
         template = FlowTemplate(row.latents, self._random(tokens, out), condition, context)
         selection = Selection([others])
+        places = torch.cat((cis[words:], cis[: self.shown]))[index]
         row.inactive = FlowInactive(
-            active, index, template.take(image), cis[self.text :][index], selection
+            active, index, template.take(image), places, selection, self.shown
         )
         row.context = None
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
-        row.cis = torch.cat((cis[: self.text], cis[self.text :][active]))
+        row.cis = torch.cat((cis[:words], cis[words:][active]))
         row.latents = row.latents[active]
         row.condition = None if condition is None else condition[active]
         return row
@@ -271,8 +283,13 @@ class Bench:
         row = self.row(ratio, seed)
         assert row.inactive is not None
         given: Any = row.inactive.outside
-        row.inactive.outside = OwnOutside(
-            given.clean, given.condition, None, given.clean, given.context
+        kept = len(row.inactive.index) - self.shown
+        row.inactive = replace(
+            row.inactive,
+            outside=OwnOutside(given.clean, given.condition, None, given.clean, given.context),
+            index=row.inactive.index[:kept],
+            cis=row.inactive.cis[:kept],
+            shown=0,
         )
         sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
         walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
@@ -306,13 +323,13 @@ class Bench:
 
     def guided(self, row: FlowRow) -> FlowRow:
         """The row with a negative prompt: it takes a second pass."""
-        text = self._random(self.text, self.weights.width)
+        text = self._random(self.shown + self.text, self.weights.width)
         row.negative = Negative(text, self._pooled(), 3.0)
         return row
 
     def priming_row(self) -> FlowPrimingRow:
         """A template whose keys, values and hidden states are recorded at one anchor."""
-        row = self.row(None, 0)
+        row, said = self.row(None, 0), self.shown or self.text
         return FlowPrimingRow(
             request_id="prime",
             template=FlowTemplate(
@@ -320,14 +337,16 @@ class Bench:
             ),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
-            text=row.text,
+            text=row.text[:said],
             embeds=row.text,
             pooled=row.pooled,
             guidance=row.guidance,
-            cis=row.cis,
-            kinds=(frozenset({"h", "kv"}),) * self.blocks,
+            cis=torch.cat((row.cis[:said], row.cis[self.shown + self.text :])),
+            kinds=(frozenset({"kv"} if self.shown else {"h", "kv"}),) * self.blocks,
             format=self.format,
             references=row.references,
+            shown=self.shown,
+            timeless=row.timeless,
         )
 
     def step(
@@ -369,7 +388,8 @@ class Bench:
     @cached_property
     def _cis(self) -> torch.Tensor:
         height, width = self.grid
-        return self.family.cis(self.model, 1 + self.references, height, width, self.text)
+        words = self.shown + self.text
+        return self.family.cis(self.model, 1 + self.references, height, width, words)
 
     @property
     def _channels(self) -> tuple[int, int]:

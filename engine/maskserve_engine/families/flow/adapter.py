@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.imaging.masks import cover_a_side
@@ -123,7 +123,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Self:
-        """Raises ConfigError when a part is missing or unreadable."""
+        """Raises ConfigError when a part is missing or unreadable, or entries could not serve."""
+        if facts.shown is not None and config.cache.entry_kind != "kv":
+            raise ConfigError(
+                f"[cache] entry_kind: {config.cache.entry_kind} is not served with models whose "
+                "prompts are about a picture; use kv"
+            )
         made = partial(fused, config, part="denoiser")
         return cls(
             facts,
@@ -170,6 +175,11 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         `pads` of a picture of so many rows and columns of tokens: the same at every step.
         """
 
+    @property
+    def timeless(self) -> bool:
+        """Whether the context is to the model as it is at time 0 (`RowInput.timeless`)."""
+        return False
+
     def pads(self, grid: tuple[int, int]) -> int:
         """Tokens that stand beside such a picture in its own blocks (`RowInput.pads`)."""
         return 0
@@ -203,7 +213,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         _, height, width = job.moments.shape
         prompts = [each for each in (job.conditioning, job.negative) if each is not None]
         active, grid = (float(self.tokens(job).active),), grid_of(job)
-        lengths = [float(self.text_tokens(len(p["prompt_embeds"]), grid)) for p in prompts]
+        shown = self._preparation.shown(job)  # the work has them as context
+        lengths = [float(self.text_tokens(len(p["prompt_embeds"]), grid)) - shown for p in prompts]
         return self.work(height, width).totals(
             [RowTokens(active, text * n, text_read=(not text) * n) for n in lengths]
         )
@@ -254,8 +265,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             ready.selection.sent([index])
             row = self._row(job, inputs)
             text_cis, image = row.cis.tensor_split((len(row.text),))
-            template = self._filled(template)
-            row.inactive = FlowInactive(active, index, template, image[index], ready.selection)
+            template, shown = self._filled(template), self._preparation.shown(job)
+            others = torch.cat((image, text_cis[:shown]))[index]
+            row.inactive = FlowInactive(active, index, template, others, ready.selection, shown)
             row.cis = torch.cat((text_cis, image[active]))
             self.keep_own(row, own)
             return row
@@ -271,7 +283,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def anchored_row(self, job: EditJob, plan: OwnPlan) -> FlowRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
-            active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
+            ids = ready.selection.levels[0]  # its text, all of it, is what its own anchors keep
+            ids = ids[: len(ids) - self._preparation.shown(job)]
+            active, index = map(torch.from_numpy, (ready.active, ids))
             start = ready.inputs.start
             others = index[: len(start.latents) - len(active)]
             with one_cpu_thread():
@@ -299,9 +313,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         kinds: Sequence[frozenset[str]],
         format: str,
     ) -> FlowPrimingRow:
+        """As of `Adapter`; a prompt that is about a picture is primed with that alone."""
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
-            own = self._preparation.template(job, noise_seed)
+            own, shown = self._preparation.template(job, noise_seed), self._preparation.shown(job)
+            if shown:  # without a word, which would be another for each prompt
+                prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
             there = (own, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
             text = self.text(inputs.embeds, grid_of(job))
@@ -319,6 +336,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 format=format,
                 references=self._references(job, len(text)),
                 pads=self.pads(grid_of(job)),
+                shown=shown,
+                timeless=self.timeless,
             )
 
     def _own_positions(self, job: EditJob, text: int) -> Tensor:
@@ -438,6 +457,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             context=start.context,
             references=self._references(job, len(text)),
             pads=self.pads(grid),
+            timeless=self.timeless,
             negative=self._negative(job, inputs.negative, len(text)),
             first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),

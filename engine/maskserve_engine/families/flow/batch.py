@@ -159,10 +159,10 @@ class FlowBatch(KeptBatch[Row, W]):
             velocity = weights.graphs.answer(FlowStep(own, self.packed, kinds))
         else:
             velocity = forward(own, self.packed, kinds)
-        if self._still is not None:
-            velocity.index_fill_(0, self._still, 0.0)
         if self._guided:
             self._guide(velocity)
+        if self._still is not None:  # behind guidance, whose rule may divide by an answer's length
+            velocity.index_fill_(0, self._still, 0.0)
         with one_cpu_thread():  # so short an operation is done before a second thread has woken
             self._move(velocity, self._changes[at])
         for i, second in self._seconds:

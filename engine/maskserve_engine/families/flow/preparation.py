@@ -371,7 +371,8 @@ class FlowPreparation:
         if semantics.masked_picture:
             masked, factor = self._posterior(job.masked_moments), self._facts.vae_scale_factor
             return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
-        clean = image.mode() if semantics.reference else image.sample(generator)
+        chosen = semantics.reference and not semantics.sampled
+        clean = image.mode() if chosen else image.sample(generator)
         mask = torch.from_numpy(job.edit_mask).float()[None, None] / 255
         start = start_inpaint(
             clean,
@@ -391,10 +392,17 @@ class FlowPreparation:
         return F.interpolate(mask, size=tuple(size))
 
     def _others(self, job: EditJob, active: TokenIds) -> Selection:
-        """The tokens that a cached row of it does not compute, the context's behind the image's."""
+        """The tokens that a cached row of it does not compute: behind the image's the context's,
+        behind these what its text encoder was shown.
+        """
         height, width = grid_of(job)
-        tokens = height * width * (1 + self._facts.semantics.context)
+        tokens = height * width * (1 + self._facts.semantics.context) + self.shown(job)
         return Selection([np.setdiff1d(np.arange(tokens), active)])
+
+    def shown(self, job: EditJob) -> int:
+        """`ModelFacts.shown_tokens` of its prompts."""
+        _, height, width = job.moments.shape
+        return self._facts.shown_tokens(height, width)
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self._facts.latents, self._dtype)

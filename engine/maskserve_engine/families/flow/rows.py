@@ -74,13 +74,16 @@ class FlowInactive:
     active: Tensor
     """[n] ids of the computed tokens."""
     index: Tensor
-    """[m + R] ids of the others, the context's last."""
+    """[m + R + shown] ids of the others, the context's last but for the shown."""
     outside: FlowTemplate | OwnOutside
     """What a step that computes them takes them for, and what they are in the answer."""
     cis: Tensor
-    """[m + R, head_dim / 2]"""
+    """[m + R + shown, head_dim / 2]"""
     selection: Selection
     """The same ids, for who brings entries in."""
+    shown: int = 0
+    """Of these, the last ones, which are text tokens: the first ones of the row's text, as long as
+    it reads entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class CachedTokens:
         return (self,)
 
     def tokens(self) -> Tensor:
+        assert not self.inactive.shown, "of text tokens there are keys and values alone"
         return self.inactive.outside.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> KvSource:
@@ -193,6 +197,8 @@ class FlowRow:
     """Such pictures where they see nothing of the row."""
     pads: int = 0
     """Of its text's tokens (`RowInput.pads`)."""
+    timeless: bool = False
+    """Of its context (`RowInput.timeless`)."""
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
@@ -301,7 +307,9 @@ class FlowRow:
         self, text: Tensor, pooled: Tensor | None, own: OwnAnchors | None, cis: Tensor
     ) -> RowInput:
         """Of one pass; `cis` of its text and the computed tokens."""
-        inactive, made = self.inactive, self._active_tokens(text, pooled, cis)
+        inactive = self.inactive
+        read = 0 if inactive is None or self.entry is None else inactive.shown
+        made = self._active_tokens(text[read:], pooled, cis[read:])
         if inactive is None:
             return made
         if self.entry is None:
@@ -319,7 +327,9 @@ class FlowRow:
         if self.anchored:
             return replace(made, capture=own.anchor(self.step, self.active, total))
         others = total - self.active if self.entry is None else 0
-        return replace(made, capture=own.beside(self.step, len(text), others, self.walk_sigma()))
+        return replace(
+            made, capture=own.beside(self.step, len(made.text), others, self.walk_sigma())
+        )
 
     def walk_sigma(self) -> float:
         """Of the step that is taken now."""
@@ -328,8 +338,9 @@ class FlowRow:
     def _active_tokens(self, text: Tensor, pooled: Tensor | None, cis: Tensor) -> RowInput:
         tokens = model_inputs(self.latents, self.condition, self.context)
         made = RowInput(
-            tokens, text, pooled, self.guidance, cis, residuals=self.residuals, pads=self.pads
-        )
+            tokens, text, pooled, self.guidance, cis, residuals=self.residuals, pads=self.pads,
+            timeless=self.timeless,
+        )  # fmt: skip
         if self.references is not None:
             made = replace(made, fixed=(self.references,))
         return made if self.context is None else replace(made, still=len(self.context))
@@ -339,7 +350,8 @@ class FlowRow:
         tokens, context = torch.cat((made.tokens, inactive.outside.at(self.sigma))), 0
         if inactive.outside.context is not None:
             context = len(inactive.outside.context)
-        cis = torch.cat((made.cis, inactive.cis))
+        others = len(inactive.cis) - inactive.shown
+        cis = torch.cat((made.cis, inactive.cis[:others]))
         return replace(made, tokens=tokens, cis=cis, still=context)
 
     def all_tokens(self) -> RowInput:
@@ -351,8 +363,9 @@ class FlowRow:
     def computed(self) -> int:
         """Of its image tokens, those that the next step computes."""
         inactive = self.inactive
-        others = 0 if inactive is None or self.entry is not None else len(inactive.index)
-        return len(self.latents) + others
+        if inactive is None or self.entry is not None:
+            return len(self.latents)
+        return len(self.latents) + len(inactive.index) - inactive.shown
 
     @property
     def active(self) -> int:
@@ -472,6 +485,10 @@ class FlowPrimingRow:
     """Pictures that see nothing of a row, where the model takes any."""
     pads: int = 0
     """As of `FlowRow`."""
+    shown: int = 0
+    """Text tokens whose keys and values are recorded: all or none."""
+    timeless: bool = False
+    """As of `FlowRow`."""
     step: int = 0
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
@@ -529,10 +546,11 @@ class FlowPrimingRow:
             self.recorder = Recorder((frozenset({"kv"}),) * len(self.kinds), self.format)
             return RowInput(own.tokens, self.text[:0], None, None, own.cis, capture=self.recorder)
         tokens = self.template.at(self.sigmas[self.step])
-        self.recorder = Recorder(self.kinds, self.format)
+        self.recorder = Recorder(self.kinds, self.format, shown=self.shown)
+        context = self.template.context
         made = RowInput(
             tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder,
-            pads=self.pads,
+            pads=self.pads, still=0 if context is None else len(context), timeless=self.timeless,
         )  # fmt: skip
         return made if own is None else replace(made, fixed=(own,))
 

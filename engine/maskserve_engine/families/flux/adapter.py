@@ -62,8 +62,14 @@ class FluxBatch(FlowBatch[FluxWeights]):
         return super().begin_step(weights, at)
 
     def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
-        emb = embed(weights, timesteps, self.packed.pooled, self.packed.guidance)
-        return vectors(weights, emb)
+        def at(timesteps: Tensor) -> tuple[Vectors, ...]:
+            emb = embed(weights, timesteps, self.packed.pooled, self.packed.guidance)
+            return vectors(weights, emb)
+
+        if self.packed.layout.narrow.image_stream.vector_of is None:
+            return at(timesteps)
+        *own, zero = at(torch.cat((timesteps, torch.zeros_like(timesteps[:1]))))
+        return tuple([each.with_timeless(zero) for each in own])
 
     def at_step(self, weights: FluxWeights, vectors: Vectors) -> FluxStep:
         return FluxStep(weights, vectors)

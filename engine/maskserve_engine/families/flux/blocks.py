@@ -55,7 +55,10 @@ class Vectors:
     single: tuple[Tensor, ...]
     """Per single block: [R, 3 · width]."""
     last: Tensor | None
-    """[R, 2 · width]: scale and shift of the last layer; None: of a ControlNet, which has none."""
+    """[R, 2 · width]: scale and shift of the last layer; None: of a ControlNet, which has none.
+
+    Where a stream has `timeless` tokens, here and for double blocks' images [2R, …]: behind those
+    of the rows' own time those of time 0."""
 
     def of(self, index: int) -> Tensor:
         """[R, …] of the image tokens of a block, double blocks first; shift and scale lead."""
@@ -67,11 +70,26 @@ class Vectors:
         """Those of some rows."""
         first = self.single[0] if self.single else self.double[0][0]
         [at] = to_device([torch.tensor(rows)], first.device)
+        both = at
+        if self.double and len(self.double[0][0]) > len(self.double[0][1]):
+            both = torch.cat((at, at + len(self.double[0][1])))
         return Vectors(
-            tuple((image[at], text[at]) for image, text in self.double),
+            tuple((image[both], text[at]) for image, text in self.double),
             tuple(block[at] for block in self.single),
-            None if self.last is None else self.last[at],
+            None if self.last is None else self.last[both],
         )
+
+    def with_timeless(self, at_zero: Vectors) -> Vectors:
+        """With those of time 0, for models of double blocks alone."""
+        assert not self.single, "single blocks have one stream"
+        assert self.last is not None
+        images = [
+            torch.cat((own[0], zero[0]))
+            for own, zero in zip(self.double, at_zero.double, strict=True)
+        ]
+        # Nobody reads what the last layer makes of such tokens.
+        double = tuple((image, text) for image, (_, text) in zip(images, self.double, strict=True))
+        return Vectors(double, (), torch.cat((self.last, self.last)))
 
 
 def embed(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config
+from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.stages.loader import load_part
@@ -22,10 +23,12 @@ class Flux2Encoder(OneTextEncoder):
     """
 
     @staticmethod
-    def load_text(config: Config, length: int) -> TextEncoder:
+    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
         from transformers import Qwen3Model
 
-        return ChatEncoder.load(config, Qwen3Model, length=length, load=_first_layers)
+        return ChatEncoder.load(
+            config, Qwen3Model, length=config.model.max_sequence_length, load=_first_layers
+        )
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """`prompt_embeds` [T, 3 · width] of each prompt, padding among the tokens."""

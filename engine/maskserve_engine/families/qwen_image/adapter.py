@@ -1,4 +1,4 @@
-"""Qwen-Image: what of its rows is not FLUX.1's."""
+"""Qwen-Image and its edit models: what of their rows is not FLUX.1's."""
 
 from __future__ import annotations
 
@@ -47,9 +47,12 @@ class QwenImageAdapter(FluxAdapter):
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
         return super().text(self.model.txt_norm(embeds), grid, adapters)
 
+    @property
+    def timeless(self) -> bool:
+        return bool(self.model.zero_cond_t)
+
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        """The picture's from its middle on, the text's behind it on its diagonal."""
-        image, words = self.model.pos_embed(
-            [(1, height, width)], device=self.device, max_txt_seq_len=text
-        )
+        """The pictures' from their middle on, the text's behind them on their diagonal."""
+        pictures = [(1, height, width)] * (1 + self.facts.semantics.reference)
+        image, words = self.model.pos_embed([pictures], device=self.device, max_txt_seq_len=text)
         return torch.cat((words, image))

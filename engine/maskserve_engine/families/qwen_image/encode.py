@@ -1,42 +1,59 @@
-"""What Qwen-Image takes of a prompt: a Qwen2.5-VL's last states, its template's words apart."""
+"""What Qwen-Image and its edit models take of a prompt: a Qwen2.5-VL's last states, the template's
+words apart. Edit models show it the source ahead of the prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
 from maskserve_core.config import Config
+from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.stages.encoded import TokensRead
+from maskserve_engine.stages.loader import load_plain
+
+_PLACE = "<|image_pad|>"
+"""Where a template has its picture: one token, which becomes as many as the picture has."""
 
 
-@lru_cache(maxsize=1)
-def _pipeline_of(model: Any, tokenizer: Any) -> Any:
-    """The pipeline that knows the template and reads prompts; it has no other parts."""
-    from diffusers import QwenImageInpaintPipeline
-
-    return QwenImageInpaintPipeline(
-        scheduler=None, vae=None, text_encoder=model, tokenizer=tokenizer, transformer=None
-    )
-
-
+@dataclass(frozen=True, slots=True)
 class _TemplateEncoder(TextEncoder):
-    """Whose prompts stand in the pipeline's template."""
+    """Whose prompts stand in a pipeline's template."""
 
-    @property
-    def pipeline(self) -> Any:
-        return _pipeline_of(self.model, self.tokenizer)
+    pipeline: Any
+    """It knows the template and reads prompts; it has no other parts."""
+
+    @classmethod
+    def of(cls, text: TextEncoder, pipeline: type, **parts: Any) -> _TemplateEncoder:
+        """Of the text encoder of a folder, and what else its pipeline reads prompts with."""
+        made = pipeline(
+            scheduler=None, vae=None, transformer=None, text_encoder=text.model,
+            tokenizer=text.tokenizer, **parts,
+        )  # fmt: skip
+        return cls(text.tokenizer, text.model, text.length, made)
 
     def read_of(self, prompt: str) -> TokensRead:
-        own = self.pipeline
-        said = self.tokenizer(own.prompt_template_encode.format(prompt), verbose=False)
-        words = len(said.input_ids) - own.prompt_template_encode_start_idx
+        template = self.pipeline.prompt_template_encode
+        said = self.tokenizer(template.format(prompt), verbose=False)
+        words = len(said.input_ids) - self.pipeline.prompt_template_encode_start_idx
+        words -= _PLACE in template
         used = min(words, self.length)
         return TokensRead(used, words - used)
+
+
+def _text_of(config: Config) -> TextEncoder:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    length = config.model.max_sequence_length
+    return TextEncoder.load(config, Qwen2_5_VLForConditionalGeneration, length=length)
 
 
 class QwenImageEncoder(OneTextEncoder):
@@ -45,10 +62,10 @@ class QwenImageEncoder(OneTextEncoder):
     text: _TemplateEncoder
 
     @staticmethod
-    def load_text(config: Config, length: int) -> TextEncoder:
-        from transformers import Qwen2_5_VLForConditionalGeneration
+    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+        from diffusers import QwenImageInpaintPipeline
 
-        return _TemplateEncoder.load(config, Qwen2_5_VLForConditionalGeneration, length=length)
+        return _TemplateEncoder.of(_text_of(config), QwenImageInpaintPipeline)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """`prompt_embeds` [T, width] of each prompt, as long as it is."""
@@ -61,3 +78,54 @@ class QwenImageEncoder(OneTextEncoder):
             {"prompt_embeds": each[: int(length)].copy()}
             for each, length in zip(to_numpy(states), lengths, strict=True)
         ]
+
+
+class QwenImageEditEncoder(OneTextEncoder):
+    """The same of an edit model's folder, whose prompts are about the source."""
+
+    text: _TemplateEncoder
+
+    @staticmethod
+    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+        from diffusers import QwenImageEditInpaintPipeline, QwenImageEditPlusPipeline
+        from transformers import Qwen2VLImageProcessorPil
+
+        assert facts.shown is not None
+        pipeline = QwenImageEditPlusPipeline if facts.shown.area else QwenImageEditInpaintPipeline
+        text = _text_of(config)
+        pictures = load_plain(config, "processor", Qwen2VLImageProcessorPil)
+        return _TemplateEncoder.of(
+            text, pipeline, processor=picture_processor(pictures, text.tokenizer)
+        )
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        raise AssertionError("each prompt is about a picture")
+
+    def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
+        """`prompt_embeds` [shown + T, width]; words are cut, which the pipeline does not do."""
+        assert pixels is not None, "the prompt is about a picture"
+        assert self.facts.shown is not None
+        (height, width), pipeline = pixels.shape[:2], self.text.pipeline
+        picture = pipeline.image_processor.resize(
+            Image.fromarray(pixels), *self.facts.shown.size(height, width)
+        )
+        with torch.inference_mode():
+            [states], _ = pipeline.encode_prompt(prompt, picture)
+        kept = len(states) - self.text.read_of(prompt).cut
+        return {"prompt_embeds": to_numpy(states[:kept])}
+
+
+def picture_processor(pictures: Any, tokenizer: Any) -> Any:
+    """A Qwen2VLProcessor without films, for whose part transformers asks for torchvision.
+
+    Args:
+        pictures: Qwen2VLImageProcessorPil.
+        tokenizer: of the text encoder.
+    """
+    from transformers import Qwen2VLProcessor
+
+    class PictureProcessor(Qwen2VLProcessor):
+        def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # names its parts
+            super().__init__(image_processor, tokenizer)
+
+    return PictureProcessor(pictures, tokenizer)

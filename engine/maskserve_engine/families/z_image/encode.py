@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config
+from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
 
@@ -33,10 +34,10 @@ class ZImageEncoder(OneTextEncoder):
     """VAE encoder and text encoder of a Z-Image folder."""
 
     @staticmethod
-    def load_text(config: Config, length: int) -> TextEncoder:
+    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
         from transformers import Qwen3Model
 
-        return _ThinkingEncoder.load(config, Qwen3Model, length=length)
+        return _ThinkingEncoder.load(config, Qwen3Model, length=config.model.max_sequence_length)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """`prompt_embeds` [words, width] of each prompt, as long as it is."""

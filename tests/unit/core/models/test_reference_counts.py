@@ -14,7 +14,9 @@ from maskserve_harness.published_models import (
     FLUX_DEV,
     KLEIN_4B,
     KLEIN_9B,
+    QWEN_EDIT_SHOWN,
     QWEN_IMAGE,
+    QWEN_PLUS_SHOWN,
     Z_IMAGE,
 )
 
@@ -29,6 +31,12 @@ WORK = {
         KLEIN_9B, *SIZE, recorded=False, references=1, exact=True
     ),
     "Qwen-Image, 64 text tokens": qwen_image.count(QWEN_IMAGE, *SIZE, recorded=False, references=0),
+    "Qwen-Image-Edit, 64 text tokens": qwen_image.count(
+        QWEN_IMAGE, *SIZE, recorded=False, references=1
+    ).looking_at(QWEN_EDIT_SHOWN),
+    "Qwen-Image-Edit-2509 and -2511, 64 text tokens": qwen_image.count(
+        QWEN_IMAGE, *SIZE, recorded=False, references=1
+    ).looking_at(QWEN_PLUS_SHOWN),
     "Z-Image, 64 text tokens": z_image.count(
         z_image.as_flux(Z_IMAGE), *SIZE, recorded=False, references=0
     ),

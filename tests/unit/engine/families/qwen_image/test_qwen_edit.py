@@ -1,0 +1,235 @@
+"""Qwen-Image-Edit, -2509 and -2511 against diffusers' own pipelines, and cached rows of them
+against dense ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from maskserve_core.config import ConfigError
+from maskserve_core.imaging.preprocess import mask_for_model
+from maskserve_core.models.shown import Shown
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
+from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
+from tests.fakes.pipelines import qwen_edit, qwen_edit_pipeline
+from tests.fakes.tiny_qwen_image import EDIT, PLUS, PLUS_2511, build_tiny_qwen_image
+from tests.support import cached_rows
+from tests.support.cached_rows import Primed, assert_equal, cached, result
+from tests.support.ranks import Rank, by_ranks
+
+LONG = "two cats and " * 24
+KV = ("kv",)
+
+
+class Model:
+    """Diffusers' pipeline and our parts over the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        config = config_of(folder, model={"outside_noise": "edit", "max_sequence_length": 320})
+        self.folder, self.config = folder, config
+        self.encoder, self.adapter = load_encoder(config), load_adapter(config)
+        self.replay = Replay(self.adapter)
+        self.pipeline = qwen_edit_pipeline(folder)
+        self.pipeline.set_progress_bar_config(disable=True)
+
+    def case(self, seed: int, **settings: Any) -> Case:
+        """A random edit, with a negative prompt every other time."""
+        rng = np.random.default_rng(seed)
+        away = guided(rng) if seed % 2 else {}
+        steps = int(rng.integers(2, 8))
+        asked = {"guidance_scale": None, "num_inference_steps": steps, **away, **settings}
+        case = random_case(rng, **asked)
+        prompt = LONG if seed % 3 == 2 else case.prompt
+        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
+
+    def job(self, seed: int, **settings: Any) -> Any:
+        return encode_case(self.encoder, self.case(seed, **settings), f"edit-{seed}")
+
+    def oracle(self, case: Case) -> NDArray[np.float32]:
+        """[C, h, w] of the pipeline."""
+        tokens = qwen_edit(
+            self.pipeline, case.pixels, case.mask, case.prompt, case.settings, case.seed,
+            output_type="latent",
+        )  # fmt: skip
+        factor = self.pipeline.vae_scale_factor
+        latents = self.pipeline._unpack_latents(tokens, *case.mask.shape, factor)
+        found: NDArray[np.float32] = latents[0, :, 0].float().numpy()
+        return found
+
+
+@pytest.fixture(scope="module", params=[EDIT, PLUS, PLUS_2511])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(build_tiny_qwen_image(tmp_path_factory.mktemp("models") / "edit", request.param))
+
+
+def still(job: Any) -> Any:
+    """The job with a posterior that is its mode: a template's reference is that, an edit's own is
+    drawn.
+    """
+    half = len(job.moments) // 2
+    certain = np.full_like(job.moments[half:], -30.0)
+    return replace(job, moments=np.concatenate((job.moments[:half], certain)))
+
+
+def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
+    """Sizes, strengths, prompts of any length and guidance of their own, in one batch."""
+    cases = [model.case(seed) for seed in range(6)]
+    jobs = [encode_case(model.encoder, case, str(i)) for i, case in enumerate(cases)]
+    rows: list[Any] = [model.adapter.dense_row(job) for job in jobs]
+    cached_rows.run(model.replay, rows, "dense")
+    for case, row in zip(cases, rows, strict=True):
+        assert_equal(row.result().array(), model.oracle(case))
+
+
+def test_of_what_is_shown_the_encoder_says_the_same_beside_any_prompt(model: Model) -> None:
+    case = model.case(0)
+    found = [
+        model.encoder.encode_prompt(prompt, case.pixels)["prompt_embeds"]
+        for prompt in ("", "a red star", LONG)
+    ]
+    shown = model.adapter.facts.shown_tokens(*(side // 4 for side in case.mask.shape))
+    assert shown > 0
+    for other in found[1:]:
+        assert_equal(other[:shown], found[0][:shown])
+        assert np.abs(other[len(found[0]) - 2] - found[0][-2]).max() > 0.1
+    other = np.roll(case.pixels, 5, 1)
+    apart = model.encoder.encode_prompt("", other)["prompt_embeds"]
+    assert np.abs(apart - found[0])[:shown].max() > 0.1
+
+
+def test_a_template_is_the_same_primed_by_any_edit_of_it(model: Model) -> None:
+    first = model.job(2, num_inference_steps=3)
+    case = replace(model.case(2), prompt="a red star", seed=7)
+    entries = [
+        Primed(model.adapter, model.encoder, job).entries
+        for job in (first, encode_case(model.encoder, case, "other"))
+    ]
+    for one, other in zip(*entries, strict=True):
+        for block, same in zip(one.blocks, other.blocks, strict=True):
+            for coded, again in zip(block.part("kv"), same.part("kv"), strict=True):
+                assert_equal(coded.data.numpy(), again.data.numpy())
+
+
+def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: Model) -> None:
+    """Noise of the template's own, no word in the prompt: what it reads is what it would compute.
+    And with a word it is not, since references see the text.
+    """
+    job = still(model.job(4, num_inference_steps=4, strength=1.0))
+    primed = Primed(model.adapter, model.encoder, job)
+    shown = primed.row.shown
+    assert shown == len(primed.row.text) < len(job.conditioning["prompt_embeds"])
+
+    def apart(job: Any) -> float:
+        """As a share of what the step moves."""
+        row: Any = cached(model.replay, job, primed)
+        dense: Any = model.adapter.dense_row(job)
+        row.latents, dense.latents = (
+            primed.row.template.noise[row.inactive.active],
+            primed.row.template.noise.clone(),
+        )
+        model.replay.step([row, dense], KV * model.adapter.blocks)
+        moved = dense.latents - primed.row.template.noise
+        off = row.latents - dense.latents[row.inactive.active]
+        return float(off.abs().max() / moved.abs().max())
+
+    said = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
+    assert apart(replace(job, conditioning=said, negative=None)) < 1e-5
+    assert apart(job) > 1e-4
+
+
+def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
+    jobs = [model.job(seed) for seed in range(20, 25)]
+    cached_rows.check_mixed_batch(model.replay, model.encoder, jobs, "kv")
+
+
+def test_a_step_without_an_anchor_computes_all_that_is_shown(model: Model) -> None:
+    """Of an edit whose every token is active nothing but reference and text is not its own."""
+    job = still(model.job(1, num_inference_steps=3, strength=1.0))
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    row: Any = cached(model.replay, job, Primed(model.adapter, model.encoder, job))
+    model.replay.reads(row, [None] * row.steps)
+    dense = result(model.replay, model.adapter.dense_row(job))
+    assert_equal(result(model.replay, row, "kv"), dense)
+
+
+def test_references_of_2511_are_what_they_are_at_time_0(model: Model) -> None:
+    """In the first block, which has not seen the rest yet; behind it they see the text. Those of
+    the others change with the time.
+    """
+    job = still(model.job(3, num_inference_steps=4, strength=1.0))
+    late, early = Primed(model.adapter, model.encoder, job).entries[::3]
+    gh, gw = (side // 8 for side in job.edit_mask.shape)
+    context = slice(gh * gw, 2 * gh * gw)
+
+    def apart(block: int) -> float:
+        found = [e.blocks[block].keys.data[context] for e in (late, early)]
+        return float((found[0] - found[1]).abs().max())
+
+    timeless = model.adapter.timeless
+    assert (apart(0) < 1e-5) == timeless
+    assert apart(1) > 1e-4
+
+
+def test_ranks_answer_what_one_does(model: Model) -> None:
+    jobs = [model.job(seed, num_inference_steps=3) for seed in (4, 8)]
+    primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
+
+    def run(rank: Rank) -> list[Any]:
+        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
+        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], KV * model.adapter.blocks)
+
+    [expected] = by_ranks(model.adapter, 1, run)
+    for found in by_ranks(model.adapter, 2, run):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+
+
+def test_anchors_of_its_own_hold_what_is_shown_too(model: Model) -> None:
+    """At each step an anchor: dense. Between anchors text, references and the rest are foretold."""
+    job = model.job(3, num_inference_steps=6, strength=1.0, mask_ring=1)
+    dense = result(model.replay, model.adapter.dense_row(job))
+
+    def own(*steps: int) -> tuple[Any, NDArray[np.float32]]:
+        row: Any = model.adapter.anchored_row(job, OwnPlan(frozenset(steps), "model", True))
+        reader, kinds = OwnReader(row, model.adapter.blocks), KV * model.adapter.blocks
+        while row.step < row.steps:
+            read: Any = None if row.step in steps else reader.turn_to(row.step)
+            model.adapter.step([row], plan_of_kinds(kinds) if read else None, [read])
+        at = np.zeros(row.grid[0] * row.grid[1], bool)
+        at[row.inactive.active] = True
+        return at.reshape(row.grid).repeat(2, 0).repeat(2, 1), row.result().array()
+
+    at, found = own(*range(6))
+    assert_equal(found[:, at], dense[:, at])
+    _, near = own(0, 3)
+    assert 0 < np.abs(near - dense)[:, at].mean() < 0.2 * np.abs(dense[:, at]).mean()
+
+
+@pytest.mark.parametrize("area", [0, 384 * 384])
+def test_what_is_shown_is_counted_as_the_pipelines_cut_it(area: int) -> None:
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(area)
+    for _ in range(300):
+        height, width = (32 * int(rng.integers(1, 60)) for _ in range(2))
+        least, most = int(rng.integers(1, 90)) ** 2, int(rng.integers(90, 1500)) ** 2
+        found = Shown(28, least, most, area).tokens(height, width)
+        if area:
+            width, height = calculate_dimensions(area, width / height)
+        high, wide = smart_resize(height, width, 28, least, most)
+        assert found == high * wide // 28**2
+
+
+def test_entries_without_keys_and_values_are_refused(model: Model) -> None:
+    config = config_of(model.folder, cache={"entry_kind": "h"})
+    with pytest.raises(ConfigError, match="entry_kind: h is not served with models whose prompts"):
+        load_adapter(config)
