@@ -48,3 +48,25 @@ def write(path: Path, tensors: Arrays | None = None, **metadata: str) -> bytes:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(raw)
     return raw
+
+
+def of_blocks(places: Mapping[str, Any], form: str, seed: int) -> dict[str, NDArray[np.float32]]:
+    """A random LoRA of every layer of a transformer's blocks.
+
+    Args:
+        places: of a family's weights, by the layer's dotted name.
+        form: of the first factor's name: lora_A, or lora_down, which has its alpha beside it.
+        seed: of the numbers.
+    """
+    rng, tensors = np.random.default_rng(seed), dict[str, NDArray[np.float32]]()
+    for name, place in places.items():
+        if "transformer_blocks" not in name:
+            continue
+        out, inside = place.shape
+        first = form.format(name)
+        second = first.replace("lora_A", "lora_B").replace("lora_down", "lora_up")
+        tensors[first] = (rng.standard_normal((2, inside)) / inside).astype("f4")
+        tensors[second] = rng.standard_normal((out, 2)).astype("f4")
+        if "lora_down" in form:
+            tensors[f"{name}.alpha"] = np.array(1.0, "f4")
+    return tensors

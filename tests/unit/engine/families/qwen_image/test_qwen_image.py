@@ -17,7 +17,7 @@ from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
-from tests.fakes.loras import write
+from tests.fakes.loras import of_blocks, write
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
 from tests.support import cached_rows, own_rows
@@ -123,20 +123,8 @@ def test_entries_do_not_depend_on_how_long_a_prompt_is(model: Model) -> None:
 )
 def test_loras_are_those_that_diffusers_loads(model: Model, form: str, tmp_path: Path) -> None:
     """Of every layer, in diffusers' form, that of Lightning's files and ComfyUI's."""
-    rng, tensors, file = np.random.default_rng(5), {}, tmp_path / "a.safetensors"
-    places = model.adapter.places_of(model.adapter.model)
-    for name, place in places.items():
-        if "transformer_blocks" not in name:
-            continue
-        out, inside = place.shape
-        down, up = rng.standard_normal((2, inside)), rng.standard_normal((out, 2))
-        tensors[form.format(name)] = (down / inside).astype("f4")
-        tensors[form.format(name).replace("lora_A", "lora_B").replace("down", "up")] = up.astype(
-            "f4"
-        )
-        if "down" in form:
-            tensors[f"{name}.alpha"] = np.array(1.0, "f4")
-    write(file, tensors)
+    file = tmp_path / "a.safetensors"
+    write(file, of_blocks(model.adapter.places_of(model.adapter.model), form, 5))
     case = model.case(4, num_inference_steps=3, strength=1.0)
     job = encode_case(model.encoder, case, "lora")
     row: Any = model.adapter.dense_row(job)
