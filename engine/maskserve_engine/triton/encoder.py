@@ -239,8 +239,9 @@ class EditEncoder:
         if settings.negative_prompt is not None:
             keys.append(self._key(settings.negative_prompt, loras, negative=True))
         owner = scope_of(edit.request_id) if settings.private_prompt else None
-        told = {"picture": picture, "owner": owner, "alone": settings.reproducible}
-        return [key._replace(**told) for key in keys]
+        return [
+            key._replace(picture=picture, owner=owner, alone=settings.reproducible) for key in keys
+        ]
 
     def _key(
         self, text: str, loras: tuple[tuple[str, float], ...] = (), *, negative: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
@@ -17,6 +18,8 @@ from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.shown import Shown
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.triton.encoder import EditEncoder, ToEncode
+from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
 from tests.fakes.loras import of_blocks, write
@@ -105,6 +108,28 @@ def test_of_what_is_shown_the_encoder_says_the_same_beside_any_prompt(model: Mod
     other = np.roll(case.pixels, 5, 1)
     apart = model.encoder.encode_prompt("", other)["prompt_embeds"]
     assert np.abs(apart - found[0])[:shown].max() > 0.1
+
+
+def test_prompts_are_kept_by_picture(model: Model, tmp_path: Path) -> None:
+    """And are what each alone would be, however many come together."""
+    encoder = EditEncoder(model.encoder, structs.replace(model.config, runtime_dir=str(tmp_path)))
+    case = model.case(0)
+    other = np.roll(case.pixels, 5, 1)
+
+    def edits() -> list[ToEncode]:
+        return [
+            ToEncode(request_of(each, "a red star", case.settings, 1, str(n)), each, case.mask)
+            for n, each in enumerate((case.pixels, other))
+        ]
+
+    for told in ("made", "kept"):
+        for edit, found in zip(edits(), encoder.encode_all(edits()), strict=True):
+            assert not isinstance(found, Exception)
+            encoded, report = found
+            alone = model.encoder.encode_prompt("a red star", edit.pixels)["prompt_embeds"]
+            assert np.array_equal(encoded.conditioning["prompt_embeds"], alone)
+            assert report.prompt == told
+    encoder.close()
 
 
 def test_a_template_is_the_same_primed_by_any_edit_of_it(model: Model) -> None:
