@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from maskserve_core.models import flux, flux2, qwen_image, z_image
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.own_anchors import own_bytes, own_steps
 from maskserve_harness.published_models import (
     FLUX_DEV,
     KLEIN_4B,
@@ -59,6 +61,31 @@ def test_the_table_is_what_is_counted(name: str) -> None:
     sizes = [n / 2**30 for n in (entry_bytes(work, "kv", fmt), still_bytes(work, fmt)) if n]
     rounded = [round(each, 1) for each in (dense / 1e12, *limits)]
     assert told == [*rounded, *(round(size, 2) for size in sizes)]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("Qwen-Image-Edit", 50), ("Qwen-Image-Edit-2509 and -2511", 40)],
+)
+def test_the_table_of_whole_edits_is_what_is_counted(name: str, steps: int) -> None:
+    work = WORK[f"{name}, 64 text tokens"]
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    line = next(each for each in text.splitlines() if each.startswith(f"| {name}, {steps} |"))
+    dense, anchors = work.step_flops([work.row_at(1.0, 64)], "dense"), len(own_steps(steps, 0.35))
+
+    def gains(count: int, text: float) -> list[float]:
+        """Of an edit with so many dense steps, whose others compute so many text tokens."""
+        found = []
+        for ratio in (0.05, 0.11, 0.2, 0.35):
+            row = replace(work.row_at(ratio, 64), text=text, text_read=64 - text)
+            others = (steps - count) * work.step_flops([row], "kv")
+            found.append(round(steps * dense / (count * dense + others), 1))
+        return found
+
+    kept = [(work.tokens[0] - 0.11 * 4096 + 64,)]
+    held = own_bytes(work, kept, FORMATS["int8"], slopes=True) / 2**30
+    told = [float(number) for number in re.findall(r"\d+\.\d+", line)]
+    assert told == [*gains(1, 64.0), *gains(anchors, 0.0), round(held, 2)]
 
 
 def test_exact_references_are_read_by_all_tokens_and_made_once() -> None:
