@@ -42,6 +42,7 @@ from maskserve_core.imaging.masks import (
 from maskserve_core.imaging.provenance import has_manifest
 from maskserve_core.imaging.view import View, see
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.shown import LONGEST
 
 DECODED_PIXELS = 1_500_000
 """Sources of up to so many pixels travel to postprocess decoded. That takes a fraction of the time
@@ -103,6 +104,7 @@ def prepare_edit(
     canvas = _answer_size(asked, source, config)
     selection = select(mask, asked, config.limits, source.size)
     view = see(selection.pixels, asked, facts.native_resolution, facts.size_multiple)
+    _check_shape(view.size, facts)
     paste = paste_weights(selection.pixels, asked.mask_dilate, asked.mask_feather)
     assert paste is not None, "something is selected"
     if selection.strength is None:
@@ -158,10 +160,25 @@ def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> Prepa
     """
     source = decode_image(encoded, "OP.image", config.limits)
     size = model_size(source.size, facts.native_resolution, facts.size_multiple)
+    _check_shape(size, facts)
     pixels = _at(source.pixels, source.colour, size)
     accepted = accept_edit(EditSettings(), b"", facts, config)
     request = _request(accepted, source, _name(source), pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
+
+
+def _check_shape(size: Size, facts: ModelFacts) -> None:
+    """See that the text encoder can be shown a picture that the model sees at this size.
+
+    Raises:
+        InvalidRequest: it is too long.
+    """
+    if facts.shown is not None and max(size) > LONGEST * min(size):
+        raise InvalidRequest(
+            "IMAGE",
+            f"is {size[1]}x{size[0]} pixels to the model",
+            f"sides of which none is more than {LONGEST} times as long as the other",
+        )
 
 
 def _control_pictures(

@@ -14,6 +14,8 @@ from typing import Any
 from maskserve_core.config import ConfigError
 
 Size = tuple[int, int]
+LONGEST = 200
+"""A picture's side, in others: the processor refuses longer ones."""
 _GRID = 32
 """Pixels of which the sides of a picture of a fixed area are multiples."""
 

@@ -61,6 +61,8 @@ class Stream:
         """Per-row vectors [R, parts · D] as so many that go with `wide` tokens."""
         if self.vector_of is not None:
             return [PerRow(part, self.vector_of) for part in vectors.chunk(parts, dim=-1)]
+        if len(vectors) > len(self.spans):  # other streams of the step have tokens of time 0
+            vectors = vectors[: len(self.spans)]
         if len(self.spans) == 1:
             return vectors.view(parts, -1).unbind()
         if self.broadcasts:

@@ -33,6 +33,7 @@ from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models import unet
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.semantics import FILL, INPAINT
+from maskserve_core.models.shown import Shown
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS
@@ -59,6 +60,14 @@ def prepare(
 
 def settings(**values: Any) -> bytes:
     return json.dumps(values).encode()
+
+
+def test_a_picture_too_long_to_be_shown_is_refused() -> None:
+    facts = replace(FILL_FACTS, shown=Shown(28, 3136, 2**24))
+    image = encode(np.zeros((8, 2000, 3), np.uint8))
+    mask = encode(np.full((8, 2000), 255, np.uint8))
+    with pytest.raises(InvalidRequest, match=r"IMAGE: is \d+x8 pixels to the model.*200 times"):
+        prepare(facts, IMAGE=image, MASK=mask)
 
 
 def test_an_ordinary_edit() -> None:

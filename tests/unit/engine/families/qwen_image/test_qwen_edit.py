@@ -226,7 +226,8 @@ def test_a_lora_is_the_one_that_diffusers_loads(model: Model, tmp_path: Path) ->
     assert_equal(result(model.replay, row), expected)
 
 
-def test_ranks_answer_what_one_does(model: Model) -> None:
+@pytest.mark.parametrize("deals", [False, True], ids=["tokens", "passes"])
+def test_ranks_answer_what_one_does(model: Model, deals: bool) -> None:
     jobs = [model.job(seed, num_inference_steps=3) for seed in (4, 8)]
     primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
 
@@ -235,7 +236,7 @@ def test_ranks_answer_what_one_does(model: Model) -> None:
         return rank.run([*rows, rank.adapter.dense_row(jobs[0])], KV * model.adapter.blocks)
 
     [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 2, run):
+    for found in by_ranks(model.adapter, 2, run, deals=deals):
         for one, other in zip(found, expected, strict=True):
             assert_equal(one, other)
 
