@@ -23,7 +23,7 @@ from tests.fakes.pipelines import (
     qwen_edit_pipeline,
 )
 from tests.fakes.tiny_flux2 import build_tiny_flux2
-from tests.fakes.tiny_qwen_image import EDIT, PLUS_2511, build_tiny_qwen_image
+from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
 from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support.calls import (
     Grpc,
@@ -59,9 +59,6 @@ MODELS = {
     "qwen-image": Model(build_tiny_qwen_image, 320, None, {"guidance_scale": 4.0}),
     "qwen-edit": Model(
         partial(build_tiny_qwen_image, edits=EDIT), 320, None, {"guidance_scale": 4.0}
-    ),
-    "qwen-2511": Model(
-        partial(build_tiny_qwen_image, edits=PLUS_2511), 320, None, {"guidance_scale": 4.0}
     ),
     "z-image": Model(build_tiny_z_image, 320, 5.0, {"true_cfg_scale": 2.0}),
 }
