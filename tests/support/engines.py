@@ -33,7 +33,7 @@ def make_engine(
     }
     config: Config = config_of(folder, model=model or {}, cache=values)
     engine = load_engine(config)
-    engine.cache.prompt = lambda: encoder.encode_prompt("")
+    engine.cache.prompt = lambda: encoder.priming_prompt()
     engine.start()
     return engine
 

@@ -48,7 +48,7 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
         )
         worker = Direct(config)
         try:
-            worker.engine.cache.prompt = lambda: worker.encoder.encode_prompt("")
+            worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
             edits = demo_edits(EDITS)
             plain = [_job(worker, n, edit, None) for n, edit in enumerate(edits)]
             mixed = [_job(worker, n, edit, names[n % LORAS]) for n, edit in enumerate(edits)]

@@ -67,7 +67,7 @@ def lora_loading(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(worker: Direct, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    worker.engine.cache.prompt = lambda: worker.encoder.encode_prompt("")
+    worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
     edit, mate = demo_edits(2)
     known, *fresh = names
 

@@ -77,7 +77,7 @@ def measure() -> dict[str, Counter[CodeType]]:
     found = {}
     with Entered() as entered:
         worker = Direct(config_of({"model": {"path": str(DEMO_MODEL)}}))
-        worker.engine.cache.prompt = lambda: worker.encoder.encode_prompt("")
+        worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
         for kind, cache in _KINDS.items():
             asked = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
             worker.edit(edit, asked)  # primes the template, and warms up what is kept

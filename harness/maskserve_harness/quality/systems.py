@@ -68,7 +68,7 @@ class Rig:
         self.adapter = cast(FluxAdapter, load_adapter(self.config))
         self.schedule = schedule(self.adapter.facts, steps)
         self.replay = Replay(self.adapter)
-        self.prompt = self.encoder.encode_prompt("")
+        self.prompt = self.encoder.priming_prompt()
         self.served: ControlService | None = None
         """Runs the rows' ControlNets, of edits with `adapters: fast`; None: they run here."""
         self._steps_taken: Counter[CacheChoice] = Counter()

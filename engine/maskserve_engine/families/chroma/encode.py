@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config
+from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.stages.quantise import load_t5
@@ -33,9 +34,10 @@ class ChromaEncoder(OneTextEncoder):
     """
 
     @staticmethod
-    def load_text(config: Config, length: int) -> TextEncoder:
+    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
         from transformers import T5EncoderModel
 
+        length = config.model.max_sequence_length
         return TextEncoder.load(config, T5EncoderModel, length=length, load=load_t5)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
