@@ -370,14 +370,6 @@ MUTATIONS = (
         _FOUR,
     ),
     Mutation(
-        "every rank reads the first one's heads of exact references",
-        f"{_ENGINE}/batch/sequence_parallel.py",
-        "own = coded.columns(*self.heads, self.all_heads)",
-        "own = coded.columns(0, self.heads[1] - self.heads[0], self.all_heads)",
-        f"{_UNIT}/engine/gangs/test_gang_executor.py"
-        "::test_exact_references_go_with_a_row_to_any_rank",
-    ),
-    Mutation(
         "Chroma reads what a prompt is padded with",
         f"{_ENGINE}/families/chroma/encode.py",
         "lengths = mask.sum(1).tolist()",
