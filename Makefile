@@ -51,12 +51,12 @@ demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/bench demo --model $(MODEL)
 
 # One more than there are cores: some tests wait. A file of tests/e2e runs in one process, where its
-# Triton is, and those that share one in the same. What needs a GPU has it for itself; without one
-# it is skipped where its modules are imported already.
+# Triton is. What needs a GPU has it for itself; without one it is skipped where its modules are
+# imported already.
 test: $(STAMP) ## the tests, with a real Triton
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(JOBS) + 1)) --dist worksteal tests/unit tests/contract \
 		tests/triton $(if $(GPU),,tests/gpu) $(PYTEST_FLAGS)
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup tests/e2e $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e $(PYTEST_FLAGS)
 	$(if $(GPU),$(PY) -m pytest tests/gpu $(PYTEST_FLAGS))
 
 test-full: $(STAMP) ## the tests, slow ones too

@@ -24,23 +24,6 @@ from tests.fakes.collector import Collector, collector
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
 
-HERE = Path(__file__).parent
-SHARED = ("demo", "unet_worker")
-"""Workers that few files share."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each file runs in one process, and all files of a worker that few share in the same."""
-    groups: dict[Path, str] = {}
-    for item in items:
-        for name in SHARED:
-            if name in getattr(item, "fixturenames", ()):
-                groups[item.path] = name
-    for item in items:
-        if item.path.parent == HERE:
-            group = groups.get(item.path, item.path.stem)
-            item.add_marker(pytest.mark.xdist_group(group))
-
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
