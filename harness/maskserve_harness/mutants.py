@@ -215,8 +215,8 @@ MUTATIONS = (
     Mutation(
         "the edit is pasted without its weights",
         f"{_CORE}/imaging/postprocess.py",
-        "out.paste(as_mode(edited, out.mode), (left, top), mask=part)",
-        "out.paste(as_mode(edited, out.mode), (left, top))",
+        "out.paste(edited, (left, top), mask=Image.fromarray(part))",
+        "out.paste(edited, (left, top))",
         f"{_UNIT}/core/imaging/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
     ),
     Mutation(
@@ -288,7 +288,7 @@ MUTATIONS = (
     Mutation(
         "the source of models with references is drawn",
         f"{_FLOW}/preparation.py",
-        "clean = image.mode() if semantics.reference else image.sample(generator)",
+        "clean = image.mode() if chosen else image.sample(generator)",
         "clean = image.sample(generator)",
         _PIPELINES,
     ),

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -499,7 +499,7 @@ def _short(error: BaseException) -> str:
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
     """Wait for an event, so long at most."""
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except (TimeoutError, asyncio.TimeoutError):
-        pass
+    with suppress(TimeoutError):
+        # Not `wait_for`: Python 3.11's loses a cancel that comes with the event.
+        async with asyncio.timeout(seconds):
+            await event.wait()

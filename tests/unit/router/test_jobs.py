@@ -21,7 +21,7 @@ from standardwebhooks.webhooks import Webhook
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.config import JobsConfig, router_config_of
-from maskserve_router.jobs.jobs import place_of
+from maskserve_router.jobs.jobs import _either, place_of
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.public_hosts import is_public
 from maskserve_router.router import Router
@@ -138,6 +138,17 @@ async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
         await until("nothing is under way", lambda: not router.admission.edits)
         assert (await client.ended(name))["status"] == "cancelled"
         assert (router.admission.bytes, router._jobs._running) == (0, {})
+
+
+async def test_a_router_that_stops_as_a_job_wakes_it_stops() -> None:
+    wake = asyncio.Event()
+    waits = asyncio.create_task(_either(wake, 60.0))
+    for _ in range(3):  # until it waits, by whatever tasks
+        await asyncio.sleep(0)
+    wake.set()
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
 
 
 async def test_an_edit_that_fails_is_a_job_that_failed(tmp_path: Path) -> None:
