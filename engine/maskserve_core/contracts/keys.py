@@ -31,7 +31,7 @@ def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"") -> str:
 
     Args:
         pixels: uint8 [H, W, 3], the decoded, upright source.
-        colour: what tells pictures of equal pixels apart (`imaging.images.Decoded.identity`).
+        colour: what its numbers mean (`imaging.colour.Colour.identity`); empty for sRGB.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"maskserve.templ")
     digest.update(f"{pixels.shape[0]}x{pixels.shape[1]}:".encode())

@@ -263,13 +263,8 @@ class Decoded:
     @property
     def identity(self) -> bytes:
         """What tells apart pictures of equal `pixels`; empty for most."""
-        clear = self.alpha if self.alpha is not None and self.alpha.min() < 255 else None
-        more = [
-            name + hashlib.blake2b(each.tobytes()).digest()
-            for name, each in ((b"alpha", clear), (b"low", self.low))
-            if each is not None
-        ]
-        return b"".join((self.colour.identity, *more))
+        low = b"" if self.low is None else hashlib.blake2b(self.low.tobytes()).digest()
+        return self.colour.identity + low
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,19 +189,6 @@ def test_alpha_is_kept_beside_unchanged_colours() -> None:
     assert decode_image(encode(rgba[..., :3]), "IMAGE", LIMITS).alpha is None
 
 
-def test_pictures_that_differ_in_alpha_alone_are_told_apart() -> None:
-    rgb, clear = scene(8, 9), np.arange(72, dtype=np.uint8).reshape(8, 9)
-    opaque = np.full_like(clear, 255)
-    other = clear.copy()
-    other[0, 0] = 9
-    plain, whole, half, another = (
-        decode_image(encode(each), "IMAGE", LIMITS).identity
-        for each in (rgb, *(np.dstack([rgb, alpha]) for alpha in (opaque, clear, other)))
-    )
-    assert plain == whole == b""
-    assert len({plain, half, another}) == 3
-
-
 def test_alpha_is_turned_with_its_image() -> None:
     rgba = np.dstack([scene(8, 9), np.arange(72, dtype=np.uint8).reshape(8, 9)])
     exif = Image.Exif()
