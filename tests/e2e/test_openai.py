@@ -443,7 +443,8 @@ def test_edits_go_through_litellms_proxy(
                 return False
 
         eventually("the proxy is ready", ready, 180)
-        more = {"seed": 5, **STEPS}
+        more = {"seed": 5, **STEPS, "reproducible": True}
+        more.pop("cache")  # LiteLLM has a setting of that name
         with openai.OpenAI(
             base_url=f"{url}/v1", api_key="sk-of-the-proxy", max_retries=0
         ) as through:
