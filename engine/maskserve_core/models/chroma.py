@@ -11,6 +11,7 @@ from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    least_steps,
     no_recorded_rows,
     one_scale,
     read_json,
@@ -60,7 +61,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         keeps_placed=True,
         padded_to=1,
         t5=True,
-        least_steps=2 if sampler.get("shift_terminal") else 1,
+        least_steps=least_steps(sampler),
     )
 
 

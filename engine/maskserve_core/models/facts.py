@@ -7,6 +7,7 @@ from a model folder's JSON; nothing here knows a family.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -249,6 +250,11 @@ def one_scale(folder: Path) -> LatentSpace:
     if not space.one_scale:
         raise ConfigError(f"[model] path: {folder}/vae: latents_mean and latents_std: not served")
     return space
+
+
+def least_steps(sampler: Mapping[str, Any]) -> int:
+    """`ModelFacts.least_steps` of a sampler's scheduler_config.json."""
+    return 2 if sampler.get("shift_terminal") else 1
 
 
 def no_recorded_rows(config: Config) -> int:

@@ -16,6 +16,7 @@ from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    least_steps,
     one_scale,
     read_json,
 )
@@ -326,7 +327,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         skips_steps=not semantics.reference,
         keeps_placed=True,
         t5=True,
-        least_steps=2 if sampler.get("shift_terminal") else 1,
+        least_steps=least_steps(sampler),
     )
 
 

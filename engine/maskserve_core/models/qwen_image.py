@@ -12,6 +12,7 @@ from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    least_steps,
     no_recorded_rows,
     read_json,
 )
@@ -73,7 +74,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         keeps_placed=True,
         padded_to=1,
         shown=shown,
-        least_steps=2 if sampler.get("shift_terminal") else 1,
+        least_steps=least_steps(sampler),
     )
 
 

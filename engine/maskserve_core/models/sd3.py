@@ -13,6 +13,7 @@ from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    least_steps,
     no_recorded_rows,
     one_scale,
     read_json,
@@ -76,7 +77,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         padded_to=1,
         caches=not transformer.get(_SECOND),
         t5=True,
-        least_steps=2 if sampler.get("shift_terminal") else 1,
+        least_steps=least_steps(sampler),
     )
 
 

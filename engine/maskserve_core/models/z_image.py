@@ -14,6 +14,7 @@ from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    least_steps,
     no_recorded_rows,
     one_scale,
     read_json,
@@ -90,7 +91,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         control=None,
         keeps_placed=True,
         padded_to=PADDED_TO,
-        least_steps=2 if sampler.get("shift_terminal") else 1,
+        least_steps=least_steps(sampler),
     )
 
 
