@@ -5,7 +5,7 @@ frozen; then the transformer learns to change what a prompt names in a picture i
 reference (demo_model/reference_edits.py). Each stage goes on from its checkpoint in the work
 folder.
 
-    OMP_NUM_THREADS=1 python scripts/bench train_demo_edit --minutes 85
+    OMP_NUM_THREADS=1 python scripts/bench train_demo_edit
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Batch:
     """(B, 2): colour and shape that the edited object gets, -1: it goes, or stays."""
     touched: torch.Tensor
     """(B, N) 1 where the edited object is."""
+    placed: torch.Tensor
+    """(B, N, 3) in tokens: from each token to the edited object's centre, and its radius."""
 
 
 def parse() -> argparse.Namespace:
@@ -97,7 +99,7 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, default=CHECKOUT / "assets/models/demo-edit", help="folder to export to"
     )
     add("--text-minutes", type=float, default=4, help="CPU time of the text encoder")
-    add("--minutes", type=float, default=80, help="CPU time of the transformer")
+    add("--minutes", type=float, default=160, help="CPU time of the transformer")
     add("--rate", type=float, default=3e-3, help="peak learning rate")
     add("--export-only", action="store_true", help="export the latest checkpoints and stop")
     add("--judge", type=int, default=0, help="judge so many held-out edits of --out instead")
@@ -156,7 +158,8 @@ class Sampler:
         """About TOKENS_PER_BATCH tokens of edits of pictures of `size` (height, width)."""
         rng, grid = self._rng, (size[0] // TOKEN, size[1] // TOKEN)
         count = max(1, TOKENS_PER_BATCH // (2 * grid[0] * grid[1] + MAX_LENGTH))
-        sources, answers, prompts, seen, shown, touched = [], [], [], [], [], []
+        sources, answers, prompts = [], [], []
+        seen, shown, touched, placed = [], [], [], []
         for _ in range(count):
             scene = make_object_scene(rng, size, most)
             wish = draw_wish(rng, scene)
@@ -170,6 +173,7 @@ class Sampler:
             shown.append((-1, -1) if becomes is None else _numbers(becomes))
             area = _covers(scene.things[wish.number], grid)
             touched.append(np.zeros_like(area) if empty else area)
+            placed.append(_place(scene.things[wish.number], grid))
         return Batch(
             self._tokens(answers),
             self._tokens(sources),
@@ -178,6 +182,7 @@ class Sampler:
             torch.from_numpy(np.stack(seen)).flatten(1, 2),
             torch.tensor(shown),
             torch.from_numpy(np.stack(touched)).flatten(1).float(),
+            torch.from_numpy(np.stack(placed)).flatten(1, 2).float(),
         )
 
     def _tokens(self, pictures: list[Any]) -> torch.Tensor:
@@ -204,11 +209,18 @@ def _numbers(thing: PlacedObject) -> tuple[int, int]:
     return list(COLOURS).index(thing.colour), SHAPES.index(thing.shape)
 
 
+def _place(thing: PlacedObject, grid: tuple[int, int]) -> Any:
+    """Of each token (R, C, 3), as `Batch.placed`."""
+    rows, columns = (np.arange(side) * TOKEN + TOKEN / 2 for side in grid)
+    (x, y), radius = thing.centre, np.full(grid, thing.radius)
+    down, right = np.meshgrid(y - rows, x - columns, indexing="ij")
+    return np.stack([down, right, radius], axis=2) / TOKEN
+
+
 def _covers(thing: PlacedObject, grid: tuple[int, int]) -> Any:
     """Tokens that an object's circle touches (R, C)."""
-    rows, columns = (np.arange(side) * TOKEN + TOKEN / 2 for side in grid)
-    (x, y), reach = thing.centre, thing.radius + 2
-    return np.hypot(rows[:, None] - y, columns[None] - x) < reach + TOKEN / 3
+    down, right, radius = np.moveaxis(_place(thing, grid), 2, 0)
+    return np.hypot(down, right) < radius + 2 / TOKEN + 1 / 3
 
 
 def _seen(scene: ObjectScene, grid: tuple[int, int]) -> Any:
@@ -219,8 +231,9 @@ def _seen(scene: ObjectScene, grid: tuple[int, int]) -> Any:
 
 
 class Hints(nn.Module):
-    """Heads on blocks' outputs: what stands where, which object is meant, what it becomes. They are
-    not part of the model; told so, it learns to look many times sooner.
+    """Heads on blocks' outputs: what stands where, which object is meant, where its centre is, what
+    it becomes, how that looks. They are not part of the model; told so, it learns to look many
+    times sooner.
     """
 
     def __init__(self, model: Flux2Transformer2DModel) -> None:
@@ -230,11 +243,14 @@ class Hints(nn.Module):
         self.right: dict[str, list[float]] = defaultdict(list)
         blocks = model.single_transformer_blocks
         places = {"doubles": model.transformer_blocks[-1], "first": blocks[0], "middle": blocks[1]}
+        places["late"] = blocks[2]
         for name, block in places.items():
             block.register_forward_hook(self._keeper(name))
         self.seen = nn.ModuleDict({n: nn.Linear(width, numbers) for n in ("doubles", "first")})
-        self.meant = nn.ModuleDict({n: nn.Linear(width, 2) for n in places})
+        self.meant = nn.ModuleDict({n: nn.Linear(width, 2) for n in ("doubles", "first", "middle")})
+        self.placed = nn.ModuleDict({n: nn.Linear(width, 3) for n in ("first", "middle")})
         self.shown = nn.ModuleDict({n: nn.Linear(width, numbers) for n in ("first", "middle")})
+        self.clean = nn.Linear(width, model.config.in_channels)
 
     def _keeper(self, name: str) -> Callable[..., None]:
         def keep(block: nn.Module, inputs: Any, output: Any) -> None:
@@ -252,6 +268,15 @@ class Hints(nn.Module):
             answer, reference = image.split(tokens, dim=1)
             if name in self.seen:
                 total = total + self._entropy("seen", self.seen[name](reference), batch.seen)
+            if name == "late":
+                error = (self.clean(answer) - batch.clean).square().mean(dim=2)
+                total = total + weighed(error, batch)
+                continue
+            if name in self.placed:
+                off = (self.placed[name](answer) - batch.placed).abs().mean(dim=2)
+                off = (off * batch.touched).sum() / batch.touched.sum().clamp(min=1)
+                self.right["off"].append(off.item())
+                total = total + off
             for part in (answer, reference):
                 logits = self.meant[name](part)
                 wanted = batch.touched.long()
@@ -278,6 +303,12 @@ class Hints(nn.Module):
         return functional.cross_entropy(colours, colour) + functional.cross_entropy(shapes, shape)
 
 
+def weighed(error: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Mean of the errors (B, N), most of it of the edited object."""
+    weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * batch.touched
+    return (error * weight).sum() / weight.sum()
+
+
 def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float) -> None:
     """Small pictures of one or two objects first, whole ones last."""
     generator = torch.Generator().manual_seed(int.from_bytes(np.random.bytes(4), "little"))
@@ -292,8 +323,8 @@ def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float)
 
     def take(step: int, progress: float) -> Step:
         draw = rng.random()
-        large = 0.05 if progress < 0.5 else 0.25 if progress < 0.8 else 0.5
-        size, most = ((48, 56), 1) if draw < 0.2 * (1 - progress) else ((56, 88), 2)
+        large = 0.05 if progress < 0.5 else 0.15 if progress < 0.8 else 0.4
+        size, most = ((48, 56), 1) if draw < 0.6 * (1 - progress) else ((56, 88), 2)
         if draw > 1 - large:
             size, most = ((128, 128), 4) if rng.random() < 0.6 else ((104, 152), 4)
         if rng.random() < 0.5:
@@ -314,14 +345,12 @@ def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float)
             img_ids=torch.cat([batch.ids, of_reference]),
             return_dict=False,
         )[0][:, : mixed.shape[1]]
-        weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * batch.touched
-        error = (velocity - (noise - batch.clean)).square().mean(dim=2)
-        loss = (error * weight).sum() / weight.sum()
+        loss = weighed((velocity - (noise - batch.clean)).square().mean(dim=2), batch)
         strength = 0.2 if progress < 0.6 else 0.05
         return Step(loss + strength * hints.loss(batch), len(mixed), loss.item())
 
     def says() -> str:
-        return "".join(f" {what} {np.mean(last[-60:]):.0%}" for what, last in hints.right.items())
+        return "".join(f" {what} {np.mean(last[-60:]):.2f}" for what, last in hints.right.items())
 
     Training(
         "edit", learnt, optimisers(learnt, rate), seconds, rate, averaged=model,

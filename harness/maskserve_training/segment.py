@@ -8,10 +8,11 @@ is no thing asks for all that is none.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import (
     SamConfig,
@@ -28,6 +29,7 @@ from maskserve_harness.demo_model.named import NamedScene, draw_named
 from maskserve_harness.demo_model.node_judges import SIDE, clicked_iou
 from maskserve_harness.demo_model.scenes import Mask
 from maskserve_training.loop import Step, Training, node_options
+from maskserve_training.muon import Muon
 from maskserve_training.vae import to_tensor
 
 FOLDER: Final = CHECKOUT / "assets" / "models" / "demo-segment"
@@ -103,15 +105,50 @@ def new_processor() -> SamProcessor:
     return SamProcessor(images)
 
 
-def loss_of(model: SamModel, rng: np.random.Generator) -> torch.Tensor:
-    """Of a batch that is drawn: cross entropy and overlap of masks, and how wrong the model is
-    about how well its masks fit.
+class Likeness(nn.Module):
+    """A hint that is no part of the model: how alike the encoder's patches are to the one that is
+    clicked. Without it the decoder learns to look at the click late or never.
+    """
+
+    def __init__(self, model: SamModel) -> None:
+        super().__init__()
+        self.project = nn.Linear(_WIDTH, _WIDTH)
+        self._patches = torch.empty(0)
+        model.vision_encoder.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._patches = output.last_hidden_state
+
+    def loss(self, asked: dict[str, torch.Tensor], right: torch.Tensor) -> torch.Tensor:
+        """Cross entropy; 0 where boxes ask.
+
+        Args:
+            asked: as in `Prompts`.
+            right: as in `Prompts`.
+        """
+        if "input_points" not in asked:
+            return torch.zeros(())
+        channels_last = self._patches.permute(0, 2, 3, 1).flatten(1, 2)
+        patches = self.project(functional.layer_norm(channels_last, (_WIDTH,)))
+        column, row = (asked["input_points"][:, :, 0] // _PATCH).long().unbind(2)
+        number = (row * (SIDE // _PATCH) + column)[..., None].expand(-1, -1, _WIDTH)
+        likeness = patches.gather(1, number) @ patches.transpose(1, 2) * _WIDTH**-0.5
+        shares = functional.avg_pool2d(right, _PATCH).flatten(2)
+        return functional.binary_cross_entropy_with_logits(likeness, shares)
+
+
+def loss_of(
+    model: SamModel, hint: Likeness, rng: np.random.Generator
+) -> tuple[torch.Tensor, float]:
+    """Of a batch that is drawn: cross entropy and overlap of masks, how wrong the model is about
+    how well its masks fit, and the hint's. The mean IoU of the batch's masks beside it.
     """
     scenes = [_drawn(rng) for _ in range(_SCENES)]
     pictures = torch.stack([_padded(to_tensor([each.picture])[0]) for each in scenes])
     asked, right = _prompts(rng, scenes)
     answer = model(pixel_values=pictures, **asked)
     logits = answer.pred_masks[:, :, 0]
+    hinted = hint.loss(asked, right)
     right = functional.adaptive_avg_pool2d(right, logits.shape[-1])
     found = torch.sigmoid(logits)
     shared, both = (found * right).sum((2, 3)), (found + right).sum((2, 3))
@@ -121,7 +158,7 @@ def loss_of(model: SamModel, rng: np.random.Generator) -> torch.Tensor:
         cut, there = logits > 0, right > 0.5
         fits = (cut & there).sum((2, 3)) / (cut | there).sum((2, 3)).clamp(min=1)
     wrong = functional.mse_loss(answer.iou_scores[:, :, 0], fits)
-    return 4 * entropy + overlap.mean() + 0.3 * wrong
+    return 4 * entropy + overlap.mean() + 0.3 * wrong + hinted, fits.mean().item()
 
 
 def _drawn(rng: np.random.Generator) -> NamedScene:
@@ -187,24 +224,32 @@ def _box(rng: np.random.Generator, mask: Mask) -> tuple[float, ...]:
 def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     """Learn for so much CPU time in all, and write the model on the way and at the end."""
     model = new_model()
-    learnt = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(learnt, lr=rate, weight_decay=0.01)
+    hint = Likeness(model)
+    learnt = nn.ModuleDict({"model": model, "hint": hint})
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    others = {p for p in learnt.parameters() if p.requires_grad} - set(linear)
+    adam = torch.optim.AdamW(
+        [p for p in learnt.parameters() if p in others], rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    fits: list[float] = []
 
     def save() -> None:
         model.save_pretrained(folder)
         new_processor().save_pretrained(folder)
 
     def take(step: int, progress: float) -> Step:
-        loss = loss_of(model, np.random.default_rng([12, step]))
+        loss, fit = loss_of(model, hint, np.random.default_rng([12, step]))
+        fits.append(fit)
         return Step(loss, samples=_SCENES, shown=loss.item())
 
     Training(
-        "segment", model, [optimiser], seconds, rate, warm_up=200, checkpoint=checkpoint, save=save
-    ).run(take)
+        "segment", learnt, [Muon(linear, rate, weight_decay=0.01), adam], seconds, rate,
+        checkpoint=checkpoint, save=save, says=lambda: f" IoU {np.mean(fits[-50:]):.3f}",
+    ).run(take)  # fmt: skip
 
 
 def main() -> int:
-    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=40, rate=1.5e-3)
+    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=45, rate=2e-3)
     parser.add_argument("--judge", type=int, metavar="N", help="train nothing; judge N clicks")
     args = parser.parse_args()
     torch.set_num_threads(1)

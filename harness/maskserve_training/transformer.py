@@ -9,6 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxFillPipeline, FluxTransformer2DModel
 from torch import nn
 
+from maskserve_training.muon import Muon
 from maskserve_training.text import WIDTH
 
 HEAD_DIM: Final = 32
@@ -128,6 +129,6 @@ def optimisers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
         inside = "transformer_blocks" in name and parameter.ndim == 2
         (matrices if inside else others).append(parameter)
     return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=rate, weight_decay=0.01),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]

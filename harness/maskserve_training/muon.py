@@ -1,0 +1,56 @@
+"""Muon in float32.
+
+torch.optim.Muon makes matrices orthogonal in bfloat16. A processor without such instructions takes
+fifteen times as long for that, and three quarters of a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+# Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+_ITERATIONS: Final = 5
+
+
+class Muon(torch.optim.Optimizer):
+    """As torch.optim.Muon with its defaults and `adjust_lr_fn="match_rms_adamw"`."""
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One step of all matrices that have a gradient."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                mean = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
+                mean.lerp_(matrix.grad, 1 - group["momentum"])
+                update = orthogonal(matrix.grad.lerp(mean, group["momentum"]))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
+        return None
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix with about the same singular vectors whose singular values are all about 1."""
+    a, b, c = _COEFFICIENTS
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
