@@ -22,7 +22,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, MaskserveError
@@ -210,7 +209,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 return json.dumps({"templates": listed}).encode()
             case {"op": "register", "image": str(image)}:
                 decoded = decode_image(image.encode(), "OP.image", CONFIG.limits)
-                name = template_id(decoded.pixels, decoded.colour.identity)
+                name = decoded.template_id
                 self.worker.templates[name] = decoded.encoded
                 return json.dumps({"template_id": name}).encode()
             case {"op": "evict" | "pin" | "unpin" as op, "template_id": str(name)}:

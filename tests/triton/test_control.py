@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 from PIL import Image
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, templates_folder
 from maskserve_core.contracts.status_record import NodeStatus
 from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.images import encode_image
@@ -23,6 +23,7 @@ from maskserve_core.triton.cancels import CancelListener, cancel_edit
 from maskserve_core.triton.control import OPERATIONS, WorkerControl
 from maskserve_core.triton.together import batched
 from maskserve_core.worker.admission import Gate
+from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 from tests.support.eventually import eventually
 
@@ -167,6 +168,46 @@ def test_register_list_evict(api: FakeTriton, control: WorkerControl) -> None:
     assert listed["f" * 32]["entries"] == [{"bytes": 10, "tier": "device"}]
     gone = ask(api, control, {"op": "evict", "template_id": name})
     assert gone == {"template_id": name, "registered": False, "freed_bytes": 5}
+
+
+def test_pictures_of_equal_pixels_share_entries_and_keep_their_own_transparency(
+    api: FakeTriton, control: WorkerControl, config: Config
+) -> None:
+    """One that was registered answered with the transparency of another."""
+    rgb, entries = np.zeros((5, 7, 3), np.uint8), ["entry"]
+
+    def denoiser(call: Call) -> list[InferenceResponse]:
+        match call.json("REQUEST")["op"]:
+            case "templates":
+                listed = [{"template_id": first, "bytes": 10} for _ in entries]
+                done: dict[str, Any] = {"templates": listed}
+            case "evict":
+                done = {"freed_bytes": 10 * len(entries)}
+                entries.clear()
+            case _:
+                done = {"found": True}
+        return [reply(META=json.dumps(done).encode())]
+
+    api.models["denoiser"] = denoiser
+    files, names = [], []
+    for clear in (0, 9):
+        alpha = np.full((5, 7, 1), clear, np.uint8)
+        files.append(encode_image(np.concatenate([rgb, alpha], axis=2), "png"))
+        image = base64.b64encode(files[-1]).decode()
+        names.append(ask(api, control, {"op": "register", "image": image})["template_id"])
+    first, second = names
+    kept = TemplateFolder(templates_folder(config))
+    assert [kept.get(name) for name in names] == files
+
+    def listed_now() -> dict[str, Any]:
+        listed = ask(api, control, {"op": "templates"})["templates"]
+        return {each["template_id"]: each["entries"] for each in listed}
+
+    assert listed_now() == {name: [{"bytes": 10}] for name in names}
+    assert ask(api, control, {"op": "evict", "template_id": first})["freed_bytes"] == 0
+    assert listed_now() == {second: [{"bytes": 10}]}
+    assert ask(api, control, {"op": "evict", "template_id": second})["freed_bytes"] == 10
+    assert listed_now() == {}
 
 
 def test_heartbeat_is_the_engines_answer(api: FakeTriton, control: WorkerControl) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -24,20 +24,37 @@ TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 """The form of a template's name."""
 
 
-def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"") -> str:
-    """Name of a template: 32 hexadecimal digits over its size, decoded RGB pixels and colours.
+_SEEN_DIGITS = 32
+
+
+def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"", unseen: bytes = b"") -> str:
+    """Name of a template: 32 hexadecimal digits over its size, decoded RGB pixels and colours, and
+    32 more over what no model sees of it, where there is any.
 
     Two files of the same picture (PNG and lossless WebP, say) are the same template.
 
     Args:
         pixels: uint8 [H, W, 3], the decoded, upright source.
         colour: what its numbers mean (`imaging.colour.Colour.identity`); empty for sRGB.
+        unseen: what else answers have of it, its transparency and low bytes.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"maskserve.templ")
     digest.update(f"{pixels.shape[0]}x{pixels.shape[1]}:".encode())
     digest.update(np.ascontiguousarray(pixels).data)
     digest.update(colour)
-    return digest.hexdigest()
+    seen = digest.hexdigest()
+    return seen + hashlib.blake2b(unseen, digest_size=16).hexdigest() if unseen else seen
+
+
+def entries_id(template: str) -> str:
+    """What the names of all templates begin with that share the entries of this one."""
+    return template[:_SEEN_DIGITS]
+
+
+def sharing(template: str, names: Iterable[str]) -> list[str]:
+    """Of these templates those that share a template's entries, it itself too if it is one."""
+    seen = entries_id(template)
+    return [name for name in names if entries_id(name) == seen]
 
 
 SCOPE = re.compile(r"[0-9a-z]{1,32}")

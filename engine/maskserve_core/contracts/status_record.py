@@ -155,7 +155,7 @@ class WorkerStatus(msgspec.Struct):
     counters: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Totals since the worker started, named like the metrics without their prefix."""
     templates: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    """Tier (`device`, `host`, `disk`, `remote`) -> ids of the templates whose entries it has."""
+    """Tier (`device`, `host`, `disk`, `remote`) -> `entries_id` of the templates that it has."""
     served: Served | None = None
     """None before the model is known."""
     pricing: Pricing | None = None

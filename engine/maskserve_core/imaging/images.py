@@ -26,6 +26,7 @@ import numpy.typing as npt
 from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.keys import template_id
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.colour import SRGB, Colour, chunk, find_colour
 from maskserve_core.imaging.containers import (
@@ -261,10 +262,15 @@ class Decoded:
         return self.pixels.shape[0], self.pixels.shape[1]
 
     @property
-    def identity(self) -> bytes:
-        """What tells apart pictures of equal `pixels`; empty for most."""
-        low = b"" if self.low is None else hashlib.blake2b(self.low.tobytes()).digest()
-        return self.colour.identity + low
+    def template_id(self) -> str:
+        """Its name as a template."""
+        clear = self.alpha is not None and self.alpha.min() < 255
+        unseen = [
+            name + hashlib.blake2b(np.ascontiguousarray(each).data).digest()
+            for name, each in ((b"alpha", self.alpha if clear else None), (b"low", self.low))
+            if each is not None
+        ]
+        return template_id(self.pixels, self.colour.identity, b"".join(unseen))
 
 
 @dataclass(frozen=True, slots=True)

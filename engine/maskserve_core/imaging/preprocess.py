@@ -15,7 +15,7 @@ from msgspec import structs
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import scope_of, template_id
+from maskserve_core.contracts.keys import entries_id, scope_of, template_id
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl, accept_edit
 from maskserve_core.contracts.settings import MAX_CONTROLS, EditSettings
@@ -163,7 +163,7 @@ def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> Prepa
     _check_shape(size, facts)
     pixels = _at(source.pixels, source.colour, size)
     accepted = accept_edit(EditSettings(), b"", facts, config)
-    request = _request(accepted, source, _name(source), pixels)
+    request = _request(accepted, source, source.template_id, pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
 
 
@@ -282,7 +282,6 @@ def _request(
         pixels: RGB [h, w, 3] at the model's size.
     """
     settings, size = accepted.settings, (pixels.shape[0], pixels.shape[1])
-    own = pixels is source.pixels and not source.identity
     assert settings.seed is not None
     assert settings.request_id is not None
     return EditRequest(
@@ -298,7 +297,7 @@ def _request(
         after_token_s=accepted.after_token_s,
         loras=accepted.loras,
         controls=accepted.controls,
-        pixels_id=source_id if own else template_id(pixels),
+        pixels_id=entries_id(source_id) if pixels is source.pixels else template_id(pixels),
     )
 
 
@@ -312,11 +311,6 @@ def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArra
     if pixels.shape[:2] == size and colour == SRGB:
         return pixels
     return np.asarray(colour.shown(resize(Image.fromarray(pixels), size)))
-
-
-def _name(picture: Decoded) -> str:
-    """The template id."""
-    return template_id(picture.pixels, picture.identity)
 
 
 def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
@@ -344,7 +338,7 @@ def _source(
                 "IMAGE", "is empty", "an image, or SETTINGS.template_id of a registered template"
             )
         source = decode_image(image, "IMAGE", config.limits)
-        found = _name(source)
+        found = source.template_id
         if named is not None and named != found:
             raise InvalidRequest(
                 "SETTINGS.template_id", "is not the digest of IMAGE", f"{found}, or IMAGE empty"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
+from maskserve_core.contracts.keys import entries_id
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_core.planning.tiers import DEVICE, HOST, TIERS
@@ -52,7 +53,7 @@ class WorkerView:
     waiting: tuple[RowLoad, ...] = ()
     """In the order in which they get rows."""
     templates: Mapping[str, Set[str]] | None = None
-    """Tier -> templates it has entries of; `None`: every template is in the host tier."""
+    """Tier -> `entries_id` of what it has; `None`: every template is in the host tier."""
     adapters: AdapterView | None = None
     controlnets: AdapterView | None = None
     """`None`: loading one is not known to take any time."""
@@ -92,7 +93,7 @@ class WorkerView:
         if self.templates is None:
             return HOST.name
         for tier in TIERS:
-            if template_id in self.templates.get(tier, ()):
+            if entries_id(template_id) in self.templates.get(tier, ()):
                 return tier
         return None
 
@@ -199,7 +200,7 @@ class WorkerView:
                     compute, load = compute + share * (dense - compute), (1.0 - share) * load
                 compute += pricing.control_seconds(row.controls, *tokens, cached=cached)
                 compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
-                if row.template_id in on_device:
+                if entries_id(row.template_id) in on_device:
                     load = 0.0
                 loads.append(
                     RowLoad(row.steps_left, compute, load, row.active_tokens, row.priority)

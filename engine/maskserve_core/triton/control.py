@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from itertools import groupby
 from typing import Any
 
 from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID, template_id
+from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID, entries_id, sharing
 from maskserve_core.contracts.settings import no_duplicates
 from maskserve_core.errors import (
     EngineFailed,
@@ -266,9 +267,12 @@ class WorkerControl:
         self._templates.expire()
         registered = self._templates.ids()
         entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
+        shared = {seen: list(names) for seen, names in groupby(registered, entries_id)}
         for entry in ask_denoiser(self._api, {"op": "templates"})["templates"]:
             rest = {key: value for key, value in entry.items() if key != "template_id"}
-            entries.setdefault(entry["template_id"], []).append(rest)
+            first = entry["template_id"]
+            for name in shared.get(entries_id(first), [first]):
+                entries.setdefault(name, []).append(rest)
         return [
             {
                 "template_id": name,
@@ -284,7 +288,7 @@ class WorkerControl:
     def _register(self, operation: dict[str, Any]) -> dict[str, Any]:
         image = operation["image"].encode("utf-8", "replace")
         decoded = decode_image(image, "OP.image", self._config.limits)
-        name = template_id(decoded.pixels, decoded.identity)
+        name = decoded.template_id
         scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
         owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
         with self._changing[int(name[:2], 16) % _STRIPES]:
@@ -345,7 +349,10 @@ class WorkerControl:
                 if not gone:
                     return {"template_id": name, "registered": False, "freed_bytes": 0}
             registered = bool(scope) or self._templates.remove(name)
-            freed = ask_denoiser(self._api, {"op": "evict", "template_id": name})["freed_bytes"]
+            # Entries stay for as long as a template that shares them.
+            op = "unpin" if sharing(name, self._templates.ids()) else "evict"
+            done = ask_denoiser(self._api, {"op": op, "template_id": name})
+            freed = done.get("freed_bytes", 0)
         if not registered and not freed:
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "registered": False, "freed_bytes": freed}

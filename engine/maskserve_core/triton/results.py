@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.keys import scope_of, template_id
+from maskserve_core.contracts.keys import scope_of
 from maskserve_core.errors import MaskserveError
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.models.facts import ModelFacts
@@ -50,7 +50,7 @@ class Results:
         """
         try:
             decoded = decode_image(image, "IMAGE", self._config.limits)
-            name, scope = template_id(decoded.pixels, decoded.identity), scope_of(request_id)
+            name, scope = decoded.template_id, scope_of(request_id)
             self._templates.put_result(name, decoded.encoded, [scope] if scope else [])
         except (MaskserveError, OSError) as error:
             log.warning("a result is not kept: %s", error, extra=about(request_id))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_core.contracts.keys import Anchor, entries_id
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource
@@ -263,11 +263,12 @@ class Store:
 
     def keys_of(self, template_id: str) -> list[str]:
         """Keys of a template's entries, in whatever tier."""
+        seen = entries_id(template_id)
         keys = {
             key: None
             for templates in self.held().values()
             for key, held in templates.items()
-            if held.note.template_id == template_id
+            if entries_id(held.note.template_id) == seen
         }
         return list(keys)
 

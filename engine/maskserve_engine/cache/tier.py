@@ -16,6 +16,7 @@ class Note:
     """What an entry's template is called and worth; kept beside every entry."""
 
     template_id: str
+    """Of the first that was primed of those that share it (`contracts.keys.entries_id`)."""
     anchors: int
     """Entries that the whole template has."""
     rebuild_s: float

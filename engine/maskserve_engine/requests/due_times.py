@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.keys import entries_id
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.reuse_levels import ReuseLevel
 from maskserve_core.contracts.settings import shares
@@ -148,7 +149,7 @@ class InTime:
             devices=batches_of(self._engine),
             running=tuple([edit.status() for edit in running]),
             waiting=tuple([edit.status() for edit in waiting]),
-            templates={DEVICE.name: (wanted.template_id,)},
+            templates={DEVICE.name: (entries_id(wanted.template_id),)},
         )
         return WorkerView.from_status(status, pricing, 0.0)
 

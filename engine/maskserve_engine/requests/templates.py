@@ -7,12 +7,20 @@ what became of a priming row.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import NO_SCOPE, STILL, Anchor, TemplateKey, nearest_anchor
+from maskserve_core.contracts.keys import (
+    NO_SCOPE,
+    STILL,
+    Anchor,
+    TemplateKey,
+    entries_id,
+    nearest_anchor,
+    sharing,
+)
 from maskserve_core.errors import Overloaded
 from maskserve_core.models.facts import anchor_stride, dense_steps
 from maskserve_core.shares import room
@@ -139,7 +147,8 @@ class ReuseCounter:
 
 class Pins:
     """Pins by template; a template has entries under several keys (text lengths, formats). Of each
-    tier who pins has a share (`core.shares`); operators have all of it.
+    tier who pins has a share (`core.shares`); operators have all of it. What templates share stays
+    for as long as one of them is pinned.
 
     Args:
         store: of the entries.
@@ -154,6 +163,9 @@ class Pins:
 
     def __contains__(self, template_id: str) -> bool:
         return template_id in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
 
     def pin(self, template_id: str, owner: str = NO_SCOPE) -> bool:
         """Keep a template's entries, those to come too, from eviction; whether any are held.
@@ -172,11 +184,11 @@ class Pins:
         return bool(keys)
 
     def primed(self, template_id: str, key: str) -> None:
-        """Entries are whole: they are kept if their template is pinned, and there is room."""
-        owner = self._owners.get(template_id)
-        if owner is not None and self._has_room(template_id, owner):
-            self._keys[template_id].add(key)
-            self._store.pin(key, pinned=True)
+        """Entries are whole: they are kept if a template of theirs is pinned, and there is room."""
+        for name in sharing(template_id, self._keys):
+            if self._has_room(name, self._owners[name]):
+                self._keys[name].add(key)
+                self._store.pin(key, pinned=True)
 
     def unpin(self, template_id: str) -> bool:
         """Undo `pin`, of another worker of the host too; False when it was not pinned."""
@@ -188,22 +200,23 @@ class Pins:
             if key in keys
         )
         self._owners.pop(template_id, None)
-        for key in self._keys.pop(template_id, set()).union(keys):
+        for key in self._keys.pop(template_id, set()).union(keys).difference(*self._keys.values()):
             self._store.pin(key, pinned=False)
         return pinned
 
     def _has_room(self, template_id: str, owner: str) -> bool:
         """Whether all that is held of the template is in its owner's share of each tier."""
-        held = self._store.held()
+        held, seen = self._store.held(), entries_id(template_id)
+        owned = {entries_id(name) for name, whose in self._owners.items() if whose == owner}
         for tier in self._store.tiers if owner != NO_SCOPE else ():
             total = own = more = 0
             for each in held.get(tier.name, {}).values():
-                name = each.note.template_id
-                if name == template_id:
+                name = entries_id(each.note.template_id)
+                if name == seen:
                     more += each.nbytes
                 elif each.pinned:
                     total += each.nbytes
-                    own += each.nbytes if self._owners.get(name) == owner else 0
+                    own += each.nbytes if name in owned else 0
             if more > room(tier.budget_bytes, total, own, owner):
                 return False
         return True
@@ -390,12 +403,13 @@ class TemplateCache:
 
     def templates(self) -> list[dict[str, object]]:
         """What is held in which tier."""
+        pinned = set(map(entries_id, self.pins))
         return [
             {
                 "template_id": held.note.template_id,
                 "key": key,
                 "tier": tier,
-                "pinned": held.pinned or held.note.template_id in self.pins,
+                "pinned": held.pinned or entries_id(held.note.template_id) in pinned,
                 "bytes": held.nbytes,
                 "anchors": len(held.anchors),
                 "whole": held.whole,
@@ -430,12 +444,14 @@ class TemplateCache:
         return counters
 
     def template_ids(self) -> dict[str, tuple[str, ...]]:
-        """Per tier, the ids of the templates whose entries are all there; asked at every step."""
+        """Per tier, `entries_id` of templates whose entries are all there; asked at every step."""
         if self._listed[0] != self.store.version:
             version = self.store.version
             listed = {
                 tier: tuple(
-                    dict.fromkeys(h.note.template_id for h in templates.values() if h.whole)
+                    dict.fromkeys(
+                        entries_id(h.note.template_id) for h in templates.values() if h.whole
+                    )
                 )
                 for tier, templates in self.store.held().items()
             }

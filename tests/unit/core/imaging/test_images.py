@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.keys import TEMPLATE_ID, entries_id, template_id
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import (
     check_beginning,
     decode_image,
     decode_mask,
     encode_image,
+    encode_png,
     to_base64,
 )
 from maskserve_harness.soaking.pictures import png_file
@@ -187,6 +189,27 @@ def test_alpha_is_kept_beside_unchanged_colours() -> None:
     assert decoded.alpha is not None
     np.testing.assert_array_equal(decoded.alpha, rgba[..., 3])
     assert decode_image(encode(rgba[..., :3]), "IMAGE", LIMITS).alpha is None
+
+
+def test_pictures_that_differ_beside_their_pixels_have_names_and_share_entries() -> None:
+    rgb, clear = scene(8, 9), np.arange(72, dtype=np.uint8).reshape(8, 9)
+    other = clear.copy()
+    other[0, 0] = 9
+    opaque, *others = (
+        decode_image(each, "IMAGE", LIMITS).template_id
+        for each in (
+            encode(rgb),
+            *(encode(np.dstack([rgb, alpha])) for alpha in (clear, other)),
+            encode_png(rgb.astype(np.uint16) << 8),
+            encode_png((rgb.astype(np.uint16) << 8) + 1),
+        )
+    )
+    assert opaque == template_id(rgb)
+    whole = np.dstack([rgb, np.full_like(clear, 255)])
+    assert decode_image(encode(whole), "IMAGE", LIMITS).template_id == opaque
+    assert len({opaque, *others}) == 5
+    assert {entries_id(each) for each in others} == {opaque}
+    assert all(TEMPLATE_ID.fullmatch(each) for each in others)
 
 
 def test_alpha_is_turned_with_its_image() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
-from maskserve_core.contracts.keys import template_id
+from maskserve_core.contracts.keys import entries_id, template_id
 from maskserve_core.contracts.request import (
     AcceptedEdit,
     EditRequest,
@@ -164,12 +164,24 @@ def test_all_text_encodings_give_the_same_edit() -> None:
         np.testing.assert_array_equal(same.pixels, plain.pixels)
 
 
+@pytest.mark.parametrize("side", [45, 128])  # 128: the model's own size
+def test_sources_that_differ_in_transparency_alone_share_entries(side: int) -> None:
+    rgb = scene(side, side)
+    alphas = [np.full((side, side, 1), clear, np.uint8) for clear in (255, 9, 0)]
+    sources = [encode(np.concatenate([rgb, alpha], axis=2)) for alpha in alphas]
+    mask = encode(blob_mask(side, side))
+    edits = [prepare(IMAGE=source, MASK=mask).request for source in sources]
+    assert len({each.template_id for each in edits}) == 3
+    assert len({each.pixels_id for each in edits}) == 1
+    assert len({each.template_noise_seed for each in edits}) == 1
+
+
 @pytest.mark.parametrize("odd", odd_images(), ids=lambda odd: odd.name)
 def test_odd_sources_are_edited_like_others(odd: Any) -> None:
     done = prepare(IMAGE=odd.encoded, MASK=encode(np.full(odd.pixels.shape[:2], 255, np.uint8)))
     assert done.request.source_size == odd.pixels.shape[:2]
-    beside = decode_image(odd.encoded, "IMAGE", NO_LIMITS).identity  # low bytes of 16-bit samples
-    assert done.request.template_id == template_id(odd.pixels, beside)
+    assert done.request.template_id == decode_image(odd.encoded, "IMAGE", NO_LIMITS).template_id
+    assert entries_id(done.request.template_id) == template_id(odd.pixels)
     assert (done.edit_mask == 255).all()
 
 

@@ -487,6 +487,32 @@ def test_a_pinned_template_stays_when_others_need_room(tiny_fill: Path, encoder:
     engine.close(5.0)
 
 
+def test_templates_of_equal_pixels_share_entries_for_as_long_as_one_is_pinned(
+    engine: Engine, encoder: Encoder
+) -> None:
+    plain = job(encoder, 17, "a", cache="require")
+    names = [plain.request.template_id + "1" * 32, plain.request.template_id + "2" * 32]
+    edits = [replace(plain, request=replace(plain.request, template_id=name)) for name in names]
+    outcomes = [edit(engine, each).meta["cache"] for each in edits]
+    assert outcomes == ["hit", "hit"]
+    (held,) = engine.templates().result(30)
+    assert held["template_id"] == names[0]
+    assert engine.cache.template_ids()["device"] == (plain.request.template_id,)
+
+    def pinned() -> bool:
+        return bool(engine.templates().result(30)[0]["pinned"])
+
+    assert engine.pin(names[1], "one").result(30)
+    assert engine.pin(names[0], "another").result(30)
+    assert engine.unpin(names[0]).result(30)
+    assert pinned()
+    assert engine.unpin(names[1]).result(30)
+    assert not pinned()
+    engine.cache.pins.check_integrity()
+    assert engine.evict(names[1]).result(30) > 0
+    assert engine.templates().result(30) == []
+
+
 def test_of_what_may_be_pinned_each_key_has_a_share(tiny_fill: Path, encoder: Encoder) -> None:
     """One key pinned all that fits: nothing of anybody else's was kept."""
     probe = make_engine(tiny_fill, encoder)
