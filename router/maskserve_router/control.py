@@ -82,7 +82,6 @@ class ClusterControl:
             return done
         # Where workers are is the operators' affair: a client knows them by number.
         numbers = {w: f"worker {n}" for n, w in enumerate(sorted(self._pool.workers), 1)}
-        numbers |= {a: f"node server {n}" for n, a in enumerate(done.get("nodes", ()), 1)}
         named: dict[str, Any] = _renamed(done, numbers)
         return named
 

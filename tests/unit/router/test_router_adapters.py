@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -90,10 +91,11 @@ async def test_a_keys_adapters_are_not_there_for_others():
                         await asked(key, request)
 
 
-async def test_a_plain_key_is_not_told_where_workers_are():
+async def test_a_plain_key_is_not_told_where_workers_and_node_servers_are():
     keys = [{"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in ("a", "b")]
     keys[1]["admin"] = True  # type: ignore[assignment]
-    async with cluster(keys=keys) as (router, workers), calling(router) as call:
+    nodes = {"nodes": ["127.0.0.1:9"]}
+    async with cluster(keys=keys, workflows=nodes) as (router, workers), calling(router) as call:
         image = control_request("register", image=picture("x"))
         await call(image, metadata=(("x-api-key", "a"),))
         for request in (
@@ -101,6 +103,17 @@ async def test_a_plain_key_is_not_told_where_workers_are():
             *(control_request(op) for op in ("status", "templates", "adapters", "heartbeat")),
         ):
             told = await call(request, metadata=(("x-api-key", "a"),))
-            assert all(worker.address.encode() not in told for worker in workers)
+            assert b"127.0.0.1" not in told
+        told = await call(control_request("status"), metadata=(("x-api-key", "a"),))
+        assert b'"nodes-0"' in told, "as META and /v1/workflows name it"
+        url, key = f"http://127.0.0.1:{router.http.port}", {"x-api-key": "a"}
+        asked = {"name": "OP", "shape": [1], "datatype": "BYTES", "data": ['{"op": "status"}']}
+        async with aiohttp.ClientSession(url, headers=key) as session:
+            posted = session.post("/v2/models/control/infer", json={"inputs": [asked]})
+            for each in (posted, session.get("/v1/templates"), session.get("/v1/workflows")):
+                async with each as response:
+                    assert response.status == 200
+                    assert b"127.0.0.1" not in await response.read()
         told = await call(control_request("status"), metadata=(("x-api-key", "b"),))
         assert all(worker.address.encode() in told for worker in workers)
+        assert b"127.0.0.1:9" in told
