@@ -104,14 +104,25 @@ class GrpcServer:
             (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
         )
         health_pb2_grpc.add_HealthServicer_to_server(_Health(calls), self._server)
-        address = f"{config.listen.host}:{config.listen.grpc_port}"
-        self.port = int(
-            self._server.add_secure_port(address, certificates.for_grpc())
-            if certificates.files
-            else self._server.add_insecure_port(address)
-        )
+        self._address = f"{config.listen.host}:{config.listen.grpc_port}"
+        self._certificates = certificates
+        self.port = config.listen.grpc_port
+        """0 until it listens, if any will do."""
 
     async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        try:
+            self.port = (
+                self._server.add_secure_port(self._address, self._certificates.for_grpc())
+                if self._certificates.files
+                else self._server.add_insecure_port(self._address)
+            )
+        except RuntimeError as error:  # gRPC's own word for it
+            raise OSError(f"gRPC cannot listen at {self._address}: {error}") from error
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:

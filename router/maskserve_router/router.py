@@ -166,11 +166,15 @@ class Router:
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Router:
-        await self._jobs.start()
-        await self.pool.start()
-        await self.http.start()
-        await self.admin.start()
-        await self.grpc.start()
+        try:
+            await self._jobs.start()
+            await self.pool.start()
+            await self.http.start()
+            await self.admin.start()
+            await self.grpc.start()
+        except BaseException:
+            await self.stop()
+            raise
         self._watching = asyncio.create_task(self._watch_secrets())
         log.info(
             "listening: HTTP %d, gRPC %d, admin %d",

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import socket
 import ssl
 import time
 from contextlib import suppress
@@ -244,6 +245,17 @@ async def test_grpcs_own_health_check_follows_the_workers():
             await worker.stop()
         await until("both are down", lambda: not router.pool.up())
         assert (await check(health_pb2.HealthCheckRequest())).status == states.NOT_SERVING
+
+
+@pytest.mark.parametrize("taken", ["http_port", "grpc_port"])
+async def test_a_port_that_is_taken_is_said_in_a_sentence(taken):
+    """That of gRPC was had as a router was made, and refused by a stack trace."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = {"http_port": 0, "grpc_port": 0, "admin_port": 0, taken: other.getsockname()[1]}
+        config = {"listen": {"host": "127.0.0.1", **ports}, "workers": {"addresses": ["w:9"]}}
+        router = Router(router_config_of(config))
+        with pytest.raises(OSError, match=r"gRPC cannot listen at 127\.0\.0\.1:|in use"):
+            await router.__aenter__()
 
 
 async def test_routers_side_by_side_see_each_others_edits():

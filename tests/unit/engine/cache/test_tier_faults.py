@@ -22,9 +22,10 @@ from maskserve_engine.cache.loader import HostMover, Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
+from tests.support.examples import WHOLE
 
 ROOT = Path(__file__).parents[4]
-SECONDS = 60 if os.environ.get("MASKSERVE_FULL") else 3
+SECONDS = 60 if WHOLE else 3
 BIG = {"tokens": 4096, "width": 64}
 
 WRITER = """
