@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -98,6 +98,8 @@ class NodePool:
         self._servers = {address: Upstream(address) for address in addresses}
         self._load = dict.fromkeys(addresses, 0.0)
         """Seconds of work that each has been sent and not answered."""
+        self._hosted: set[str] = set()
+        """Models that a server was seen to run."""
         self._seconds: dict[str, float] = {}
         """What a call of each node type has taken of late."""
 
@@ -111,6 +113,25 @@ class NodePool:
         """
         told = await asyncio.gather(*map(self._record, self._servers))
         return dict(zip([self._known(each, client) for each in self._servers], told, strict=True))
+
+    async def check(self, nodes: Collection[str]) -> None:
+        """See that a run's nodes can be called, before any of its edits is made for nothing.
+
+        Args:
+            nodes: their types.
+
+        Raises:
+            EngineFailed: all servers answer, and none of them runs one.
+        """
+        missing = [name for name in sorted(nodes) if NODE_TYPES[name].model not in self._hosted]
+        if not missing:
+            return
+        records = await asyncio.gather(*map(self._record, self._servers))
+        for record in filter(None, records):
+            self._hosted.update(each["name"] for each in record["models"])
+        for name in missing:
+            if all(records) and NODE_TYPES[name].model not in self._hosted:
+                raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
 
     def _known(self, address: str, client: KeyHolder) -> str:
         """What a client knows a server by: operators by its address, others by its place."""

@@ -129,8 +129,7 @@ class Workflows:
         """What `/v1/workflows` says: every plan, and who runs the models that it needs."""
         listed, records = [], await self._nodes.records(client)
         for plan in self.plans.values():
-            calls = [step for step in every_step(plan.steps) if isinstance(step, NodeCall)]
-            models = sorted({NODE_TYPES[call.node].model for call in calls} - {EDIT})
+            models = sorted({NODE_TYPES[node].model for node in _nodes_of(plan)})
             where = {model: hosts(model, records) for model in models}
             listed.append({**msgspec.to_builtins(plan), "hosts": where})
         return {"object": "list", "data": listed}
@@ -173,6 +172,7 @@ class Workflows:
             if not watched:
                 settings = structs.replace(settings, progress=False, preview_every=0)
             client.check_adapters(plan.early, f"{plan.name}.loras")
+            await self._nodes.check(_nodes_of(plan))
             assert settings.request_id is not None
             if settings.request_id in self._runs:
                 raise InvalidRequest(
@@ -353,6 +353,12 @@ class _Driven:
         self.told.append(told)
         self._tell({"event": "node", **told})
         self._machine.done(task.key, outputs)
+
+
+def _nodes_of(plan: WorkflowPlan) -> set[str]:
+    """Types of the nodes that node servers run."""
+    calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
+    return {call.node for call in calls} - {EDIT}
 
 
 def _edited(answer: bytes) -> _Called:
