@@ -5,7 +5,7 @@ at once; `detail`, four regions of one, the script paints each on the last resul
 own anchors (`[cache] own_anchors`, the default) and without (`*_without_anchors`).
 `added`: what a run of three nodes on two servers takes beside these, called by themselves, in ms.
 `shared`: of five prompts for one picture and name at once, how often the name is looked for and the
-picture encoded.
+picture encoded; memory and processes with three workflows at once, beside those with one.
 `verified`: edits with the LoRA `hollow`, three tries, verifier `find`, judged by what the demo's
 own judge sees; beside the first tries, which a verifier that says yes to all would have given.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
@@ -21,14 +21,17 @@ import io
 import json
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 import torch
 from PIL import Image
 
@@ -46,6 +49,7 @@ from maskserve_harness.demo_model.named import held_out_scenes
 from maskserve_harness.demo_model.node_judges import enlarged_db, found_iou
 from maskserve_harness.demo_model.scenes import Picture, draw_background, to_bytes
 from maskserve_harness.reports import about, write_json
+from maskserve_harness.soaking.sampler import sample_process
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -195,6 +199,25 @@ class Rivals:
             "encodes_of_five": encoded.count("made"),
         }
 
+    def memory(self) -> dict[str, float]:
+        """MiB that the server's processes have at most, and their number: with one workflow, and
+        with three at once. A server for each would have three times what it has with one.
+        """
+        image, mask = self.picture(), _mask(_BOXES)
+        names = ("variants_bench", "detail_bench", "added_bench")
+        self.run(names[0], image, mask)  # all that is loaded with the first use
+        with peak() as alone:
+            self.run(names[0], self.picture(), mask)
+        with peak() as together, ThreadPoolExecutor(len(names)) as pool:
+            list(pool.map(lambda name: self.run(name, self.picture(), mask), names))
+        return {
+            "one_workflow_mib": alone.mib,
+            "three_workflows_mib": together.mib,
+            "one_workflow_processes": alone.processes,
+            "three_workflows_processes": together.processes,
+            "three_of_three_servers": round(together.mib / (len(names) * alone.mib), 3),
+        }
+
     def verified(self, count: int) -> dict[str, float]:
         """Shares of edits that show what was asked for, with the verifier and of first tries alone;
         tries of each, on average.
@@ -226,6 +249,43 @@ class Rivals:
             "first_followed": round(first_right / count, 4),
             "verified_tries": round(tries / count, 3),
         }
+
+
+@dataclass
+class Peak:
+    """What this process's descendants had at most."""
+
+    mib: float = 0.0
+    processes: int = 0
+
+    def look(self) -> None:
+        memory = 0
+        family = psutil.Process().children(recursive=True)
+        for process in family:
+            with suppress(psutil.NoSuchProcess, OSError):
+                memory += sample_process(process).pss
+        self.mib = max(self.mib, round(memory / 2**20, 1))
+        self.processes = max(self.processes, len(family))
+
+
+@contextmanager
+def peak() -> Iterator[Peak]:
+    """Looks until the end, ten times a second."""
+    found, ends = Peak(), threading.Event()
+
+    def looking() -> None:
+        while True:
+            found.look()
+            if ends.wait(0.1):
+                return
+
+    looker = threading.Thread(target=looking)
+    looker.start()
+    try:
+        yield found
+    finally:
+        ends.set()
+        looker.join()
 
 
 def _pixels(encoded: bytes) -> Picture:
@@ -281,7 +341,7 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
     if not args.find.is_dir():
         return {"finds_of_five": None, "encodes_of_five": None}
     with served(args.find) as sides:
-        return sides.shared()
+        return {**sides.memory(), **sides.shared()}
 
 
 def verified(args: argparse.Namespace) -> dict[str, Any]:
