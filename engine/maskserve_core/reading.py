@@ -120,6 +120,8 @@ def _misread(value: Any, kind: type, message: str, *, strict: bool) -> Misread:
             expected, words = _plain(field.type)
         elif isinstance(expected, kinds.VarTupleType):
             expected, words = _plain(expected.item_type)
+        elif isinstance(expected, kinds.TupleType):
+            expected, words = _plain(expected.item_types[int(index)])
     if isinstance(expected, kinds.StructType) and isinstance(value, dict):
         return _wrong_keys(path, value, expected)
     return Misread(path, _problem(value, expected, strict=strict), words or _accepted(expected))
@@ -168,7 +170,7 @@ def _problem(value: Any, expected: kinds.Type, *, strict: bool) -> str:
         if most is not None and len(value) > most:
             return f"is {len(value)} characters long"
         return f"{show(value)} has another form"
-    if isinstance(expected, kinds.VarTupleType) and isinstance(value, list):
+    if isinstance(expected, kinds.VarTupleType | kinds.TupleType) and isinstance(value, list):
         return f"has {len(value)} entries"
     return f"{show(value)} is not {_TYPES.get(type(expected), 'accepted')}"
 
@@ -190,6 +192,8 @@ def _accepted(expected: kinds.Type) -> str:
         return ", ".join(str(value) for value in expected.values)
     if isinstance(expected, kinds.IntType | kinds.FloatType):
         low, above = (expected.ge, "from") if expected.ge is not None else (expected.gt, "above")
+        if low is None:
+            return "an integer" if isinstance(expected, kinds.IntType) else "a number"
         if isinstance(expected, kinds.IntType):
             return f"{low} to {expected.le}"
         return f"a number {above} {low:g} to {expected.le:g}"

@@ -52,13 +52,14 @@ class MaskFinder:
             image: the picture's file.
             asked: what it is found by.
             client: whose turn it takes.
-            field: of the request, for errors.
+            field: of the request, for errors; empty: each has one of its own.
 
         Raises:
             InvalidRequest: nothing is found, or there is no segmenter of that kind.
             EngineFailed: its server was lost.
         """
         asked.check(field)
+        field = field or ("text" if asked.text else "points" if asked.points else "box")
         kind = NODE_TYPES["find" if asked.text else "segment"]
         if not hosts(kind.model, await self._nodes.records(client)):
             what = "a thing's name" if asked.text else "clicks and boxes"

@@ -39,12 +39,13 @@ MAX_LORAS = 4
 MAX_CONTROLS = 3
 
 Pixels = Annotated[int, Meta(ge=0, le=512)]
+MAX_MARGIN = 16_384
 Margins = Annotated[
-    tuple[Annotated[int, Meta(ge=0, le=16_384)], ...],
+    tuple[Annotated[int, Meta(ge=0, le=MAX_MARGIN)], ...],
     Meta(
         min_length=4,
         max_length=4,
-        description="pixels [left, top, right, bottom], each 0 to 16384",
+        description=f"pixels [left, top, right, bottom], each 0 to {MAX_MARGIN}",
     ),
 ]
 Guidance = Annotated[float, Meta(ge=0, le=1000)]
@@ -120,7 +121,8 @@ ControlSettings = Annotated[
 ]
 
 
-Click = tuple[float, float, Literal[0, 1]]
+_CLICK = "[x, y, 1] on the thing, or [x, y, 0] on what is none of it"
+Click = Annotated[tuple[float, float, Literal[0, 1]], Meta(description=_CLICK)]
 
 
 class MaskFrom(Table, frozen=True):
@@ -128,19 +130,30 @@ class MaskFrom(Table, frozen=True):
 
     text: Annotated[str, Meta(max_length=1000)] = ""
     """The thing's name."""
-    points: Annotated[tuple[Click, ...], Meta(max_length=64)] = ()
+    points: Annotated[
+        tuple[Click, ...], Meta(max_length=64, description=f"up to 64 clicks, each {_CLICK}")
+    ] = ()
     """Clicks `[x, y, 1]` on the thing, and `[x, y, 0]` on what is none of it; pixels of the
     source."""
-    box: Annotated[tuple[float, ...], Meta(max_length=4)] = ()
+    box: Annotated[
+        tuple[float, ...], Meta(max_length=4, description="[left, top, right, bottom]")
+    ] = ()
     """`[left, top, right, bottom]` round the thing, pixels of the source."""
 
     def check(self, field: str) -> None:
-        """Raises InvalidRequest: it names nothing, or in two ways."""
+        """See that it names one thing in one way.
+
+        Args:
+            field: that it is; empty: its own fields are the request's.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
         if bool(self.text) == bool(self.points or self.box):
             told = "names a thing in two ways" if self.text else "names nothing"
-            raise InvalidRequest(field, told, "text, or points and box")
+            raise InvalidRequest(field or "text", told, "text, or points and box")
         if len(self.box) not in (0, 4):
-            raise InvalidRequest(f"{field}.box", f"has {len(self.box)} numbers", "4")
+            raise InvalidRequest(f"{field}.box".lstrip("."), f"has {len(self.box)} numbers", "4")
 
 
 class EditSettings(Table, frozen=True):

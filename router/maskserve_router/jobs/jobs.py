@@ -20,6 +20,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from maskserve_core.config import ConfigError
+from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -164,6 +165,7 @@ class Jobs:
         """
         if form.fields.stream:
             raise InvalidRequest("stream", "is given with a job", "false")
+        parse_settings(msgspec.json.encode(form.settings))
         webhook = form.fields.webhook
         if webhook is not None:
             self._webhooks.check(webhook, client.webhook_secret)

@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.request import steps_run
+from maskserve_core.contracts.settings import MAX_MARGIN
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import Size, read_size
@@ -363,7 +364,10 @@ def _margins(asked: str, image: Size, anchor: str) -> list[int]:
         0 if first in anchor else rest if last in anchor else rest // 2
         for rest, first, last in zip(more, ("top", "left"), ("bottom", "right"), strict=True)
     )
-    return [left, top, more[1] - left, more[0] - top]
+    margins = [left, top, more[1] - left, more[0] - top]
+    if max(margins) > MAX_MARGIN:
+        raise InvalidRequest("size", f"is {asked[:20]}", f"at most {MAX_MARGIN} more on each side")
+    return margins
 
 
 def _output_urls(asked: Fields, name: str) -> list[str]:

@@ -32,12 +32,14 @@ def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -
             values, files = await parse(read_multipart, request.headers, body)
             del body
             images = files.pop("image", [])
-            if len(images) != 1 or files:
+            if files:
+                raise InvalidRequest(next(iter(files))[:40], "is no file of this form", "image")
+            if len(images) != 1:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
             asked = convert(
                 {name: setting_of(name, each) for name, each in values.items()}, MaskFrom
             )
-            work = masks.find(images[0], asked, client, "mask")
+            work = masks.find(images[0], asked, client, "")
             found = await while_connected(request, work)
             mask = await parse(text_of_picture, found.mask)
         data = [{"b64_json": mask, "score": found.score}]

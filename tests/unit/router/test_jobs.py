@@ -194,6 +194,9 @@ async def test_a_request_that_comes_twice_is_one_job(tmp_path: Path) -> None:
         ({"stream": "true"}, "stream"),
         ({"webhook": "https://a.example/"}, "webhook"),
         ({"size": "3x3"}, "size"),
+        ({"size": "99999x64"}, "size"),
+        ({"expand": "[1, 2, 3]"}, "expand"),
+        ({"mask_dilate": "-1"}, "mask_dilate"),
         ({"prompts": "x"}, "prompts"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
@@ -20,6 +21,8 @@ from maskserve_router.masks import MaskFinder
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import Made
 from maskserve_router.turns import Turns
+from tests.fakes.pictures import encode, scene
+from tests.support.router import cluster
 
 CLIENT = KeyHolder("anybody", 64, admin=True)
 PLACES = {"points": [[3, 4, 1]], "box": [0, 0, 9, 9]}
@@ -79,8 +82,12 @@ async def test_words_are_found_and_clicks_segmented() -> None:
         ({"text": "a", "box": [0, 0, 9, 9]}, "names a thing in two ways"),
         ({"box": [0, 0, 9]}, r"\.box: has 3 numbers"),
         ({"text": "a car"}, "no segmenter that takes a thing's name is served"),
-        ({"points": [[3, 4, 2]]}, r"points\[0\]\[2\]"),
-        ({"points": [[3, 4]]}, r"points\[0\]"),
+        ({"points": [[3, 4, 2]]}, r"points\[0\]\[2\]: 2 is not one of them; accepted: 0, 1"),
+        ({"points": [[3, 4]]}, r"points\[0\]: has 2 entries; accepted: \[x, y, 1\] on"),
+        ({"points": [["a", 4, 1]]}, r"points\[0\]\[0\]: 'a' is not a number; accepted: a number"),
+        ({"points": [[3, 4, 1]] * 65}, r"points: has 65 entries; accepted: up to 64 clicks"),
+        ({"box": ["a", 0, 9, 9]}, r"box\[0\]: 'a' is not a number; accepted: a number"),
+        ({"box": "all"}, r"box: 'all' is not a list; accepted: \[left, top, right, bottom\]"),
     ],
 )
 async def test_what_names_nothing_is_refused(asked: dict[str, Any], told: str) -> None:
@@ -88,6 +95,34 @@ async def test_what_names_nothing_is_refused(asked: dict[str, Any], told: str) -
     with pytest.raises(InvalidRequest, match=rf"SETTINGS\.mask_from.*{told}"):
         await finder(Pool("segment")).filled_in(message, CLIENT)
     assert inputs(message)["MASK"] == b""
+
+
+@pytest.mark.parametrize(
+    ("fields", "files", "told"),
+    [
+        ({}, ["image"], "text: names nothing"),
+        ({"box": "[0, 0, 9]"}, ["image"], "box: has 3 numbers"),
+        ({"box": '["a", 0, 9, 9]'}, ["image"], "box[0]: 'a' is not a number"),
+        ({"text": "a car"}, ["image"], "text: no segmenter that takes a thing's name"),
+        ({"points": "[[1, 1, 1]]"}, ["image"], "points: no segmenter that takes clicks"),
+        ({"text": "a car"}, ["image", "mask"], "mask: is no file of this form; accepted: image"),
+        ({"text": "a car"}, ["image", "image"], "image: is given 2 times"),
+    ],
+)
+async def test_the_door_of_masks_names_its_own_fields(
+    fields: dict[str, str], files: list[str], told: str
+) -> None:
+    """A box of text was an internal error, and names of others' fields were told."""
+    async with cluster() as (router, _), aiohttp.ClientSession() as session:
+        form = aiohttp.FormData(fields)
+        for name in files:
+            form.add_field(name, encode(scene(8, 9)), filename="a.png")
+        url = f"http://127.0.0.1:{router.http.port}/v1/masks"
+        async with session.post(url, data=form) as refused:
+            error = (await refused.json())["error"]
+        assert refused.status == 400
+        assert error["message"].startswith(told)
+        assert error["param"] == told.partition(":")[0]
 
 
 async def test_a_node_s_refusal_names_the_setting() -> None:
