@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 MODELS := .mypy_cache/models
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-full compose-test check lint types installs bench bench-full \
+.PHONY: help setup demo page test test-units test-e2e test-full compose-test check lint types installs bench bench-full \
 	serve constraints clean
 
 help: ## list the targets
@@ -50,14 +50,20 @@ $(STAMP): $(SERVING)
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/bench demo --model $(MODEL)
 
-# One more than there are cores: some tests wait. A file of tests/e2e runs in one process, where its
-# Triton is. What needs a GPU has it for itself; without one it is skipped where its modules are
+# Both at a time: tests of e2e wait for servers that start, and the others, which give way, compute
+# meanwhile. What needs a GPU has it for itself; without one it is skipped where its modules are
 # imported already.
 test: $(STAMP) ## the tests, with a real Triton
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(JOBS) + 1)) --dist worksteal tests/unit tests/contract \
-		tests/triton $(if $(GPU),,tests/gpu) $(PYTEST_FLAGS)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e $(PYTEST_FLAGS)
+	$(MAKE) -j2 --output-sync=target test-e2e test-units
 	$(if $(GPU),$(PY) -m pytest tests/gpu $(PYTEST_FLAGS))
+
+test-units: $(STAMP)
+	OMP_NUM_THREADS=1 nice -n 10 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit \
+		tests/contract tests/triton $(if $(GPU),,tests/gpu) $(PYTEST_FLAGS)
+
+# A file runs in one process, where its Triton is (tests/e2e/conftest.py says which share one).
+test-e2e: $(STAMP)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e $(PYTEST_FLAGS)
 
 test-full: $(STAMP) ## the tests, slow ones too
 	MASKSERVE_FULL=1 $(MAKE) test

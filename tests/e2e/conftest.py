@@ -8,13 +8,16 @@ MASKSERVE_E2E_MODEL names another model folder.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -23,6 +26,25 @@ from maskserve_serving.worker import WorkerProcess
 from tests.fakes.collector import Collector, collector
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
+
+SHARED = re.compile(r"\b(demo|unet_worker): ")
+"""What a test takes that few files share, and that would start anew in each process."""
+
+
+class ByServer(LoadFileScheduling):
+    """A file keeps to one process, and so do all that share such a server: xdist's own groups do
+    nothing with pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        shared = SHARED.search((Path(__file__).parent / Path(file).name).read_text("utf-8"))
+        return shared[1] if shared else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer | None:
+    return ByServer(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
