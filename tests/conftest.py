@@ -4,6 +4,7 @@ a GPU run one after the other.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.covering import leave_some_to_slow_runs
 from tests.support.examples import examples
+
+# Of what is imported and collected, millions of objects, nothing goes before the end: no look
+# through it is worth its time, neither now nor in any test.
+gc.disable()
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
@@ -50,6 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _skip(items, "gpu", _no_cuda)
     if not (config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
         _skip(items, "slow", lambda: "slow: runs with --slow or MASKSERVE_FULL=1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: Callable[[], str | None]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ("preprocess", "postprocess", "edit", "edit_stream", "control")
+WITH_TORCH = ("encoder", "denoiser", "decoder")
 HEAVY = ("torch", "diffusers", "transformers", "scipy")
 
 # Runs in a process of its own: this one has imported all sorts of things.
@@ -43,8 +44,12 @@ def test_light_models_stay_light(model: str) -> None:
     assert "maskserve_engine" not in packages
 
 
-def test_the_probe_sees_torch() -> None:
-    assert "torch" in imported("decoder")
+@pytest.mark.parametrize("model", WITH_TORCH)
+def test_others_import_diffusers_later(model: str) -> None:
+    """Else diffusers has seen the libraries before they are hidden, and asks for them in vain."""
+    packages = imported(model)
+    assert "torch" in packages
+    assert "diffusers" not in packages
 
 
 def test_only_models_import_tritons_python_api() -> None:

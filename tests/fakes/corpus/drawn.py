@@ -1,4 +1,4 @@
-"""Values drawn from a hypothesis strategy, the same ones on every run."""
+"""Values drawn from a hypothesis strategy, the same ones on every run of a kind."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import TypeVar
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
+from tests.support.examples import number
+
 T = TypeVar("T")
 
 
 def drawn(strategy: SearchStrategy[T], count: int) -> list[T]:
-    """`count` values of `strategy`."""
+    """`count` values of `strategy`, where all are drawn: each process that shares the tests draws
+    them as it collects.
+    """
+    count = number(count)
     values: list[T] = []
 
     @settings(

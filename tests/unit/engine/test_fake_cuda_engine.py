@@ -154,7 +154,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     rng = np.random.default_rng()
     sinks: dict[str, Sink] = {}
     reads, led = False, loop.engine.adapter.facts.true_cfg
-    turns, most = (24, 12) if isinstance(loop.engine.adapter, FluxAdapter) else (12, 8)
+    turns, most = (24, 12) if isinstance(loop.engine.adapter, FluxAdapter) else (12, 5)
     for number in range(examples.number(turns, least=6)):
         if number == 0 or rng.random() < 0.15:
             asked = guided(rng) if led and rng.random() < 0.5 else {}

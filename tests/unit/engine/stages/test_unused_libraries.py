@@ -12,7 +12,6 @@ import pytest
 
 from maskserve_core.config import Config, ModelConfig
 from maskserve_engine.stages.unused_libraries import unused_libraries
-from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
 from tests.fakes.tiny_z_image import build_tiny_z_image
@@ -87,20 +86,3 @@ import torch._dynamo  # whoever needs it has it
     assert done.stdout == "[]\n"
     assert "torchao" not in done.stderr
     assert "bitsandbytes" not in done.stderr
-
-
-@pytest.mark.parametrize("model", ["encoder", "denoiser", "decoder"])
-def test_a_model_of_the_repository_imports_diffusers_later(model: str) -> None:
-    """Else diffusers has seen the libraries before they are hidden, and asks for them in vain."""
-    code = CHECKOUT / "model_repository" / model / "1" / "model.py"
-    program = f"""
-import runpy, sys, types
-sys.modules["triton_python_backend_utils"] = types.ModuleType("pb_utils")
-runpy.run_path({str(code)!r})
-assert "diffusers" not in sys.modules
-"""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
