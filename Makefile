@@ -35,17 +35,22 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything that is needed
 
-$(SERVING): pyproject.toml constraints.txt
+define TORCH
 	@PYTHONPATH=serving $(PYTHON) scripts/check_host.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	# torch first and by itself: its index may be another than the rest's.
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch
+endef
+
+$(SERVING): pyproject.toml constraints.txt
+	$(TORCH)
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,server]'
 	@touch $@
 
-$(STAMP): $(SERVING)
+$(STAMP): pyproject.toml constraints.txt
+	$(TORCH)
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,router,server,dev]'
-	@touch $@
+	@touch $(SERVING) $@
 
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/bench demo --model $(MODEL)

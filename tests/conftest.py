@@ -64,6 +64,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count what is left behind
+
+
 def _skip(items: list[pytest.Item], marker: str, reason: Callable[[], str | None]) -> None:
     """Skip the marked tests if `reason()` gives one; it is asked only when there are any."""
     marked = [item for item in items if item.get_closest_marker(marker)]

@@ -66,7 +66,6 @@ SMALL = {
 ONE_OF_A_SORT = (
     "kv int4, 4 rows, mixed",
     "kv int8, 3 rows beside a dense one",
-    "project int8, 4 rows, mixed",
     "mixed plan, int8, 4 rows, mixed",
     "kv int8, 1 guided row",
     "kv int8, 2 rows beside a priming one",

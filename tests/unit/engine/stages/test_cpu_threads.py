@@ -33,9 +33,9 @@ engine.close(5.0)
 """
 
 
-@pytest.mark.parametrize(
-    ("threads", "configured"), [(3, 0), pytest.param(1, 3, marks=pytest.mark.slow)]
-)
+# Two processes that load a model, for speed alone; test_prepared.py has threads of preparing.
+@pytest.mark.slow
+@pytest.mark.parametrize(("threads", "configured"), [(3, 0), (1, 3)])
 def test_the_thread_that_takes_the_steps_is_the_only_one_with_a_pool(
     threads: int, configured: int
 ) -> None:
