@@ -59,7 +59,7 @@ demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 # meanwhile. What needs a GPU has it for itself; without one it is skipped where its modules are
 # imported already.
 test: $(STAMP) ## the tests, with a real Triton
-	$(MAKE) -j2 --output-sync=target test-e2e test-units
+	$(MAKE) -j2 test-e2e test-units
 	$(if $(GPU),$(PY) -m pytest tests/gpu $(PYTEST_FLAGS))
 
 test-units: $(STAMP)

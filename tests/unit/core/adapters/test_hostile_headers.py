@@ -6,6 +6,7 @@ Work is counted and not timed: lines of Python that a header makes its reader ru
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +53,23 @@ PAIR = {
     "transformer.x.lora_B.weight": tensor(1, 1, begin=4),
 }
 PATTERNS = {f"a{n}.to_q": 1 for n in range(30_000)}
-HOSTILE: dict[str, bytes] = {
-    "a name of 64 KB": file_of({"lora_A." * 9000 + ".weight": tensor(4, 128)}, 2048),
-    "a name of norms": file_of({"norm" * 16_000 + ".weight": tensor(1)}, 4),
-    "40,000 dimensions": file_of({"x.lora_A.weight": tensor(*[1] * 40_000)}, 4),
-    "dimensions beyond all numbers": file_of(
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a name of 64 KB": lambda: file_of({"lora_A." * 9000 + ".weight": tensor(4, 128)}, 2048),
+    "a name of norms": lambda: file_of({"norm" * 16_000 + ".weight": tensor(1)}, 4),
+    "40,000 dimensions": lambda: file_of({"x.lora_A.weight": tensor(*[1] * 40_000)}, 4),
+    "dimensions beyond all numbers": lambda: file_of(
         {"x.lora_A.weight": {"dtype": "F32", "shape": [2**62] * 8, "data_offsets": [0, 4]}}, 4
     ),
-    "a negative side": file_of({"x.lora_A.weight": tensor(-1, 4)}, 16),
-    "tensors over one another": file_of(
+    "a negative side": lambda: file_of({"x.lora_A.weight": tensor(-1, 4)}, 16),
+    "tensors over one another": lambda: file_of(
         {"x.lora_A.weight": tensor(4, 128), "x.lora_B.weight": tensor(128, 4)}, 2048
     ),
-    "offsets backwards": file_of(
+    "offsets backwards": lambda: file_of(
         {"x.lora_A.weight": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}, 8
     ),
-    "50,000 tensors": many(50_000, "transformer.x{}.lora_A.weight"),
-    "20,000 tensors that nobody knows": many(20_000, "norm{}"),
-    "patterns without end": file_of(
+    "50,000 tensors": lambda: many(50_000, "transformer.x{}.lora_A.weight"),
+    "20,000 tensors that nobody knows": lambda: many(20_000, "norm{}"),
+    "patterns without end": lambda: file_of(
         {
             **{f"transformer.a{n}.to_q.lora_{ab}.weight": tensor(1, 1, begin=4 * (2 * n + m))
                for n in range(2000) for m, ab in enumerate("AB")},
@@ -77,12 +78,12 @@ HOSTILE: dict[str, bytes] = {
         },
         16_000,
     ),
-    "an alpha of a thousand digits": file_of(
+    "an alpha of a thousand digits": lambda: file_of(
         {**PAIR,
          "__metadata__": {"ss_network_alpha": "9" * 100_000}},
         8,
     ),
-    "metadata in metadata": file_of(
+    "metadata in metadata": lambda: file_of(
         {**PAIR,
          "__metadata__": {"lora_adapter_metadata": "[" * 100_000}},
         8,
@@ -92,7 +93,7 @@ HOSTILE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_each_is_refused_in_a_sentence_after_little_work(name: str, base: BaseLayers) -> None:
-    raw = HOSTILE[name]
+    raw = HOSTILE[name]()
     found: list[Described] = []
     lines = lines_run(lambda: found.append(described(raw, len(raw), b"", BOUNDS, base)))
     assert found[0].problem
@@ -119,7 +120,10 @@ def test_headers_are_read_in_a_process_of_their_own(tmp_path: Path) -> None:
     base = BaseLayers.of_folder(DEMO)
     headers = HeaderProcess(BOUNDS)
     try:
-        for raw in (bytes(safetensors.numpy.save(lora())), *list(HOSTILE.values())[:6]):
+        for raw in (
+            bytes(safetensors.numpy.save(lora())),
+            *(make() for make in list(HOSTILE.values())[:6]),
+        ):
             here = described(raw, len(raw), b"", BOUNDS, base)
             assert headers.describe(raw, len(raw), b"") == here
     finally:
