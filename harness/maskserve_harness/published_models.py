@@ -61,6 +61,17 @@ QWEN_EDIT_SHOWN, QWEN_PLUS_SHOWN = 37**2, 14**2
 """Tokens of a square picture that Qwen-Image-Edit's text encoder is shown at 1024x1024, and -2509's
 and -2511's at 384x384: 28 pixels a side each."""
 
+QWEN_21: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "attention_head_dim": 128,
+    "in_channels": 64,
+    "out_channels": 64,
+    "num_layers": 32,
+    "context_in_dim": 4096,
+    "mlp_ratio": 3,
+}
+"""transformer/config.json of Qwen-Image-2.1, which is its class's own default."""
+
 Z_IMAGE: dict[str, Any] = {
     "in_channels": 16,
     "dim": 3840,

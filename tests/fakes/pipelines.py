@@ -105,15 +105,22 @@ def blended_edit(
 
 
 def qwen_edit_pipeline(folder: Path) -> Any:
-    """Of a Qwen-Image-Edit's folder the inpainting pipeline, of a -2509's or -2511's the one that
-    knows no mask. Their processor asks for torchvision, so it is put together here.
+    """Of a Qwen-Image-Edit's folder the inpainting pipeline, of a -2509's, -2511's or 2.1's the one
+    that knows no mask. Their processor asks for torchvision, so it is put together here.
     """
     from diffusers import DiffusionPipeline, QwenImageEditInpaintPipeline
-    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+    from transformers import (
+        AutoTokenizer,
+        Qwen2VLImageProcessorPil,
+        Qwen2VLProcessor,
+        Qwen3VLProcessor,
+    )
 
+    apart = (folder / "tokenizer").is_dir()
     processor = picture_processor(
+        Qwen2VLProcessor if apart else Qwen3VLProcessor,
         Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"),
-        AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        AutoTokenizer.from_pretrained(folder / ("tokenizer" if apart else "processor")),
     )
     pipeline: Any = DiffusionPipeline.from_pretrained(folder, processor=processor)
     if type(pipeline).__name__ == "QwenImageEditPipeline":
@@ -167,12 +174,15 @@ def _blended_start(
     settings: EditSettings,
     seed: int,
 ) -> tuple[torch.Tensor, Callable[..., Any], Callable[..., Any]]:
-    """Of QwenImageEditPlusPipeline, by QwenImageEditInpaintPipeline's rule: what it begins with,
-    what it does after each step, and its steps.
+    """Of QwenImageEditPlusPipeline or QwenImage21Pipeline, by QwenImageEditInpaintPipeline's rule:
+    what it begins with, what it does after each step, and its steps.
     """
     steps, (height, width), sampler = settings.num_inference_steps, mask.shape, pipeline.scheduler
     assert steps is not None
-    given = pipeline.image_processor.preprocess(Image.fromarray(pixels), height, width)
+    source = Image.fromarray(pixels)
+    if pipeline.vae.config.get("in_channels") == 4:
+        source = source.convert("RGBA")
+    given = pipeline.image_processor.preprocess(source, height, width)
     with torch.no_grad():
         clean = pipeline._encode_vae_image(given.unsqueeze(2), torch.Generator())
     noise = torch.randn(clean.shape, generator=torch.Generator("cpu").manual_seed(seed))

@@ -73,6 +73,7 @@ REQUEST = text("REQUEST")
 CONTEXT = Tensor("CONTEXT", "UINT8", (-1,))
 
 PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resolution
+DRAWN = replace(PIXELS, dims=(-1, -1, -1))  # of the model's: some draw an alpha, too
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
 CONTROLS = Tensor("CONTROLS", "UINT8", (-1, -1, -1, 3))  # [pictures, H, W, RGB] as PIXELS
 MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [2C, h, w]
@@ -159,14 +160,14 @@ CONTRACTS: dict[str, Contract] = {
     "decoder": Contract(
         "One instance, so that the events of an edit stay in order.",
         (LATENTS, META, CONTEXT),
-        (PIXELS, META, CONTEXT),
+        (DRAWN, META, CONTEXT),
         on_device=True,
         together=8,
     ),
     "postprocess": Contract(
         "Two processes: encoding one large image does not hold up the next. The fronts drop events "
         "that are overtaken.",
-        (PIXELS, META, CONTEXT),
+        (DRAWN, META, CONTEXT),
         _CLIENT_OUT,
         instances=2,
     ),

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, ImageChops
 
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import EditRequest
@@ -26,6 +26,7 @@ from maskserve_core.imaging.provenance import Mark, Unsigned, has_manifest
 from maskserve_core.imaging.safety import Check, let_pass
 
 _PLAIN = Unsigned()
+_RGB = 3
 Fine: TypeAlias = npt.NDArray[np.uint16]
 """A picture of 16-bit samples, [H, W, 3 or 4]."""
 
@@ -41,11 +42,11 @@ def finish_edit(
     Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
     output format is lossless), its transparency too; where it is 255 it is the model's output,
     opaque, brought to the source's size by Lanczos and into its colours; between, the two are
-    mixed. The answer says what its numbers mean as the source did. As PNG it has 16 bits where
-    the source has.
+    mixed. A model's own alpha, where it draws one, is multiplied with the weight. The answer says
+    what its numbers mean as the source did. As PNG it has 16 bits where the source has.
 
     Args:
-        pixels: RGB uint8 [h, w, 3] at the model's size.
+        pixels: RGB uint8 [h, w, 3] at the model's size, or RGBA.
         context: what preprocess knew of the edit.
         mark: how the answer says that it was edited.
         check: whether it may be answered.
@@ -62,9 +63,15 @@ def finish_edit(
         left, top, right, bottom = box
         y, x = (0, 0) if request.window is None else request.window[:2]
         inside = left - x, top - y, right - x, bottom - y
-        edited = colour.painted(resize_part(Image.fromarray(pixels), request.seen_size, inside))
-        edited = as_mode(edited, out.mode)
+
+        def drawn(channels: npt.NDArray[np.uint8]) -> Image.Image:
+            return resize_part(Image.fromarray(channels), request.seen_size, inside)
+
+        edited = as_mode(colour.painted(drawn(pixels[..., :3])), out.mode)
         part = np.asarray(weights)[top:bottom, left:right]
+        if pixels.shape[2] > _RGB:
+            alpha = drawn(pixels[..., _RGB])
+            part = np.asarray(ImageChops.multiply(Image.fromarray(part), alpha))
         # Pillow's paste mixes in integers, exact at 0 and at 255.
         out.paste(edited, (left, top), mask=Image.fromarray(part))
         if fine is not None:

@@ -157,6 +157,8 @@ class ModelFacts:
     """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
     tokenizer_length: int | None = None
     """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
+    text_besides: int = 0
+    """Tokens that a prompt has besides, however many it may have by the configuration."""
     t5: bool = False
     """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
     shown: Shown | None = None
@@ -166,7 +168,7 @@ class ModelFacts:
 
     def text_tokens(self, configured: int) -> int:
         """Text tokens of a prompt, given `[model] max_sequence_length`."""
-        return self.tokenizer_length or configured
+        return (self.tokenizer_length or configured) + self.text_besides
 
     def shown_tokens(self, height: int, width: int) -> int:
         """Of a prompt's tokens, the first ones that are the source's: equal for all prompts.

@@ -12,6 +12,7 @@ from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    least_steps,
     no_recorded_rows,
     read_json,
 )
@@ -42,6 +43,7 @@ recorded_rows = no_recorded_rows
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     """The facts of a FLUX.2 folder; ConfigError if a part of it cannot be read."""
+    sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     vae = read_json(folder / "vae" / "config.json")
     epsilon = float(vae.get("batch_norm_eps", 1e-4))
     latents = with_statistics(latent_space(vae), folder / "vae", epsilon)
@@ -66,6 +68,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,
         keeps_placed=True,
+        least_steps=least_steps(sampler),
     )
 
 

@@ -14,6 +14,7 @@ from maskserve_core.files.safetensors_header import BadHeader, header_of
 
 _PLAIN = "AutoencoderKL"
 """The class of a VAE whose config.json names none."""
+_SIDE, _RGBA = 2, 4
 _TILE = 32
 """diffusers' own `sample_size`, where a VAE's config.json names none."""
 
@@ -37,6 +38,10 @@ class LatentSpace:
     """Its class in diffusers."""
     frames: bool = False
     """Whether the VAE takes pictures as films of one frame: its tensors have an axis more."""
+    alpha: bool = False
+    """Whether its pictures have an alpha; they are opaque as they come in."""
+    unfolds: bool = False
+    """Whether one latent of the VAE's is such a patch: its channels become so many latents."""
     tile: int = _TILE
     """Pixels along a tile's side, where it takes large pictures in tiles."""
 
@@ -70,6 +75,22 @@ def _qwen_image(vae: Mapping[str, Any]) -> LatentSpace:
         vae="AutoencoderKLQwenImage",
         frames=True,
         tile=256,
+    )
+
+
+def _qwen_image21(vae: Mapping[str, Any]) -> LatentSpace:
+    """Its latents, of which one is a token, are taken as patches of four of a quarter of the
+    channels each: so they lie as those of other models.
+    """
+    own = _qwen_image(vae)
+    return replace(
+        own,
+        pixels=int(vae["scale_factor_spatial"]) // _SIDE,
+        channels=own.channels // _SIDE**2,
+        patch=_SIDE,
+        vae="AutoencoderKLQwenImage21",
+        alpha=int(vae["in_channels"]) == _RGBA,
+        unfolds=True,
     )
 
 
@@ -120,6 +141,7 @@ def _flux2(vae: Mapping[str, Any]) -> LatentSpace:
 VAES: dict[str, Callable[[Mapping[str, Any]], LatentSpace]] = {
     _PLAIN: _kl,
     "AutoencoderKLQwenImage": _qwen_image,
+    "AutoencoderKLQwenImage21": _qwen_image21,
     "AutoencoderKLFlux2": _flux2,
 }
 """Readers of a config.json, by the VAE's class."""

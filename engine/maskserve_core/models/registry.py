@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.models import chroma, flux, flux2, qwen_image, sd3, unet, z_image
+from maskserve_core.models import chroma, flux, flux2, qwen_image, qwen_image21, sd3, unet, z_image
 from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
 
@@ -64,6 +64,7 @@ FAMILIES: dict[str, FamilyFacts] = {
     "flux": flux,
     "flux2": flux2,
     "qwen_image": qwen_image,
+    "qwen_image21": qwen_image21,
     "sd3": sd3,
     "unet": unet,
     "z_image": z_image,

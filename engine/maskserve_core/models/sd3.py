@@ -34,6 +34,8 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.0)
 """Those of StableDiffusion3InpaintPipeline."""
 _STRIDE = 7
 _PATCH = 2
+_CLIP = 77
+"""Tokens of the CLIPs, which stand before the T5's."""
 _SECOND = "dual_attention_layers"
 
 lora_work = flux.lora_work
@@ -77,6 +79,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         padded_to=1,
         caches=not transformer.get(_SECOND),
         t5=True,
+        text_besides=_CLIP,
         least_steps=least_steps(sampler),
     )
 

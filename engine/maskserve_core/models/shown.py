@@ -31,6 +31,8 @@ class Shown:
     """Pixels of the picture that is cut."""
     area: int = 0
     """Pixels to which it is brought before; 0: it is what the denoiser sees."""
+    replaced: bool = False
+    """Whether the denoiser has the picture's latents in place of these tokens."""
 
     @classmethod
     def of(cls, processor: Mapping[str, Any], area: int = 0) -> Shown:
@@ -58,7 +60,9 @@ class Shown:
         return round(high / _GRID) * _GRID, round(wide / _GRID) * _GRID
 
     def tokens(self, height: int, width: int) -> int:
-        """Of such a picture."""
+        """Of such a picture, among those of a prompt."""
+        if self.replaced:
+            return 0
         height, width = self.size(height, width)
         rows, columns = (round(side / self.cell) for side in (height, width))
         cut = rows * columns * self.cell**2

@@ -208,6 +208,8 @@ class ModelWork:
     still: int = 0
     """Tokens of pictures that see nothing of a row: its own read their keys and values, which are
     made once and no step computes. They are not among `tokens`."""
+    said_once: bool = False
+    """Whether text, too, is computed once: steps read its keys and values."""
     copies: int = 1
     heads: int = 0
     """Of attention, which devices that share a row's tokens share; 0: none do (UNets)."""
@@ -281,6 +283,8 @@ class ModelWork:
         Raises:
             ValueError: a row without one count per level, or above the level's tokens.
         """
+        if self.said_once:
+            rows = [replace(r, text=0.0, text_read=r.text + r.text_read) for r in rows]
         dense = np.zeros((len(self.tokens), len(TERMS)))
         cached = np.zeros_like(dense)
         count, text = len(rows), float(sum(r.text for r in rows))
@@ -293,7 +297,8 @@ class ModelWork:
                 a, joined = r.active[level], r.text if self.joint else 0.0
                 active += a
                 pairs += (a + joined) * (n + joined + r.text_read + self.still)
-                all_pairs += (n + joined) * (n + joined + self.still)
+                said = r.text_read if self.said_once else 0.0
+                all_pairs += (n + joined) * (n + joined + said + self.still)
                 cross += a * r.text
             cached[level] = (count, active, text, count * n - active, pairs, cross)
             dense[level] = (count, count * n, text, 0.0, all_pairs, n * text)

@@ -17,6 +17,7 @@ from torch import Tensor
 from maskserve_engine.batch.graphs import AtOnce
 from maskserve_engine.batch.packing import Packed, Packing, Stream
 from maskserve_engine.layers.attention import Span, attention
+from maskserve_engine.layers.qk_norm_rope import rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, scatter_kv
 
 
@@ -474,6 +475,10 @@ def _place_fixed(index: int, outs: Sequence[Tensor], slots: KvSlots, packed: Pac
     """The same of fixed tokens, which have keys and values alone."""
     sources = [None if own is None else own.source(index) for own in packed.fixed]
     scatter_kv(sources, outs, slots)
+    for back, (begin, end) in zip(packed.backs, slots.spans, strict=True):
+        if back is not None:
+            keys = outs[0][begin:end, None]
+            keys.copy_(rotate(keys.float(), back.expand(end - begin, -1), keys.dtype))
 
 
 def _take_rest(out: Tensor, packed: Packed) -> None:

@@ -435,6 +435,9 @@ class RowInput:
     """Whether these are to the model as they are at time 0."""
     fixed: tuple[FixedTokens, ...] = ()
     """That its tokens see besides, in every block."""
+    back: Tensor | None = None
+    """[head_dim / 2] complex, by which the keys of these are turned, as they lie elsewhere to this
+    row; None: they lie where they were made."""
     pads: int = 0
     """Of the text, how many of the last ones stand beside the image in blocks that are its alone
     (`forward.Transformer.alone`)."""
@@ -458,6 +461,8 @@ class Packed:
         """Of all rows, in their order; None of a dense row."""
         self.fixed = tuple(each for row in rows for each in row.fixed or (None,))
         """Likewise; None of a row that sees none."""
+        self.backs = tuple(row.back for row in rows for _ in row.fixed or (None,))
+        """`RowInput.back` of each of these."""
         self.captures = tuple(row.capture for row in rows)
         self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
         """Of the rows that have some, by their number."""

@@ -56,6 +56,7 @@ class TextEncoder:
         number: str = "",
         length: int | None = None,
         load: Callable[[Config, str, Any], Any] = load_part,
+        tokenizer: str = "tokenizer",
     ) -> TextEncoder:
         """The text encoder of a folder.
 
@@ -65,15 +66,16 @@ class TextEncoder:
             number: what the folder's parts have behind their names: "", or "_2" for the second.
             length: of prompts; None: the tokenizer's own.
             load: reads the model.
+            tokenizer: the part of the folder in which that lies.
 
         Raises:
             ConfigError: a part is missing or cannot be read.
         """
         from transformers import AutoTokenizer
 
-        tokenizer = load_plain(config, f"tokenizer{number}", AutoTokenizer)
+        words = load_plain(config, f"{tokenizer}{number}", AutoTokenizer)
         own = fused(config, load(config, f"text_encoder{number}", model), f"text_encoder{number}")
-        return cls(tokenizer, own, length or tokenizer.model_max_length)
+        return cls(words, own, length or words.model_max_length)
 
     def __call__(self, prompts: Sequence[str], *, hidden_states: bool = False) -> Any:
         """The model's output for all of them, with every layer's states if asked for."""

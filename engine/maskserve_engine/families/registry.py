@@ -64,6 +64,13 @@ def _qwen_image() -> FamilyLoaders:
     return FamilyLoaders(load_encoder, QwenImageAdapter.load, Decoder.load)
 
 
+def _qwen_image21() -> FamilyLoaders:
+    from maskserve_engine.families.qwen_image21.adapter import QwenImage21Adapter
+    from maskserve_engine.families.qwen_image21.encode import QwenImage21Encoder
+
+    return FamilyLoaders(QwenImage21Encoder.load, QwenImage21Adapter.load, Decoder.load)
+
+
 def _sd3() -> FamilyLoaders:
     from maskserve_engine.families.sd3.adapter import Sd3Adapter
     from maskserve_engine.families.sd3.encode import Sd3Encoder
@@ -90,6 +97,7 @@ FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "flux": _flux,
     "flux2": _flux2,
     "qwen_image": _qwen_image,
+    "qwen_image21": _qwen_image21,
     "sd3": _sd3,
     "unet": _unet,
     "z_image": _z_image,

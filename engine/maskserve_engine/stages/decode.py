@@ -61,7 +61,9 @@ class Decoder:
         return self.has_pieces and not is_tiled(self.vae, size, self.latents)
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""
+        """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels, or [H, W, 4] of models
+        that draw an alpha.
+        """
         [pixels] = self.decode_all([latents])
         return pixels
 
@@ -152,6 +154,6 @@ def _cut(x: Tensor, box: PixelBox) -> Tensor:
 
 
 def _pixels(image: Tensor) -> NDArray[np.uint8]:
-    """[1, 3, H, W] in [-1, 1] → [H, W, 3]."""
+    """[1, C, H, W] in [-1, 1] → [H, W, C]."""
     scaled = (image[0] * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
     return (scaled * 255).round().astype(np.uint8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_core.config import Config
@@ -39,14 +40,19 @@ def moments_of(vae: Any, images: Tensor, space: LatentSpace) -> Tensor:
     if not space.frames:
         parameters: Tensor = vae.encode(images).latent_dist.parameters
         return parameters
-    return vae.encode(images[:, :, None]).latent_dist.parameters[:, :, 0]
+    if space.alpha:
+        images = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
+    parameters = vae.encode(images[:, :, None]).latent_dist.parameters[:, :, 0]
+    return F.pixel_shuffle(parameters, space.patch) if space.unfolds else parameters
 
 
 def images_of(vae: Any, latents: Tensor, space: LatentSpace) -> Tensor:
-    """[B, 3, H, W] in [-1, 1] of the VAE's latents [B, C, h, w]."""
+    """[B, 3, H, W] in [-1, 1], or with an alpha [B, 4, H, W], of the VAE's latents [B, C, h, w]."""
     if not space.frames:
         images: Tensor = vae.decode(latents).sample
         return images
+    if space.unfolds:
+        latents = F.pixel_unshuffle(latents, space.patch)
     return vae.decode(latents[:, :, None]).sample[:, :, 0]
 
 

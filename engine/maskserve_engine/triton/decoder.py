@@ -98,8 +98,8 @@ class EditDecoder:
     def decode_all(
         self, events: Sequence[ToDecode]
     ) -> Iterator[tuple[NDArray[np.uint8], bytes] | Exception]:
-        """Pixels [H, W, 3] of final events or previews that came together, and META that says how
-        they were decoded; each as soon as it is done, in this order, or its error.
+        """Pixels, as of `Decoder.decode`, of final events or previews that came together, and META
+        that says how they were decoded; each as soon as it is done, in this order, or its error.
 
         Those that are decoded as a whole share calls of the VAE where that pays, but for
         `reproducible` edits.

@@ -12,7 +12,6 @@ import torch
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import STILL, Anchor
-from maskserve_core.models import z_image
 from maskserve_core.models.registry import FAMILIES as FACTS
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
@@ -39,6 +38,10 @@ from maskserve_engine.families.flux2.weights import weights_of as flux2_weights
 from maskserve_engine.families.qwen_image.adapter import QwenImageBatch
 from maskserve_engine.families.qwen_image.weights import places_of as qwen_places
 from maskserve_engine.families.qwen_image.weights import weights_of as qwen_weights
+from maskserve_engine.families.qwen_image21.adapter import QwenImage21Batch, places_of_pictures
+from maskserve_engine.families.qwen_image21.adapter import rotary as qwen21_rotary
+from maskserve_engine.families.qwen_image21.weights import places_of as qwen21_places
+from maskserve_engine.families.qwen_image21.weights import weights_of as qwen21_weights
 from maskserve_engine.families.z_image.adapter import ZImageBatch, positions_of, rotary
 from maskserve_engine.families.z_image.blocks import ZImageStep
 from maskserve_engine.families.z_image.weights import ZImageWeights
@@ -49,6 +52,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.published_models import (
     KLEIN_4B,
     KLEIN_9B,
+    QWEN_21,
     QWEN_2511,
     QWEN_EDIT_SHOWN,
     QWEN_IMAGE,
@@ -83,6 +87,10 @@ def _z_image_cis(model: Any, pictures: int, height: int, width: int, text: int) 
     return rotary(model, positions_of(height, width, text, 0), model.device)
 
 
+def _qwen21_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    return qwen21_rotary(model, places_of_pictures(height, width)).to(model.device)
+
+
 class Family(NamedTuple):
     """What of a bench is its family's."""
 
@@ -111,6 +119,10 @@ FAMILIES = {
         "QwenImageTransformer2DModel", qwen_weights, QwenImageBatch, FluxStep, qwen_places,
         _qwen_cis, ("num_layers",),
     ),
+    "qwen_image21": Family(
+        "QwenImage21Transformer2DModel", qwen21_weights, QwenImage21Batch, FluxStep,
+        qwen21_places, _qwen21_cis, ("num_layers",), leaves_text=False,
+    ),
     "z_image": Family(
         "ZImageTransformer2DModel", ZImageWeights.of, ZImageBatch, ZImageStep, z_image_places,
         _z_image_cis, ("n_refiner_layers", "n_layers"), leaves_text=False,
@@ -134,6 +146,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen-image-1024": {**_QWEN, "config": QWEN_IMAGE},
     "qwen-edit-1024": {**_QWEN, "config": QWEN_IMAGE, "references": 1, "shown": QWEN_EDIT_SHOWN},
     "qwen-2511-1024": {**_QWEN, "config": QWEN_2511, "references": 1, "shown": QWEN_PLUS_SHOWN},
+    # Its prompt is said once: of a step's 8,200 keys 64 or so.
+    "qwen-2.1-1024": {
+        "grid": (64, 64),
+        "text": 0,
+        "references": 1,
+        "exact": True,
+        "family": "qwen_image21",
+        "config": QWEN_21,
+    },
     "z-image-1024": {"grid": (64, 64), "text": 64, "family": "z_image", "config": Z_IMAGE},
 }
 
@@ -195,9 +216,14 @@ class Bench:
         self.weights = replace(self.family.weights(self.model), placed_bytes=room)
         self.blocks = len(self.weights.blocks)
         size = 2 * self.grid[0], 2 * self.grid[1]
-        counted = z_image.as_flux(self.config) if name == "z_image" else self.config
+        as_flux: Any = getattr(FACTS[name], "as_flux", dict)
         self.work = FACTS[name].count(
-            counted, *size, 0, recorded=False, references=self.references, exact=self.exact
+            as_flux(self.config),
+            *size,
+            0,
+            recorded=False,
+            references=self.references,
+            exact=self.exact,
         )
         if self.shown:
             self.work = self.work.looking_at(self.shown)

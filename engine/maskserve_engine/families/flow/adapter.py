@@ -47,6 +47,7 @@ from maskserve_engine.families.flow.rows import (
     OwnOutside,
     References,
     Row,
+    Words,
 )
 from maskserve_engine.families.flow.schedule import (
     check_sampler,
@@ -317,7 +318,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
             own, shown = self._preparation.template(job, noise_seed), self._preparation.shown(job)
-            if shown:  # without a word, which would be another for each prompt
+            if self.facts.shown:  # without a word, which would be another for each prompt
                 prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
             there = (own, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
@@ -442,6 +443,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """A row that computes the tokens of `inputs`, which lie on the device."""
         grid, start = grid_of(job), inputs.start
         text = self.text(inputs.prompt.embeds, grid)
+        references = self._references(job, len(text))
         threshold = job.request.settings.first_block_threshold
         return FlowRow(
             request_id=job.request.request_id,
@@ -455,10 +457,11 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             condition=start.condition,
             blend=start.blend,
             context=start.context,
-            references=self._references(job, len(text)),
+            references=references,
+            words=self.words(job, inputs.prompt, references),
             pads=self.pads(grid),
             timeless=self.timeless,
-            negative=self._negative(job, inputs.negative, len(text)),
+            negative=self._negative(job, inputs.negative, len(text), references),
             first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),
         )
@@ -470,7 +473,15 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         masked = self.facts.semantics.masked_picture
         return template.filled(self.facts.vae_scale_factor) if masked else template
 
-    def _negative(self, job: EditJob, prompt: FlowPrompt | None, own: int) -> Negative | None:
+    def words(
+        self, job: EditJob, prompt: FlowPrompt, references: References | None
+    ) -> Words | None:
+        """A prompt that no step computes; None: it is `text`."""
+        return None
+
+    def _negative(
+        self, job: EditJob, prompt: FlowPrompt | None, own: int, references: References | None
+    ) -> Negative | None:
         """Of a row with so many text tokens of its own."""
         if prompt is None:
             return None
@@ -481,4 +492,5 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         grid = grid_of(job)
         text = self.text(prompt.embeds, grid)
         cis = None if len(text) == own else self._positions(*grid, len(text))[: len(text)]
-        return Negative(text, prompt.pooled, scale, cis=cis)
+        words = self.words(job, prompt, references)
+        return Negative(text, prompt.pooled, scale, cis=cis, words=words)

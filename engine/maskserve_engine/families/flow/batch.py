@@ -142,7 +142,7 @@ class FlowBatch(KeptBatch[Row, W]):
 
     def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
         at = self.rows[0].step - self._begin
-        self._make_references(model)
+        self.make_fixed(model)
         if self._weights is None:
             self._weights = model.with_adapters(self._packed_adapters)
         weights = self._weights
@@ -170,9 +170,9 @@ class FlowBatch(KeptBatch[Row, W]):
         for row in self.rows:
             row.advance(velocity)  # by now the sampler's move
 
-    def _make_references(self, model: W) -> None:
+    def make_fixed(self, model: W) -> None:
         """Have rows that found none make the keys and values of their references: alone, as they
-        see nothing else, and at time 0.
+        see nothing of them, and at time 0. A family that has other fixed tokens makes them here.
         """
         lacking = [row for row in self.rows if row.lacks_references]
         if not lacking:

@@ -33,6 +33,9 @@ from maskserve_engine.stages.latents import (
     template_noise,
 )
 
+BEFORE = "before"
+"""Name of the states of a prompt's words that stand before the picture it is about, where the
+family's denoiser has the picture itself in their midst."""
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.own_anchors import Entry, OwnAnchors, foretold, without_text
-from maskserve_engine.batch.packing import InactiveTokens, Residuals, RowInput
+from maskserve_engine.batch.packing import FixedTokens, InactiveTokens, Residuals, RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -42,6 +42,31 @@ class Negative:
     """Of the second pass, where the row has anchors of its own."""
     cis: Tensor | None = None
     """[T, head_dim / 2] of its text; None: it has as many tokens as the prompt."""
+    words: Words | None = None
+    """As of `FlowRow`."""
+
+
+@dataclass(slots=True)
+class Words:
+    """Text that sees nothing of a row but what stands before it (`packing.FixedTokens`)."""
+
+    embeds: Tensor
+    """[T, in] states of a prompt."""
+    cis: Tensor
+    """[T, head_dim / 2]"""
+    seen: tuple[FixedTokens, ...] = ()
+    """What it sees."""
+    back: Tensor | None = None
+    """As of `RowInput`, for whoever sees it."""
+    entry: AnchorEntry | None = None
+    """Their keys and values; None: not made yet."""
+
+    def __len__(self) -> int:
+        return len(self.embeds)
+
+    def source(self, block: int) -> KvSource:
+        assert self.entry is not None, "packed before they were made"
+        return KvSource(self.entry.blocks[block].part("kv"))
 
 
 @dataclass(slots=True)
@@ -55,10 +80,16 @@ class References:
     entry: AnchorEntry | Handle | None = None
     """Their keys and values: the row's own, or the template's; None: not made yet."""
     made: bool = False
-    """Whether the row's last step has made them."""
+    """Whether the row's last step has made them, or words."""
+    before: Words | None = None
+    """What they see."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def sees(self) -> tuple[FixedTokens, ...]:
+        return () if self.before is None else (self.before,)
 
     def source(self, block: int) -> KvSource:
         if isinstance(self.entry, AnchorEntry):
@@ -195,6 +226,8 @@ class FlowRow:
     """[R, 4C] of a dense row: the pictures that are only looked at."""
     references: References | None = None
     """Such pictures where they see nothing of the row."""
+    words: Words | None = None
+    """Its prompt, where that sees nothing of the row either: `text` is then empty."""
     pads: int = 0
     """Of its text's tokens (`RowInput.pads`)."""
     timeless: bool = False
@@ -294,22 +327,29 @@ class FlowRow:
         return lifts or self._sees_text
 
     def model_input(self) -> RowInput:
-        return self._input(self.text, self.pooled, self.own, self.cis)
+        return self._input(self.text, self.pooled, self.own, self.cis, self.words)
 
     def second_input(self) -> RowInput:
         negative, cis = self.negative, self.cis
         assert negative is not None
         if negative.cis is not None:
             cis = torch.cat((negative.cis, cis[len(self.text) :]))
-        return self._input(negative.text, negative.pooled, negative.own, cis)
+        return self._input(negative.text, negative.pooled, negative.own, cis, negative.words)
 
     def _input(
-        self, text: Tensor, pooled: Tensor | None, own: OwnAnchors | None, cis: Tensor
+        self,
+        text: Tensor,
+        pooled: Tensor | None,
+        own: OwnAnchors | None,
+        cis: Tensor,
+        words: Words | None,
     ) -> RowInput:
         """Of one pass; `cis` of its text and the computed tokens."""
         inactive = self.inactive
         read = 0 if inactive is None or self.entry is None else inactive.shown
         made = self._active_tokens(text[read:], pooled, cis[read:])
+        if words is not None:
+            made = replace(made, fixed=(*made.fixed, words), back=words.back)
         if inactive is None:
             return made
         if self.entry is None:
@@ -342,7 +382,7 @@ class FlowRow:
             timeless=self.timeless,
         )  # fmt: skip
         if self.references is not None:
-            made = replace(made, fixed=(self.references,))
+            made = replace(made, fixed=(*self.references.sees, self.references))
         return made if self.context is None else replace(made, still=len(self.context))
 
     def _whole(self, made: RowInput, inactive: FlowInactive) -> RowInput:
@@ -493,6 +533,7 @@ class FlowPrimingRow:
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
     negative: None = None
+    words: None = None
     first_block: None = None
     recorded: bool = False
     entry: Entry | None = None
@@ -544,7 +585,10 @@ class FlowPrimingRow:
         own = self.references
         if own is not None and self.anchors[self.step] == STILL:
             self.recorder = Recorder((frozenset({"kv"}),) * len(self.kinds), self.format)
-            return RowInput(own.tokens, self.text[:0], None, None, own.cis, capture=self.recorder)
+            return RowInput(
+                own.tokens, self.text[:0], None, None, own.cis, capture=self.recorder,
+                fixed=own.sees,
+            )  # fmt: skip
         tokens = self.template.at(self.sigmas[self.step])
         self.recorder = Recorder(self.kinds, self.format, shown=self.shown)
         context = self.template.context
@@ -552,7 +596,7 @@ class FlowPrimingRow:
             tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder,
             pads=self.pads, still=0 if context is None else len(context), timeless=self.timeless,
         )  # fmt: skip
-        return made if own is None else replace(made, fixed=(own,))
+        return made if own is None else replace(made, fixed=(*own.sees, own))
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Priming moves nothing."""

@@ -88,14 +88,14 @@ class QwenImageEditEncoder(OneTextEncoder):
     @staticmethod
     def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
         from diffusers import QwenImageEditInpaintPipeline, QwenImageEditPlusPipeline
-        from transformers import Qwen2VLImageProcessorPil
+        from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
         assert facts.shown is not None
         pipeline = QwenImageEditPlusPipeline if facts.shown.area else QwenImageEditInpaintPipeline
         text = _text_of(config)
         pictures = load_plain(config, "processor", Qwen2VLImageProcessorPil)
         return _TemplateEncoder.of(
-            text, pipeline, processor=picture_processor(pictures, text.tokenizer)
+            text, pipeline, processor=picture_processor(Qwen2VLProcessor, pictures, text.tokenizer)
         )
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
@@ -115,17 +115,17 @@ class QwenImageEditEncoder(OneTextEncoder):
         return {"prompt_embeds": to_numpy(states[:kept])}
 
 
-def picture_processor(pictures: Any, tokenizer: Any) -> Any:
-    """A Qwen2VLProcessor without films, for whose part transformers asks for torchvision.
+def picture_processor(cls: Any, pictures: Any, tokenizer: Any) -> Any:
+    """A processor without films, for whose part transformers asks for torchvision.
 
     Args:
+        cls: Qwen2VLProcessor or Qwen3VLProcessor.
         pictures: Qwen2VLImageProcessorPil.
         tokenizer: of the text encoder.
     """
-    from transformers import Qwen2VLProcessor
 
-    class PictureProcessor(Qwen2VLProcessor):
+    class PictureProcessor(cls):  # type: ignore[misc]
         def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # names its parts
-            super().__init__(image_processor, tokenizer)
+            super().__init__(image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
     return PictureProcessor(pictures, tokenizer)

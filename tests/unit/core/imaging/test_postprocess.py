@@ -101,6 +101,16 @@ def test_an_all_white_mask_keeps_nothing(prepare: Prepare) -> None:
     assert (answer == (250, 3, 120)).all()
 
 
+def test_what_a_model_left_transparent_shows_the_source(prepare: Prepare) -> None:
+    source = np.full((64, 64, 3), 200, np.uint8)
+    done = prepare(encode(source), np.full((64, 64), 255, np.uint8))
+    painted = np.zeros((*done.pixels.shape[:2], 4), np.uint8)
+    painted[:32, :, 3], painted[32:48, :, 3] = 255, 51
+    answer = np.asarray(Image.open(io.BytesIO(finish_edit(painted, done.context))))[..., :3]
+    for rows, expected in ((slice(0, 32), 0), (slice(32, 48), 160), (slice(48, 64), 200)):
+        assert (answer[rows] == expected).all()
+
+
 def test_the_feather_mixes_by_its_weights(prepare: Prepare) -> None:
     source = np.full((40, 60, 3), 200, np.uint8)
     done = prepare(encode(source), blob_mask(40, 60), mask_dilate=2, mask_feather=6)

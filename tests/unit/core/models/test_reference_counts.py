@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.models import flux, flux2, qwen_image, z_image
+from maskserve_core.models import flux, flux2, qwen_image, qwen_image21, z_image
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.planning.own_anchors import own_bytes, own_steps
@@ -16,6 +16,7 @@ from maskserve_harness.published_models import (
     FLUX_DEV,
     KLEIN_4B,
     KLEIN_9B,
+    QWEN_21,
     QWEN_EDIT_SHOWN,
     QWEN_IMAGE,
     QWEN_PLUS_SHOWN,
@@ -39,6 +40,9 @@ WORK = {
     "Qwen-Image-Edit-2509 and -2511, 64 text tokens": qwen_image.count(
         QWEN_IMAGE, *SIZE, recorded=False, references=1
     ).looking_at(QWEN_PLUS_SHOWN),
+    "Qwen-Image-2.1, 64 text tokens, dense over its own cache": qwen_image21.count(
+        qwen_image21.as_flux(QWEN_21), *SIZE, recorded=False, references=1, exact=True
+    ),
     "Z-Image, 64 text tokens": z_image.count(
         z_image.as_flux(Z_IMAGE), *SIZE, recorded=False, references=0
     ),

@@ -18,6 +18,7 @@ from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_adapter
 from tests.fakes.jobs import config_of
 
+REPO = Path(__file__).parents[4]
 TIMESTEPS = 7
 
 
@@ -64,10 +65,12 @@ def test_one_step_to_a_terminal_sigma_is_refused_at_load(
         load_adapter(config)
 
 
+@pytest.mark.parametrize("name", ["fill", "klein"])
 def test_an_edit_of_one_step_to_a_terminal_sigma_is_refused(
-    tiny_fill: Path, tmp_path: Path
+    tiny_fill: Path, tmp_path: Path, name: str
 ) -> None:
-    folder = copy(tiny_fill, tmp_path, shift_terminal=0.02)
+    whole = tiny_fill if name == "fill" else REPO / "assets/models/flux2-klein-4b-shapes"
+    folder = copy(whole, tmp_path, shift_terminal=0.02)
     facts, config = load_facts(folder), config_of(folder)
     check_settings(EditSettings(num_inference_steps=2), facts, config)
     with pytest.raises(InvalidRequest, match=r"num_inference_steps.*is 1.*2 to"):

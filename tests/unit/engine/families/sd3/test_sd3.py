@@ -74,6 +74,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(build_tiny_sd3(folder, medium=request.param == "medium"))
 
 
+def test_a_prompt_is_counted_with_its_clip_tokens(model: Model) -> None:
+    found = model.job(0).conditioning["prompt_embeds"]
+    assert model.adapter.facts.text_tokens(LENGTH) == len(found)
+
+
 def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
     """Sizes, strengths, prompts and guidance of their own, in one batch."""
     cases = [model.case(seed) for seed in range(6)]

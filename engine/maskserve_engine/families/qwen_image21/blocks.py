@@ -1,0 +1,83 @@
+"""Qwen-Image-2.1's scales and gates, and what its blocks make of text: once in an edit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_core.contracts.keys import STILL
+from maskserve_engine.batch.transfer import moved
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
+from maskserve_engine.families.flow.rows import Words
+from maskserve_engine.families.flux.blocks import Vectors, clip, embed, split, stream_post
+from maskserve_engine.families.qwen_image21.weights import QwenImage21Weights
+from maskserve_engine.layers.attention import spans
+from maskserve_engine.layers.fp8 import Fp8Linear
+from maskserve_engine.layers.modulation import modulate
+from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
+from maskserve_engine.layers.scatter_kv import scatter_kv, slots_of
+
+
+def vectors(weights: QwenImage21Weights, timesteps: Tensor) -> tuple[Vectors, ...]:
+    """The vectors of each step, as FLUX.1's blocks take them: of shifts, which there are none, 0,
+    and gates through their tanh.
+
+    Args:
+        weights: of the model.
+        timesteps: [S, R] the sampler's, 0 to 1000, float32.
+    """
+    assert weights.shared is not None
+    assert weights.last_vectors is not None
+    rows = [(row, row + 1) for row in range(timesteps.shape[1])]
+    emb = embed(weights, timesteps, None, None)
+    scale, gate, mlp_scale, mlp_gate = weights.shared.image(emb, rows).chunk(4, dim=-1)
+    none = torch.zeros_like(scale)
+    parts = none, 1 + scale, gate.tanh(), none, 1 + mlp_scale, mlp_gate.tanh()
+    of_blocks = torch.cat(parts, dim=-1)
+    last = torch.cat((1 + weights.last_vectors(emb, rows), none), dim=-1)
+    return tuple(
+        Vectors(((own, own),) * len(weights.blocks), (), end)
+        for own, end in zip(of_blocks, last, strict=True)
+    )
+
+
+def said(weights: QwenImage21Weights, words: Words) -> AnchorEntry:
+    """Keys and values of text in all blocks: each token sees those before it, at time 0.
+
+    Args:
+        weights: of the model, with what the row's adapters add to them.
+        words: what it sees has been made.
+    """
+    device = words.embeds.device
+    [at_zero] = vectors(weights, torch.zeros(1, 1, device=device))
+    shared = at_zero.double[0][0].view(6, -1).unbind()
+    x, rows = weights.embedded(words.embeds), ((0, len(words)),)
+    places = spans([len(each) for each in words.seen])
+    seen = places[-1][1] if places else 0
+    slots = moved(slots_of(places), device) if places else None
+    allowed = torch.ones(len(words), seen + len(words), dtype=torch.bool, device=device)
+    allowed = allowed.tril(seen)
+    made = []
+    for number, block in enumerate(weights.double_blocks):
+        product: Any = block.image.qkv
+        normed = modulate(x, shared[0], shared[1], isinstance(product, Fp8Linear))
+        qk, v = split(product(normed, rows), weights.head_dim)
+        qk_norm_rope(qk, block.norms[1], words.cis)
+        q, k = qk.unbind(1)
+        made.append(BlockEntry(None, *(encode(each.flatten(1), "model") for each in (k, v))))
+        if number + 1 == len(weights.blocks):
+            break  # nobody reads the text behind the last block
+        keys, values = k.new_empty(2, seen + len(words), *k.shape[1:])
+        if slots is not None:
+            scatter_kv([each.source(number) for each in words.seen], (keys, values), slots)
+        keys[seen:], values[seen:] = k, v
+        found = F.scaled_dot_product_attention(
+            *(each.transpose(0, 1)[None] for each in (q, keys, values)), attn_mask=allowed
+        )
+        attended = found[0].transpose(0, 1).flatten(1)
+        x, _ = stream_post(block.image, x, attended, shared, rows=rows, gated=True)
+        x = clip(x)
+    return AnchorEntry(STILL, tuple(made))

@@ -1,0 +1,86 @@
+"""What Qwen-Image-2.1 takes of a prompt: a Qwen3-VL's states of the words round the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_core.config import Config
+from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
+from maskserve_engine.families.flow.preparation import BEFORE
+from maskserve_engine.families.qwen_image.encode import picture_processor
+from maskserve_engine.stages.encoded import TokensRead
+from maskserve_engine.stages.loader import load_plain
+
+
+@dataclass(frozen=True, slots=True)
+class _SentenceEncoder(TextEncoder):
+    """Whose prompts stand behind a picture, in a pipeline's template."""
+
+    pipeline: Any
+    """It knows the template and reads prompts; it has no other parts."""
+
+    def read_of(self, prompt: str) -> TokensRead:
+        """Of what stands behind the picture."""
+        own = self.pipeline
+        said = self.tokenizer(own.prompt_template_ti2i.format(prompt), verbose=False).input_ids
+        words = len(said) - said.index(own._img_token_id) - 1
+        used = min(words, self.length)
+        return TokensRead(used, words - used)
+
+
+class QwenImage21Encoder(OneTextEncoder):
+    """VAE encoder and text encoder of a Qwen-Image-2.1 folder: a Qwen3-VL."""
+
+    text: _SentenceEncoder
+
+    @staticmethod
+    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+        from diffusers import QwenImage21Pipeline
+        from transformers import (
+            Qwen2VLImageProcessorPil,
+            Qwen3VLForConditionalGeneration,
+            Qwen3VLProcessor,
+        )
+
+        text = TextEncoder.load(
+            config,
+            Qwen3VLForConditionalGeneration,
+            length=config.model.max_sequence_length,
+            tokenizer="processor",
+        )
+        pictures = load_plain(config, "processor", Qwen2VLImageProcessorPil)
+        pictures.do_resize = False  # sides are multiples of what it cuts
+        processor = picture_processor(Qwen3VLProcessor, pictures, text.tokenizer)
+        pipeline = QwenImage21Pipeline(
+            scheduler=None, vae=None, transformer=None, text_encoder=text.model,
+            processor=processor,
+        )  # fmt: skip
+        return _SentenceEncoder(text.tokenizer, text.model, text.length, pipeline)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        raise AssertionError("each prompt is about a picture")
+
+    def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
+        """`prompt_embeds` [T, width] of the words behind the picture, which are cut where the
+        pipeline cuts none, and those before it.
+        """
+        assert pixels is not None, "the prompt is about a picture"
+        with torch.inference_mode():
+            [states], _, [slots] = self.text.pipeline.encode_prompt(
+                prompt, [Image.fromarray(pixels)]
+            )
+        own = slots.nonzero()
+        begin, end = int(own[0]), int(own[-1]) + 1
+        return {
+            "prompt_embeds": to_numpy(states[end : end + self.text.length]),
+            BEFORE: to_numpy(states[:begin]),
+        }

@@ -1,0 +1,284 @@
+"""Qwen-Image-2.1 against diffusers' own pipeline, and cached rows of it against dense ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.config import ConfigError
+from maskserve_core.imaging.preprocess import mask_for_model
+from maskserve_core.models.registry import load_facts
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
+from tests.fakes.loras import of_blocks, write
+from tests.fakes.pipelines import qwen_edit, qwen_edit_pipeline
+from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
+from tests.support import cached_rows, own_rows
+from tests.support.cached_rows import Primed, assert_equal, cached, result
+from tests.support.lora_oracle import read
+from tests.support.ranks import Rank, by_ranks
+
+LONG = "two cats and " * 24
+KV = ("kv",)
+
+
+class Model:
+    """Diffusers' pipeline and our parts over the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        config = config_of(folder, model={"outside_noise": "edit", "max_sequence_length": 400})
+        self.folder, self.config = folder, config
+        self.encoder, self.adapter = load_encoder(config), load_adapter(config)
+        self.replay = Replay(self.adapter)
+        self.pipeline = qwen_edit_pipeline(folder)
+        self.pipeline.set_progress_bar_config(disable=True)
+
+    def case(self, seed: int, **settings: Any) -> Case:
+        """A random edit of 32 to 128 pixels a side, with a negative prompt every other time."""
+        rng = np.random.default_rng(seed)
+        away = guided(rng) if seed % 2 else {}
+        steps = int(rng.integers(2, 8))
+        asked = {"guidance_scale": None, "num_inference_steps": steps, **away, **settings}
+        case = random_case(rng, **asked)
+        height, width = (32 * int(rng.integers(1, 5)) for _ in range(2))
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        mask = np.zeros((height, width), np.uint8)
+        top, left = int(rng.integers(0, height - 1)), int(rng.integers(0, width - 1))
+        mask[top : top + int(rng.integers(1, height)), left:] = 255
+        mask = mask_for_model(mask, self.adapter.facts)
+        prompt = LONG if seed % 3 == 2 else case.prompt
+        return replace(case, pixels=pixels, mask=mask, prompt=prompt)
+
+    def job(self, seed: int, **settings: Any) -> Any:
+        return encode_case(self.encoder, self.case(seed, **settings), f"edit-{seed}")
+
+    def oracle(self, case: Case) -> NDArray[np.float32]:
+        """[C, h, w] of the pipeline, a token's 2x2 latents apart."""
+        tokens = qwen_edit(
+            self.pipeline, case.pixels, case.mask, case.prompt, case.settings, case.seed,
+            output_type="latent",
+        )  # fmt: skip
+        latents = self.pipeline._unpack_latents(tokens, *case.mask.shape, 16)[:, :, 0]
+        found: NDArray[np.float32] = torch.nn.functional.pixel_shuffle(latents, 2)[0].numpy()
+        return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(build_tiny_qwen_image21(tmp_path_factory.mktemp("models") / "2.1"))
+
+
+def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
+    """Sizes, strengths, prompts of any length and guidance of their own, in one batch."""
+    cases = [model.case(seed) for seed in range(6)]
+    jobs = [encode_case(model.encoder, case, str(i)) for i, case in enumerate(cases)]
+    rows: list[Any] = [model.adapter.dense_row(job) for job in jobs]
+    cached_rows.run(model.replay, rows, "dense")
+    for case, row in zip(cases, rows, strict=True):
+        assert_equal(row.result().array(), model.oracle(case))
+
+
+def test_words_before_the_picture_are_the_same_of_all_prompts_and_pictures(model: Model) -> None:
+    """Those behind it are not: they are about it."""
+    case = model.case(0)
+
+    def said(prompt: str, pixels: NDArray[np.uint8]) -> tuple[Any, Any]:
+        found = model.encoder.encode_prompt(prompt, pixels)
+        return found["before"], found["prompt_embeds"]
+
+    before, behind = said("a red star", case.pixels)
+    for prompt, pixels in (
+        ("", case.pixels),
+        (LONG, case.pixels),
+        ("a red star", 255 - case.pixels),
+    ):
+        assert_equal(said(prompt, pixels)[0], before)
+    assert np.abs(said("a red star", 255 - case.pixels)[1] - behind).max() > 1e-3
+
+
+def test_a_prompt_longer_than_what_is_read_is_cut(model: Model, tmp_path: Path) -> None:
+    config = config_of(model.folder, model={"max_sequence_length": 30})
+    encoder = load_encoder(config)
+    case = model.case(0)
+    found = encoder.encode_prompt(LONG, case.pixels)["prompt_embeds"]
+    assert len(found) == 30
+    read = encoder.text_encoders["text_encoder"].read_of(LONG)
+    whole = model.encoder.encode_prompt(LONG, case.pixels)["prompt_embeds"]
+    assert (read.used, read.used + read.cut) == (30, len(whole))
+    assert_equal(found, whole[:30])
+
+
+def keys_at(model: Model, case: Case, step: int) -> dict[str, torch.Tensor]:
+    """[blocks, tokens, width] of all that a row sees and does not compute, made for one step."""
+    row: Any = model.adapter.dense_row(encode_case(model.encoder, case, "edit"))
+    for _ in range(step):
+        model.adapter.step([row], None)
+    fixed = {"before": row.references.before, "reference": row.references, "words": row.words}
+    for each in fixed.values():
+        each.entry = None
+    model.adapter.step([row], None)
+    return {
+        name: torch.stack([block.keys.data for block in each.entry.blocks])
+        for name, each in fixed.items()
+    }
+
+
+def test_references_depend_on_the_picture_alone_and_words_on_what_they_say(model: Model) -> None:
+    case = replace(model.case(0, num_inference_steps=4, strength=1.0), prompt="a red star")
+    expected = keys_at(model, case, 1)
+    others: dict[str, tuple[Case, int, set[str]]] = {
+        "seed": (replace(case, seed=case.seed + 1), 1, set()),
+        "mask": (replace(case, mask=255 - case.mask), 1, set()),
+        "step": (case, 3, set()),
+        "prompt": (replace(case, prompt="a blue moon"), 1, {"words"}),
+        "picture": (replace(case, pixels=255 - case.pixels), 1, {"reference", "words"}),
+    }
+    for what, (other, step, differ) in others.items():
+        found = keys_at(model, other, step)
+        for name, keys in found.items():
+            apart = float((keys - expected[name]).abs().max())
+            assert (apart > 1e-3) if name in differ else (apart == 0.0), (what, name)
+
+
+@pytest.mark.parametrize("kind", cached_rows.KINDS[2:])
+def test_with_all_tokens_active_a_cached_row_is_its_dense_one(model: Model, kind: str) -> None:
+    """Whatever the lengths of its prompts: references of a template lie as far from its picture as
+    they would without one.
+    """
+    for seed in (2, 3):
+        job = model.job(seed, num_inference_steps=3, strength=1.0)
+        cached_rows.check_all_active(model.replay, model.encoder, job, kind)
+
+
+def with_references(model: Model, job: Any, primed: Primed) -> Any:
+    """A cached row that reads its references, too, of the template."""
+    row: Any = cached(model.replay, job, primed)
+    row.references.entry = primed.row.references.entry
+    return row
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_references_of_a_template_are_those_that_an_edit_makes(model: Model, turned: bool) -> None:
+    """If they are turned to where its prompt has them."""
+    job = model.job(2, num_inference_steps=3, strength=1.0)
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    row = with_references(model, job, Primed(model.adapter, model.encoder, job))
+    if not turned:
+        row.words.back = None
+    found = result(model.replay, row, "kv")
+    dense = result(model.replay, model.adapter.dense_row(job))
+    if turned:
+        assert_equal(found, dense)
+    else:
+        assert np.abs(found - dense).max() > 1e-3
+
+
+def test_a_template_is_the_same_primed_by_any_edit_of_it(model: Model) -> None:
+    case = model.case(2, num_inference_steps=3)
+    other = replace(case, prompt="a red star", seed=7)
+    entries = [
+        Primed(model.adapter, model.encoder, encode_case(model.encoder, each, "edit")).entries
+        for each in (case, other)
+    ]
+    for one, same in zip(*entries, strict=True):
+        for block, again in zip(one.blocks, same.blocks, strict=True):
+            assert torch.equal(block.keys.data, again.keys.data)
+
+
+def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: Model) -> None:
+    """Noise of the template's own and no word: what it reads is what it would compute."""
+    job = model.job(4, num_inference_steps=4, strength=1.0)
+    primed = Primed(model.adapter, model.encoder, job)
+    said = {**job.conditioning, "prompt_embeds": job.conditioning["prompt_embeds"][:0]}
+    job = replace(job, conditioning=said)
+    row, dense = with_references(model, job, primed), model.adapter.dense_row(job)
+    noise = primed.row.template.noise
+    row.latents, dense.latents = noise[row.inactive.active], noise.clone()
+    model.replay.step([row, dense], KV * model.adapter.blocks)
+    moved = dense.latents - noise
+    off = row.latents - dense.latents[row.inactive.active]
+    assert float(off.abs().max() / moved.abs().max()) < 1e-5
+
+
+def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
+    jobs = [model.job(seed) for seed in range(20, 25)]
+    cached_rows.check_mixed_batch(model.replay, model.encoder, jobs, "kv")
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+def test_a_lora_is_the_one_that_diffusers_loads(model: Model, tmp_path: Path) -> None:
+    """Of every layer of the blocks: words and references are made with it, too."""
+    file, case = tmp_path / "a.safetensors", model.case(4, num_inference_steps=3, strength=1.0)
+    places = model.adapter.places_of(model.adapter.model)
+    write(file, of_blocks(places, "transformer.{}.lora_A.weight", 5))
+    job = encode_case(model.encoder, case, "lora")
+    row: Any = model.adapter.dense_row(job)
+    lora = model.adapter.low_rank(read(file, model.folder)["denoiser"])
+    model.adapter.attach(row, job, ((lora, 0.7),))
+    model.pipeline.load_lora_weights(str(file), adapter_name="x")
+    model.pipeline.set_adapters("x", 0.7)
+    try:
+        expected = model.oracle(case)
+    finally:
+        model.pipeline.delete_adapters("x")
+    assert_equal(result(model.replay, row), expected)
+
+
+@pytest.mark.parametrize("deals", [False, True], ids=["tokens", "passes"])
+def test_ranks_answer_what_one_does(model: Model, deals: bool) -> None:
+    jobs = [model.job(seed, num_inference_steps=3) for seed in (4, 8)]
+    primed = [Primed(model.adapter, model.encoder, job) for job in jobs]
+
+    def run(rank: Rank) -> list[Any]:
+        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
+        return rank.run([*rows, rank.adapter.dense_row(jobs[0])], KV * model.adapter.blocks)
+
+    [expected] = by_ranks(model.adapter, 1, run)
+    for found in by_ranks(model.adapter, 2, run, deals=deals):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+
+
+def test_anchors_of_its_own_hold_what_it_does_not_compute(model: Model) -> None:
+    """At each step an anchor: dense. Between anchors the rest of the picture is foretold."""
+    job = model.job(3, num_inference_steps=6, strength=1.0, mask_ring=1)
+    dense = result(model.replay, model.adapter.dense_row(job))
+
+    def own(*steps: int) -> tuple[Any, NDArray[np.float32]]:
+        plan = own_rows.plan(*steps, text=False)
+        row: Any = model.adapter.anchored_row(job, plan)
+        own_rows.run(model.adapter, [row], [plan])
+        at = np.zeros(row.grid[0] * row.grid[1], bool)
+        at[row.inactive.active] = True
+        return at.reshape(row.grid).repeat(2, 0).repeat(2, 1), row.result().array()
+
+    at, found = own(*range(6))
+    assert_equal(found[:, at], dense[:, at])
+    _, near = own(0, 3)
+    assert 0 < np.abs(near - dense)[:, at].mean() < 0.2 * np.abs(dense[:, at]).mean()
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "said"),
+    [
+        ("transformer/config.json", {"causal_condition": False}, "causal_condition: False"),
+        ("model_index.json", {"sample_sigmas": [1.0, 0.5]}, "sample_sigmas"),
+    ],
+)
+def test_models_that_are_others_are_refused(
+    model: Model, tmp_path: Path, part: str, changed: dict[str, Any], said: str
+) -> None:
+    folder = Path(shutil.copytree(model.folder, tmp_path / "model"))
+    own = json.loads((folder / part).read_text("utf-8"))
+    (folder / part).write_text(json.dumps(own | changed), "utf-8")
+    with pytest.raises(ConfigError, match=f"{said}.* is not served of such models"):
+        load_facts(folder)
