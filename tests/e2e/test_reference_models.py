@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_serving.options import ServeOptions
@@ -24,6 +25,7 @@ from tests.fakes.pipelines import (
 )
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
+from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
 from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support.calls import (
     Grpc,
@@ -33,10 +35,8 @@ from tests.support.calls import (
     pixels,
 )
 
-SIDE, CELL = 64, 8
+SIDE = 64
 SOURCE = scene(SIDE, SIDE)
-# Of whole tokens: others are grown to them, where the pipelines take a share.
-MASK = np.kron(blob_mask(SIDE // CELL, SIDE // CELL), np.ones((CELL, CELL), np.uint8))
 STEPS = 4
 
 
@@ -50,6 +50,14 @@ class Model(NamedTuple):
     guidance: float | None
     """Of an edit that names none; distilled models and Qwen-Image ignore it."""
     refused: dict[str, Any]
+    cell: int = 8
+    """Pixels along a token's side."""
+
+    @property
+    def mask(self) -> Pixels:
+        """Of whole tokens: others are grown to them, where the pipelines take a share."""
+        tokens = SIDE // self.cell
+        return np.kron(blob_mask(tokens, tokens), np.ones((self.cell, self.cell), np.uint8))
 
 
 MODELS = {
@@ -60,6 +68,7 @@ MODELS = {
     "qwen-edit": Model(
         partial(build_tiny_qwen_image, edits=EDIT), 320, None, {"guidance_scale": 4.0}
     ),
+    "qwen-2.1": Model(build_tiny_qwen_image21, 320, None, {"guidance_scale": 4.0}, 16),
     "z-image": Model(build_tiny_z_image, 320, 5.0, {"true_cfg_scale": 2.0}),
 }
 QUICK = ("klein-kv",)
@@ -90,28 +99,35 @@ def served(
 
 
 def expected(folder: Path, settings: EditSettings) -> Pixels:
-    """The pipeline's own picture."""
+    """The pipeline's own picture, over the source where it is transparent."""
     from diffusers import DiffusionPipeline
 
     edits = (folder / "processor").is_dir()
     load = qwen_edit_pipeline if edits else DiffusionPipeline.from_pretrained
     pipeline: Any = load(folder)
     pipeline.set_progress_bar_config(disable=True)
-    asked: dict[str, Any] = {"max_sequence_length": MODELS[folder.name].length}
+    model = MODELS[folder.name]
+    asked: dict[str, Any] = {"max_sequence_length": model.length}
+    if type(pipeline).__name__ == "QwenImage21Pipeline":
+        asked = {}
     run = blended_edit if type(pipeline).__name__.endswith("KVPipeline") else diffusers_edit
     run = qwen_edit if edits else run
     if type(pipeline).__name__.startswith("FluxKontext"):
         asked["_auto_resize"] = False
-    [image] = run(pipeline, SOURCE, MASK, "a red star", settings, 1, **asked)
+    [image] = run(pipeline, SOURCE, model.mask, "a red star", settings, 1, **asked)
+    if image.mode == "RGBA":
+        under = Image.fromarray(SOURCE)
+        under.paste(image.convert("RGB"), mask=image.getchannel("A"))
+        image = under
     return np.asarray(image)
 
 
 def test_an_edit_is_the_pipelines_and_spares_the_outside(served: tuple[Path, Grpc]) -> None:
     folder, client = served
-    asked: dict[str, Any] = {"num_inference_steps": STEPS, "strength": 1.0}
-    picture, meta = client.edit(edit_inputs(SOURCE, MASK, **asked))
-    scale = MODELS[folder.name].guidance
-    found, at = pixels(picture), MASK > 0
+    model, asked = MODELS[folder.name], {"num_inference_steps": STEPS, "strength": 1.0}
+    picture, meta = client.edit(edit_inputs(SOURCE, model.mask, **asked))
+    scale = model.guidance
+    found, at = pixels(picture), model.mask > 0
     wanted = expected(folder, EditSettings(guidance_scale=scale, **asked))
     assert np.array_equal(found[~at], SOURCE[~at])
     assert np.abs(found[at].astype(int) - wanted[at]).max() <= 1
@@ -120,20 +136,22 @@ def test_an_edit_is_the_pipelines_and_spares_the_outside(served: tuple[Path, Grp
 
 def test_a_cached_edit_computes_its_mask_and_repeats_itself(served: tuple[Path, Grpc]) -> None:
     """Of all defaults, steps and guidance among them."""
-    _, client = served
-    asked = {"cache": "require", "num_inference_steps": None}
-    first, meta = client.edit(edit_inputs(SOURCE, MASK, **asked))
-    again, _ = client.edit(edit_inputs(SOURCE, MASK, **asked))
+    folder, client = served
+    model, asked = MODELS[folder.name], {"cache": "require", "num_inference_steps": None}
+    first, meta = client.edit(edit_inputs(SOURCE, model.mask, **asked))
+    again, _ = client.edit(edit_inputs(SOURCE, model.mask, **asked))
     assert (meta["cache"], meta["steps"]) == ("hit", STEPS)
-    assert meta["active_tokens"] < meta["total_tokens"] == (SIDE // CELL) ** 2
+    assert meta["active_tokens"] < meta["total_tokens"] == (SIDE // model.cell) ** 2
     assert np.array_equal(pixels(first), pixels(again))
-    assert np.array_equal(pixels(first)[MASK == 0], SOURCE[MASK == 0])
+    outside = model.mask == 0
+    assert np.array_equal(pixels(first)[outside], SOURCE[outside])
 
 
 def test_what_a_model_does_not_take_is_refused(served: tuple[Path, Grpc]) -> None:
     folder, client = served
-    refused = MODELS[folder.name].refused
+    model = MODELS[folder.name]
+    refused = model.refused
     with pytest.raises(InferenceServerException) as error:
-        client.edit(edit_inputs(SOURCE, MASK, **refused))
+        client.edit(edit_inputs(SOURCE, model.mask, **refused))
     [field] = refused
     assert f"[INVALID_REQUEST] SETTINGS.{field}" in error.value.message()

@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_core.config import Config
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 
-_PLACE = "<|image_pad|>"
-"""Where a template has its picture: one token, which becomes as many as the picture has."""
+_PLACE, _FILM = "<|image_pad|>", "<|video_pad|>"
+"""Where a template has its picture, or would have a film: one token, which becomes as many as the
+picture has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class QwenImageEditEncoder(OneTextEncoder):
         """`prompt_embeds` [shown + T, width]; words are cut, which the pipeline does not do."""
         assert pixels is not None, "the prompt is about a picture"
         assert self.facts.shown is not None
+        check_said(prompt)
         (height, width), pipeline = pixels.shape[:2], self.text.pipeline
         picture = pipeline.image_processor.resize(
             Image.fromarray(pixels), *self.facts.shown.size(height, width)
@@ -113,6 +116,15 @@ class QwenImageEditEncoder(OneTextEncoder):
             [states], _ = pipeline.encode_prompt(prompt, picture)
         kept = len(states) - self.text.read_of(prompt).cut
         return {"prompt_embeds": to_numpy(states[:kept])}
+
+
+def check_said(prompt: str) -> None:
+    """Raises InvalidRequest of a prompt that names a picture's place itself."""
+    for place in (_PLACE, _FILM):
+        if place in prompt:
+            raise InvalidRequest(
+                f"PROMPT or SETTINGS.negative_prompt: {place} is where the model has a picture"
+            )
 
 
 def picture_processor(cls: Any, pictures: Any, tokenizer: Any) -> Any:
@@ -124,7 +136,7 @@ def picture_processor(cls: Any, pictures: Any, tokenizer: Any) -> Any:
         tokenizer: of the text encoder.
     """
 
-    class PictureProcessor(cls):  # type: ignore[misc]
+    class PictureProcessor(cls):  # type: ignore[misc, valid-type]
         def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # names its parts
             super().__init__(image_processor, tokenizer, chat_template=tokenizer.chat_template)
 

@@ -28,7 +28,7 @@ from maskserve_engine.families.flux.blocks import Vectors
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.flux2.adapter import Flux2Preparation
 from maskserve_engine.families.qwen_image21.blocks import said, vectors
-from maskserve_engine.families.qwen_image21.weights import places_of, weights_of
+from maskserve_engine.families.qwen_image21.weights import QwenImage21Weights, places_of, weights_of
 from maskserve_engine.layers.low_rank import Adapters, Place
 
 _TURNS = 10_000.0
@@ -39,6 +39,7 @@ class QwenImage21Batch(FluxBatch):
     """Rows stepped by a QwenImage21Transformer2DModel."""
 
     def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
+        assert isinstance(weights, QwenImage21Weights)
         return vectors(weights, timesteps)
 
     def make_fixed(self, model: FluxWeights) -> None:
@@ -56,6 +57,8 @@ class QwenImage21Batch(FluxBatch):
 def _say(model: FluxWeights, row: Row, words: Words | None) -> None:
     """Make a row's words, if they have not been made."""
     if words is not None and words.entry is None:
+        assert isinstance(model, QwenImage21Weights)
+        assert row.references is not None
         words.entry = said(model.with_adapters((row.adapters,)), words)
         row.references.made = True
 

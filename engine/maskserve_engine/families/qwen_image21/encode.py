@@ -16,7 +16,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.families.flow.preparation import BEFORE
-from maskserve_engine.families.qwen_image.encode import picture_processor
+from maskserve_engine.families.qwen_image.encode import check_said, picture_processor
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 
@@ -74,6 +74,7 @@ class QwenImage21Encoder(OneTextEncoder):
         pipeline cuts none, and those before it.
         """
         assert pixels is not None, "the prompt is about a picture"
+        check_said(prompt)
         with torch.inference_mode():
             [states], _, [slots] = self.text.pipeline.encode_prompt(
                 prompt, [Image.fromarray(pixels)]

@@ -14,6 +14,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.shown import Shown
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
@@ -282,3 +283,10 @@ def test_entries_without_keys_and_values_are_refused(model: Model) -> None:
     config = config_of(model.folder, cache={"entry_kind": "h"})
     with pytest.raises(ConfigError, match="entry_kind: h is not served with models whose prompts"):
         load_adapter(config)
+
+
+@pytest.mark.parametrize("place", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_prompt_that_names_a_pictures_place_is_refused(model: Model, place: str) -> None:
+    case = model.case(0)
+    with pytest.raises(InvalidRequest, match="is where the model has a picture"):
+        model.encoder.encode_prompt(f"a cat {place}", case.pixels)
