@@ -56,6 +56,9 @@ _FLOW, _FLUX2 = f"{_ENGINE}/families/flow", f"{_ENGINE}/families/flux2/adapter.p
 _KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
 _PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
 _QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
+_QWEN_EDIT = f"{_UNIT}/engine/families/qwen_image/test_qwen_edit.py"
+_QWEN21 = f"{_ENGINE}/families/qwen_image21/adapter.py"
+_OF_QWEN21 = f"{_UNIT}/engine/families/qwen_image21/test_qwen_image21.py"
 _Z_IMAGE = f"{_ENGINE}/families/z_image/adapter.py"
 _OF_Z_IMAGE = f"{_UNIT}/engine/families/z_image/test_z_image.py"
 _FOUR = f"{_KLEIN}::test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps"
@@ -410,6 +413,49 @@ MUTATIONS = (
         "padded_to=1",
         "padded_to=0",
         f"{_QWEN}::test_entries_do_not_depend_on_how_long_a_prompt_is",
+    ),
+    Mutation(
+        "what a text encoder is shown stands ahead of the picture in an entry",
+        f"{_ENGINE}/cache/entries.py",
+        "torch.roll(x, -self._shown, 0) if self._shown else x",
+        "x",
+        f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
+    ),
+    Mutation(
+        "a prompt is kept for all pictures",
+        f"{_ENGINE}/triton/encoder.py",
+        "picture = edit.pixels_id or template_id(each.pixels)",
+        'picture = ""',
+        f"{_QWEN_EDIT}::test_prompts_are_kept_by_picture",
+    ),
+    Mutation(
+        "references of -2511 have the row's own time",
+        f"{_ENGINE}/families/qwen_image/adapter.py",
+        "return bool(self.model.zero_cond_t)",
+        "return False",
+        f"{_QWEN_EDIT}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "to Qwen-Image-2.1 its sentence lies where it does without a prompt",
+        _QWEN21,
+        "self._spoken(count, 0, begin), seen, back)",
+        "self._spoken(count, 0, begin), seen)",
+        f"{_OF_QWEN21}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "a word of Qwen-Image-2.1 sees the next one",
+        f"{_ENGINE}/families/qwen_image21/blocks.py",
+        "allowed = allowed.tril(seen)",
+        "allowed = allowed.tril(seen + 1)",
+        f"{_OF_QWEN21}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "what a model left transparent is pasted",
+        f"{_CORE}/imaging/postprocess.py",
+        "if pixels.shape[2] > _RGB:",
+        "if pixels.shape[2] > _RGB + 1:",
+        f"{_UNIT}/core/imaging/test_postprocess.py"
+        "::test_what_a_model_left_transparent_shows_the_source",
     ),
     Mutation(
         "a prompt of Z-Image stands behind its picture",

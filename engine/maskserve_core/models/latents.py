@@ -14,9 +14,9 @@ from maskserve_core.files.safetensors_header import BadHeader, header_of
 
 _PLAIN = "AutoencoderKL"
 """The class of a VAE whose config.json names none."""
-_SIDE, _RGBA = 2, 4
 _TILE = 32
 """diffusers' own `sample_size`, where a VAE's config.json names none."""
+_SIDE, _RGBA = 2, 4
 
 
 @dataclass(frozen=True, slots=True)

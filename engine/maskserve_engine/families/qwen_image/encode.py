@@ -123,7 +123,7 @@ def check_said(prompt: str) -> None:
     for place in (_PLACE, _FILM):
         if place in prompt:
             raise InvalidRequest(
-                f"PROMPT or SETTINGS.negative_prompt: {place} is where the model has a picture"
+                "PROMPT or SETTINGS.negative_prompt", f"{place} is where the model has a picture"
             )
 
 

@@ -88,7 +88,7 @@ class QwenImage21Adapter(FluxAdapter):
         return {**super().blank_prompt(tokens), BEFORE: words}
 
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
-        """None: no step computes any."""
+        """Of no tokens: no step computes any."""
         return embeds.new_empty(0, self.weights.width)
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
