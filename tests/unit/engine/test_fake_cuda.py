@@ -112,6 +112,7 @@ def test_a_steady_step_copies_nothing_and_launches_no_more_than_the_table_says(c
         "qwen-image-1024",
         "qwen-edit-1024",
         "qwen-2511-1024",
+        "qwen-2.1-1024",
         "z-image-1024",
     ],
 )

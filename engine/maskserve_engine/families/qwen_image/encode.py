@@ -136,8 +136,8 @@ def picture_processor(cls: Any, pictures: Any, tokenizer: Any) -> Any:
         tokenizer: of the text encoder.
     """
 
-    class PictureProcessor(cls):  # type: ignore[misc, valid-type]
-        def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # names its parts
-            super().__init__(image_processor, tokenizer, chat_template=tokenizer.chat_template)
+    def init(self: Any, image_processor: Any, tokenizer: Any) -> None:  # names its parts
+        cls.__init__(self, image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
-    return PictureProcessor(pictures, tokenizer)
+    made: Any = type("PictureProcessor", (cls,), {"__init__": init})
+    return made(pictures, tokenizer)

@@ -74,9 +74,8 @@ def said(weights: QwenImage21Weights, words: Words) -> AnchorEntry:
         if slots is not None:
             scatter_kv([each.source(number) for each in words.seen], (keys, values), slots)
         keys[seen:], values[seen:] = k, v
-        found = F.scaled_dot_product_attention(
-            *(each.transpose(0, 1)[None] for each in (q, keys, values)), attn_mask=allowed
-        )
+        q, keys, values = (each.transpose(0, 1)[None] for each in (q, keys, values))
+        found = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed)
         attended = found[0].transpose(0, 1).flatten(1)
         x, _ = stream_post(block.image, x, attended, shared, rows=rows, gated=True)
         x = clip(x)
