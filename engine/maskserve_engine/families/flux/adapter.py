@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
     """Rows of FLUX edits over one FluxTransformer2DModel."""
 
     batches = FluxBatch
-    text_places = (_CONTEXT,)
+    text_places: ClassVar[tuple[str, ...]] = (_CONTEXT,)
 
     @staticmethod
     def transformer() -> Any:
