@@ -336,7 +336,9 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
     running, waiting = values.get("running", []), values.get("waiting", [])
     marks = ["" if values.get("alive", values.get("up", True)) else ", NOT ALIVE"]
     marks += [f", {mark}" for mark in ("ejected", "draining") if values.get(mark)]
-    print(f"{name}: {values.get('model', '?')}, {values.get('state')}{''.join(marks)}")
+    state = values.get("state")
+    marks += [f", {n['name']} {n['state']}" for n in values.get("nodes", []) if n["state"] != state]
+    print(f"{name}: {values.get('model', '?')}, {state}{''.join(marks)}")
     if "max_rows" not in values:  # a worker that does not answer
         return
     print(f"running  {len(running)} of {values['max_rows']}")

@@ -20,6 +20,7 @@ ENTRY_FORMATS: tuple[EntryFormat, ...] = get_args(EntryFormat)
 WeightForm = Literal["bf16", "fp8", "int8", "int8-dynamic", "nf4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+Stage = Literal["encoder", "decoder"]
 Device = Annotated[
     str, Meta(pattern=r"\A([a-z]+(:\d+)?)?\Z", description="auto, cpu, cuda or cuda:N")
 ]
@@ -228,6 +229,13 @@ class CacheConfig(Table, frozen=True):
 class StagesConfig(Table, frozen=True):
     """`[stages]`: what surrounds an edit's steps, the encoder and the decoder."""
 
+    service: str = ""
+    """Address (HOST:PORT, gRPC) of a stage service, which then encodes and decodes for all workers
+    of the host (`maskserve serve --stages-device`); empty: each worker does. The other keys, and
+    the devices of `[model]`, are then the service's."""
+    service_timeout_s: Annotated[float, Meta(ge=0.1, le=50.0)] = 30.0
+    """Time that edits wait for a service that does not answer, as while it starts again. Then they
+    fail, and the worker takes none until it is back."""
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of prompts' embeddings that the encoder keeps; FLUX.1's takes 8 MB. 0: none."""
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
@@ -464,7 +472,7 @@ def model_name(config: Config) -> str:
     return config.model.name or Path(config.model.path).name or "model"
 
 
-def beside_denoiser(config: Config, stage: Literal["encoder", "decoder"]) -> Config:
+def beside_denoiser(config: Config, stage: Stage) -> Config:
     """The configuration of the encoder or decoder, which run beside the denoiser's steps.
 
     They take a thread or two, so that their work does not stop the batch.
@@ -480,6 +488,8 @@ def beside_denoiser(config: Config, stage: Literal["encoder", "decoder"]) -> Con
 def gpus_wanted(config: Config) -> int:
     """GPUs that one worker of this configuration is to see: as many as its devices count up to."""
     model = config.model
-    named = (model.device, model.encoder_device, model.decoder_device)
+    named = [model.device]
+    if not config.stages.service:
+        named += [model.encoder_device, model.decoder_device]
     counted = 1 + max(int(number) for number in (name.partition(":")[2] or 0 for name in named))
     return max(counted, config.engine.devices)

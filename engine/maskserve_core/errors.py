@@ -111,6 +111,11 @@ def split_code(text: str) -> tuple[str, str]:
     return found.group(1), text[found.end() :]
 
 
+def has_code(text: str) -> bool:
+    """Whether an error text is one of ours."""
+    return _CODE.search(text) is not None
+
+
 def internal_error(request_id: str) -> MaskserveError:
     """What a client is told of an exception that nobody foresaw; the log has the rest."""
     return EngineFailed(f"internal error (request {request_id or 'unknown'})")

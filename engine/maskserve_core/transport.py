@@ -24,6 +24,20 @@ CHANNEL = (
 )
 """Arguments of a channel to one of our listeners."""
 
+_ANY_BYTES = -1
+SERVICE = (
+    *CHANNEL,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", _ANY_BYTES),
+    ("grpc.max_receive_message_length", _ANY_BYTES),
+    # One that starts again is found again at once.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+"""Arguments of a worker's channel to a service beside it."""
+
 LISTENER = (
     ("grpc.keepalive_time_ms", LISTENER_PING_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),

@@ -14,6 +14,7 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.source import with_its_cache, with_model
+from maskserve_serving.spec import with_stages
 
 _SHAPES = ["*.json"]
 """Files of a hub model that say its shapes."""
@@ -24,7 +25,7 @@ def print_cards(options: ServeOptions) -> int:
     try:
         named = with_model(read_tables(options.config), options.model, _SHAPES)
         tables = with_its_cache(named, partial(print, file=sys.stderr))
-        tables = with_values(tables, "model", **options.of_model)
+        tables = with_stages(options, with_values(tables, "model", **options.of_model))
         checked(tables)
     except ServeError as error:
         print(f"maskserve serve: {error}", file=sys.stderr)

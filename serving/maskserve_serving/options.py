@@ -145,6 +145,13 @@ class ServeOptions:
         metavar="D",
     )
     """Its ports are base + {4 HTTP, 5 gRPC, 6 metrics}."""
+    stages_device: str = _flag(
+        "encode and decode there, in a server of its own that all workers ask: cpu, cuda or cuda:N "
+        "(default: each worker does by itself)",
+        "",
+        metavar="D",
+    )
+    """Its ports are base + {14 HTTP, 15 gRPC, 16 metrics}."""
     nodes: Path | None = _flag(
         "run nodes of workflows in a server of their own beside the workers; FILE is a "
         "configuration whose [nodes] names their models",

@@ -35,6 +35,12 @@ class Ports:
         """Of the node server, likewise."""
         return cls(base + 7, base + 8, base + 9)
 
+    @classmethod
+    def of_stages(cls, base: int) -> Ports:
+        """Of the stage service, among those set aside for the second worker."""
+        first = base + STRIDE
+        return cls(first + 4, first + 5, first + 6)
+
     def all(self) -> dict[str, int]:
         return {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
 

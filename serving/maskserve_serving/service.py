@@ -1,5 +1,5 @@
-"""Servers beside this host's workers, each a Triton of its own: ControlNets, and nodes of
-workflows.
+"""Servers beside this host's workers, each a Triton of its own: ControlNets, encoder and decoder,
+and nodes of workflows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from maskserve_core.workflows.node_folders import node_folders
 from maskserve_serving.command import command, environment
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked, read_tables, with_values
-from maskserve_serving.options import SERVICES
+from maskserve_serving.options import MODELS, SERVICES
 from maskserve_serving.ports import Ports, check_free
 from maskserve_serving.process import Process
 from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
@@ -28,17 +28,18 @@ _SILENT_S = 10.0
 
 
 class ServiceProcess(Process):
-    """A Triton server of some models of `services/`.
+    """A Triton server of some models of a repository.
 
     Args:
         name: of the service.
         spec: of a worker that it serves; the others have the same options.
         ports: that it listens at.
+        repository: of its models.
     """
 
-    def __init__(self, name: str, spec: Spec, ports: Ports) -> None:
+    def __init__(self, name: str, spec: Spec, ports: Ports, repository: Path = SERVICES) -> None:
         self._spec = spec
-        self._options = replace(spec.options, host=_HOST, repositories=(SERVICES,))
+        self._options = replace(spec.options, host=_HOST, repositories=(repository,))
         self._files = WorkerFiles(spec.files.root.parent / name, spec.files.templates.parent / name)
         self.ports = ports
         output = spec.options.log_dir / f"{name}.log"
@@ -137,6 +138,27 @@ class ControlNetProcess(ServiceProcess):
 
     def models(self) -> list[str]:
         return ["controlnet"]
+
+
+class StagesProcess(ServiceProcess):
+    """The workers' encoder and decoder, once for all of them: the models of these names."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__("stages", spec, Ports.of_stages(spec.options.base_port), MODELS)
+
+    def tables(self) -> dict[str, Any]:
+        spec = self._spec
+        tables = spec.with_adapters(spec.with_model(spec.tables))
+        threads, device = spec.threads(checked(tables)), spec.options.stages_device
+        tables = with_values(
+            tables, "model", device=device, encoder_device="", decoder_device="",
+            torch_threads=threads,
+        )  # fmt: skip
+        tables = with_values(tables, "safety", repository="")
+        return with_values(tables, "stages", service="")
+
+    def models(self) -> list[str]:
+        return ["encoder", "decoder"]
 
 
 class NodesProcess(ServiceProcess):

@@ -90,5 +90,14 @@ class Spec:
     def threads(self, config: Config) -> int:
         """CPU threads of each process that steps: what is configured, or its share of the cores."""
         given: int = config.model.torch_threads
-        service = 1 if self.options.controlnet_device else 0
-        return given or max(1, cores() // (self.options.workers * config.engine.devices + service))
+        options = self.options
+        services = bool(options.controlnet_device) + bool(options.stages_device)
+        return given or max(1, cores() // (options.workers * config.engine.devices + services))
+
+
+def with_stages(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
+    """`tables`, with the service that encodes and decodes where the command line has one."""
+    if not options.stages_device:
+        return tables
+    service = f"127.0.0.1:{Ports.of_stages(options.base_port).grpc}"
+    return with_values(tables, "stages", service=service)

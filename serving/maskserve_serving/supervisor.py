@@ -28,7 +28,12 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.process import Process
 from maskserve_serving.router import RouterProcess
 from maskserve_serving.runtime import check_packages, find_runtime
-from maskserve_serving.service import ControlNetProcess, NodesProcess, ServiceProcess
+from maskserve_serving.service import (
+    ControlNetProcess,
+    NodesProcess,
+    ServiceProcess,
+    StagesProcess,
+)
 from maskserve_serving.source import with_its_cache, with_model
 from maskserve_serving.tracing import with_trace
 from maskserve_serving.watch import Watch
@@ -106,6 +111,8 @@ class Supervisor:
             raise ServeError("--nodes: workflows run at a router; give --router, too")
         if options.controlnet_device:
             self.services.append(ControlNetProcess(self.workers[0].spec))
+        if options.stages_device:
+            self.services.append(StagesProcess(self.workers[0].spec))
         if options.nodes is not None:
             self.services.append(NodesProcess(self.workers[0].spec))
         if options.router:

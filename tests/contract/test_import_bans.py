@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ("preprocess", "postprocess", "edit", "edit_stream", "control")
-WITH_TORCH = ("encoder", "denoiser", "decoder")
+STAGES = ("encoder", "decoder")
+OWN_STAGES = "maskserve_engine.triton.stages"
+"""What these import as they open, where a worker has its own."""
+SENDING_ON = ("maskserve_core.triton.stages", "maskserve_engine.stages.revision")
+"""Where a service runs them."""
 HEAVY = ("torch", "diffusers", "transformers", "scipy")
 
 # Runs in a process of its own: this one has imported all sorts of things.
@@ -20,14 +24,17 @@ import importlib.util, json, sys, types
 sys.modules["triton_python_backend_utils"] = types.ModuleType("triton_python_backend_utils")
 spec = importlib.util.spec_from_file_location("model", sys.argv[1])
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
+for name in sys.argv[2:]:
+    importlib.import_module(name)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 
-def imported(model: str) -> set[str]:
-    """Top-level packages that loading a model's Python file brings in."""
+def imported(model: str, *later: str) -> set[str]:
+    """Top-level packages that loading a model's Python file brings in, and these modules then."""
+    file = str(ROOT / "model_repository" / model / "1" / "model.py")
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(ROOT / "model_repository" / model / "1" / "model.py")],
+        [sys.executable, "-c", PROBE, file, *later],
         capture_output=True,
         text=True,
         check=True,
@@ -44,10 +51,15 @@ def test_light_models_stay_light(model: str) -> None:
     assert "maskserve_engine" not in packages
 
 
-@pytest.mark.parametrize("model", WITH_TORCH)
-def test_others_import_diffusers_later(model: str) -> None:
+@pytest.mark.parametrize("model", STAGES)
+def test_a_stage_that_only_sends_on_stays_light(model: str) -> None:
+    assert imported(model, *SENDING_ON).isdisjoint({*HEAVY, "PIL"})
+
+
+@pytest.mark.parametrize(("model", "later"), [("denoiser", ()), ("encoder", (OWN_STAGES,))])
+def test_others_import_diffusers_later(model: str, later: tuple[str, ...]) -> None:
     """Else diffusers has seen the libraries before they are hidden, and asks for them in vain."""
-    packages = imported(model)
+    packages = imported(model, *later)
     assert "torch" in packages
     assert "diffusers" not in packages
 

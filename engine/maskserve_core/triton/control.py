@@ -13,6 +13,8 @@ import threading
 from itertools import groupby
 from typing import Any
 
+from msgspec.structs import replace
+
 from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID, entries_id, sharing
@@ -37,6 +39,7 @@ from maskserve_core.triton.pipeline import ask_denoiser, prime_template
 from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.worker.admission import OPEN, Gate
 from maskserve_core.worker.liveness import silence_limit_s, unwell
+from maskserve_core.worker.stages import StagesAway
 from maskserve_core.worker.status import StatusReader
 from maskserve_core.worker.templates import template_folder
 
@@ -143,6 +146,7 @@ class WorkerControl:
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._admission = Gate(config.runtime_dir)
+        self._stages = StagesAway(config)
         self._templates = template_folder(config)
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
         """Held while a template is put or evicted, by its id."""
@@ -229,11 +233,14 @@ class WorkerControl:
         ]
 
     def _read_status(self) -> dict[str, Any]:
-        """The engine's record, with what the record cannot say: its age and the admission."""
+        """The engine's record, with what the engine cannot say: its age, the admission, and stages
+        that a service runs.
+        """
         status = self._status.read()
         if status is None:
             raise EngineFailed("the engine has not started")
-        values: dict[str, Any] = json.loads(status.to_json())
+        nodes = (*status.nodes, *self._stages.nodes(status.model))
+        values: dict[str, Any] = json.loads(replace(status, nodes=nodes).to_json())
         age = status.age_s()
         if self._admission.state() != OPEN:
             for each in (values, *values["nodes"]):

@@ -9,6 +9,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from maskserve_core import transport
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import (
     CODES,
@@ -21,13 +22,6 @@ from maskserve_core.errors import (
 )
 
 _MODEL = "controlnet"
-_ANY_BYTES = -1
-_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_send_message_length", _ANY_BYTES),
-    ("grpc.max_receive_message_length", _ANY_BYTES),
-)
 _KINDS = {kind.code: kind for kind in (AdapterNotFound, Overloaded, EngineFailed)}
 
 
@@ -39,7 +33,7 @@ class ControlNetCalls:
     """
 
     def __init__(self, url: str) -> None:
-        self._channel = grpc.insecure_channel(url, _OPTIONS)
+        self._channel = grpc.insecure_channel(url, transport.SERVICE)
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:

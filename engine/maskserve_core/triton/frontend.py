@@ -46,6 +46,7 @@ from maskserve_core.triton.traffic import Traffic, is_probe
 from maskserve_core.triton.watcher import Watcher
 from maskserve_core.worker.admission import OPEN, Gate, InFlight
 from maskserve_core.worker.observations import Observations
+from maskserve_core.worker.stages import NO_ANSWER, StagesAway
 
 
 class EditFront:
@@ -79,6 +80,7 @@ class EditFront:
         self._streaming = streaming
         self._admission = Gate(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
+        self._stages = StagesAway(config)
         self._tracer = tracer or make_tracer(config, name)
         self._observations = Observations()
         metrics = FrontMetrics(api, config.worker, name, self._observations)
@@ -134,6 +136,8 @@ class EditFront:
         edit = replace(edit, due_ms=asked.due_ms, after_token_s=after)
         if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
+        if self._stages.names():
+            raise Overloaded(NO_ANSWER)
         problem = self._watcher.problem()
         if problem is not None:
             answer.fail(problem)

@@ -8,7 +8,7 @@ from typing import Any
 
 from maskserve_core.contracts.meta import failed_meta
 from maskserve_core.errors import guarded
-from maskserve_core.triton.tensor_io import error_response, read_bytes, response
+from maskserve_core.triton.tensor_io import error_response, response
 
 Outputs = dict[str, Any]
 
@@ -30,14 +30,15 @@ def respond(
     return [_respond(api, request, work, failed) for request in requests]
 
 
-def failed_event(api: Any, request: Any, error: Exception) -> bytes:
-    """META that says so where an event of the denoiser's could not be turned into pixels.
+def failed_event(meta: bytes, error: Exception) -> bytes:
+    """META that says so where an event of the denoiser's, with this META, could not be turned into
+    pixels.
 
     An error of Triton's would not arrive before the edit's last event has gone, and that may be
     held back until this one arrives (acks.py).
     """
     try:
-        request_id = str(json.loads(read_bytes(api, request, "META"))["request_id"])
+        request_id = str(json.loads(meta)["request_id"])
     except (ValueError, KeyError, TypeError):
         request_id = ""  # not an event of the denoiser's
     return failed_meta(guarded(request_id, error), request_id)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from maskserve_core.files.store import FileStore
+from maskserve_core.worker.stages import PRIMING_PROMPT_FILE
 from maskserve_engine.base.job import Conditioning
 
 PRIMING_PROMPT = ""
@@ -23,7 +24,7 @@ def write_priming_prompt(embedding: Conditioning, runtime: str | os.PathLike[str
     """Write the embedding into a runtime folder; a reader never sees a part of it."""
     with FileStore(runtime).aside() as new:
         np.savez(new.file, **embedding)
-        new.keep_as(PromptFile.NAME)
+        new.keep_as(PRIMING_PROMPT_FILE)
 
 
 class PromptFile:
@@ -33,10 +34,8 @@ class PromptFile:
         runtime: folder; None when the worker has none, and so never primes.
     """
 
-    NAME = "priming_prompt.npz"
-
     def __init__(self, runtime: Path | None) -> None:
-        self._path = runtime / self.NAME if runtime else None
+        self._path = runtime / PRIMING_PROMPT_FILE if runtime else None
         self._held: Conditioning | None = None
 
     def read(self) -> Conditioning | None:

@@ -16,7 +16,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from maskserve_core.config import WEIGHT_FORMS, Config, ConfigError, beside_denoiser, model_name
+from maskserve_core.config import (
+    WEIGHT_FORMS,
+    Config,
+    ConfigError,
+    Stage,
+    beside_denoiser,
+    model_name,
+)
 from maskserve_core.config_file import load_config
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.cost_model import H100, estimate
@@ -25,7 +32,6 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.entry_store import sized
 from maskserve_engine.fitting.memory import (
     GPU_SHARE,
-    Stage,
     control_bytes,
     denoiser_bytes,
     image_bytes,
@@ -158,6 +164,8 @@ class Shapes:
     def _settings(self) -> Iterator[Settings]:
         """Beside the weights' form, from what costs an edit least to what costs it most."""
         yield ()
+        if self.configured.stages.service:
+            return  # the others are the service's
         plain_t5 = self.facts.t5 and self.configured.model.t5_weights == "bf16"
         if plain_t5 and not self.configured.model.t5_offload:
             yield (("t5_weights", "int8"),)
@@ -174,7 +182,7 @@ class Shapes:
         stages: tuple[Stage, ...] = ("encoder", "decoder")
         for stage in stages:
             own = beside_denoiser(config, stage)
-            if own.model.device != _NO_WEIGHTS:
+            if config.stages.service or own.model.device != _NO_WEIGHTS:
                 held.append(0)
                 continue
             work, weights = image_bytes(own, stage, self.facts), weight_bytes(own, stage)

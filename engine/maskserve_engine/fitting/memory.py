@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import psutil
 import torch
 
-from maskserve_core.config import Config, beside_denoiser
+from maskserve_core.config import Config, Stage, beside_denoiser
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.files.safetensors_header import header_of
 from maskserve_core.models.control_nets import ControlNets
@@ -39,7 +38,6 @@ _PICTURE = 3
 """Channels of an image."""
 _TILED = 5
 """Pictures' worth of tiles: 1.8 of those with their overlaps, their rows, and the whole."""
-Stage = Literal["encoder", "decoder"]
 DeviceMemory = tuple[int, int]
 """(all, free) bytes."""
 
@@ -67,7 +65,7 @@ def memory_table(
     coming = step + adapters + controls
     for stage in ("encoder", "decoder"):
         own = beside_denoiser(config, stage)
-        if device_of(own) != device:
+        if config.stages.service or device_of(own) != device:
             here[stage] = 0
             continue
         weights, work = weight_bytes(own, stage), image_bytes(own, stage, adapter.facts)

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
+from maskserve_core.config import Config
+from maskserve_core.models.facts import read_json
+
 _PARTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "scheduler")
 _CACHED = ".maskserve-digests.json"
 """Beside the weights: file -> size, time of change, digest."""
+_OF_STAGES = (
+    "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
+    "tokenizer_3", "processor",
+)  # fmt: skip
 _CHUNK = 2**24
 
 
-def model_revision(folder: str | Path, form: str = "") -> str:
+def stages_revision(config: Config) -> str:
+    """Of encoder and decoder: models that have it give the same moments, embeddings and pixels. So
+    a service has it of the worker that asks it.
+    """
+    model = config.model
+    pipeline = read_json(Path(model.path) / "model_index.json").get("_class_name")
+    how = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)}"
+    return model_revision(model.path, how, _OF_STAGES)
+
+
+def model_revision(folder: str | Path, form: str = "", parts: Sequence[str] = _PARTS) -> str:
     """32 hexadecimal digits over every byte of every part that shapes activations.
 
     Entries outlive a process, so two trainings must never share a name. Digests of files are kept
@@ -25,18 +43,19 @@ def model_revision(folder: str | Path, form: str = "") -> str:
     Args:
         folder: of the model.
         form: that the weights are brought to when they are loaded; empty: none.
+        parts: folders in it.
     """
     folder = Path(folder)
     known, digest = _read(folder), xxhash.xxh3_128()
-    # Files beside the parts are `file_digest`'s.
-    now = {name: held for name, held in known.items() if "/" not in name}
-    for part in _PARTS:
+    # Others are those of who asks for other parts, or for a file.
+    now = {name: held for name, held in known.items() if name.partition("/")[0] not in parts}
+    for part in parts:
         for path in sorted(p for p in (folder / part).glob("*") if p.is_file()):
             name = f"{part}/{path.name}"
             now[name] = _about(path, known.get(name))
             digest.update(f"{name}:{now[name][0]}:{now[name][2]};".encode())
     if now != known:
-        _write(folder, now)
+        _write(folder, {**_read(folder), **now})  # processes of one worker start together
     if form:
         digest.update(f"weights:{form};".encode())
     return digest.hexdigest()

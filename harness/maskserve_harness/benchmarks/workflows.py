@@ -8,6 +8,8 @@ own anchors (`[cache] own_anchors`, the default) and without (`*_without_anchors
 picture encoded; memory and processes with three workflows at once, beside those with one.
 `verified`: edits with the LoRA `hollow`, three tries, verifier `find`, judged by what the demo's
 own judge sees; beside the first tries, which a verifier that says yes to all would have given.
+`stages`: what two workers with a stage service save of memory, as a share of one encoder's and one
+decoder's processes.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
 
     python scripts/bench workflows --json workflows.json
@@ -42,6 +44,7 @@ from maskserve_core.workflows.nodes import compose, crop, edit, find, outline, s
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.pictures import encode_mask
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
+from maskserve_harness.benchmarks.shared_stages import stages_memory
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.looks import edits_with, followed
@@ -361,8 +364,13 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def stages(args: argparse.Namespace) -> dict[str, Any]:
+    return stages_memory(DEMO_MODEL)
+
+
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "rivals": rivals, "added": added, "shared": shared, "models": models, "verified": verified,
+    "stages": stages,
 }  # fmt: skip
 
 

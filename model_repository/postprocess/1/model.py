@@ -49,4 +49,4 @@ class TritonPythonModel(WorkerModel):
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
 
     def _failed(self, request: Any, error: Exception) -> dict[str, Any]:
-        return {"IMAGE": b"", "META": failed_event(pb_utils, request, error)}
+        return {"IMAGE": b"", "META": failed_event(read_bytes(pb_utils, request, "META"), error)}

@@ -505,6 +505,8 @@ def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
 
     assert wanted() == wanted(device="cuda", encoder_device="cpu") == 1
     assert wanted(encoder_device="cuda:1", decoder_device="cuda") == 2
+    served = {"model": {"encoder_device": "cuda:1"}, "stages": {"service": "127.0.0.1:9015"}}
+    assert gpus_wanted(config_of(served)) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5")
     assert [command.gpus_of_worker(i, 2, each=2) for i in range(2)] == ["0,1", "4,5"]
     with pytest.raises(ServeError, match=r"3 workers of 2 GPU\(s\) on 4 GPU"):

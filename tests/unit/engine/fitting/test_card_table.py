@@ -86,6 +86,22 @@ def test_a_card_of_24_gb_holds_flux_fill(flux_fill: Shapes) -> None:
         assert taken + fit.templates * flux_fill.size.nbytes < usable
 
 
+def test_stages_elsewhere_leave_their_room_to_templates_with_nothing_on_the_cpu() -> None:
+    shapes = Shapes(config_of(FLUX_FILL, stages={"service": "127.0.0.1:9015"}))
+    small, large = (int(0.98 * card * GIB) for card in (24, 80))
+    fit = shapes.fit("fp8", small)
+    assert (fit.rows, fit.templates, fit.settings) == (4, 8, ())
+    assert (fit.encoder, fit.decoder) == (0, 0)
+    assert shapes.fit_with("fp8", (), 5, small).templates == 7
+    fit = shapes.fit("bf16", large)
+    assert fit.rows == 8
+    assert fit.templates >= 50
+    fits = config_of(FLUX_FILL, model={"weights": "int8"}, stages={"service": "127.0.0.1:9015"})
+    check_fits(fits, small)
+    with pytest.raises(ConfigError, match="does not fit the device"):
+        check_fits(config_of(FLUX_FILL, model={"weights": "int8"}), small)
+
+
 def test_more_memory_never_holds_less(flux_fill: Shapes) -> None:
     for form in WEIGHT_FORMS:
         worths = [flux_fill.fit(form, 4 * GIB * n).worth[0] for n in range(1, 24)]

@@ -96,6 +96,9 @@ def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -
     told = table(tiny_fill, tmp_path, model=where)
     assert told.encoder == 0
     assert told.decoder > 0
+    served = table(tiny_fill, tmp_path, stages={"service": "127.0.0.1:9015"})
+    assert (served.encoder, served.decoder) == (0, 0)
+    assert served.cache == int(0.25 * (FREE - served.step))
 
 
 def test_a_budget_beyond_what_there_is_is_told(

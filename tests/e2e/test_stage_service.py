@@ -1,0 +1,150 @@
+"""Two workers whose encoder and decoder a Triton of their own runs: edits are those of a worker
+alone, byte for byte, also while that server is killed, and are refused once it is gone for good.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_client.client import Client
+from maskserve_client.events import Preview
+from maskserve_core.config import cores
+from maskserve_core.errors import MaskserveError
+from maskserve_core.worker.liveness import signed_in
+from maskserve_core.worker.stages import NO_ANSWER
+from maskserve_serving.errors import ServeError
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.service import ServiceProcess
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import WorkerProcess
+from tests.fakes.pictures import encode, scene
+from tests.support.calls import Pixels, pixels
+from tests.support.eventually import eventually
+
+SIDE = 64
+MASK = np.zeros((SIDE, SIDE), np.uint8)
+MASK[16:48, 8:40] = 255
+
+
+def edit(worker: WorkerProcess, number: int, **more: Any) -> Pixels:
+    """One of pictures that differ, with a prompt that nobody else has."""
+    source = np.roll(scene(SIDE, SIDE), number, axis=1)
+    asked: dict[str, Any] = {"num_inference_steps": 4, "cache": "off", "seed": number, **more}
+    with Client(worker.grpc_url) as client:
+        prompt = f"a red star {number}"
+        return pixels(
+            client.edit(encode(source), encode(MASK), prompt, timeout=120, **asked).encoded
+        )
+
+
+@pytest.fixture(scope="module")
+def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    logs = tmp_path_factory.mktemp("stage-logs")
+    config = logs / "worker.toml"
+    # As many threads as the worker alone has: bits depend on it.
+    config.write_text(f"[model]\ntorch_threads = {cores()}\n[stages]\nservice_timeout_s = 45.0\n")
+    options = ServeOptions(
+        config=config,
+        model=str(model),
+        workers=2,
+        stages_device="cpu",
+        base_port=free_base_port(2),
+        log_dir=logs,
+    )
+    with Supervisor(options) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture(scope="module")
+def expected(worker: WorkerProcess) -> list[Pixels]:
+    """Of the worker alone."""
+    return [edit(worker, number) for number in range(6)]
+
+
+def service_of(site: Supervisor) -> ServiceProcess:
+    [service] = site.services
+    return service
+
+
+def nodes(worker: WorkerProcess) -> dict[str, str]:
+    with Client(worker.grpc_url) as client:
+        return {node["name"]: node["state"] for node in client.control("status")["nodes"]}
+
+
+def test_shared_stages_give_the_bytes_of_own_ones(site: Supervisor, expected: list[Pixels]) -> None:
+    for number, own in enumerate(expected):
+        for worker in site.workers:
+            assert edit(worker, number).tolist() == own.tolist()
+    ready = {"denoiser": "ready", "encoder": "ready", "decoder": "ready"}
+    assert [nodes(worker) for worker in site.workers] == [ready, ready]
+
+
+def test_templates_are_primed_and_previews_come(
+    site: Supervisor, worker: WorkerProcess, model: Path
+) -> None:
+    primed = {"cache": "require", "preview_every": 2}
+    found = [edit(each, 7, **primed) for each in (worker, *site.workers)]
+    assert [each.tolist() for each in found[1:]] == [found[0].tolist()] * 2
+    with Client(site.workers[0].grpc_url) as client:
+        events = list(
+            client.edit_stream(
+                encode(scene(SIDE, SIDE)), encode(MASK), "x", num_inference_steps=6, preview_every=2
+            )
+        )
+    assert any(isinstance(event, Preview) for event in events)
+
+
+# tests/triton/test_stages.py holds what is asked again, in this process.
+@pytest.mark.slow
+def test_edits_wait_while_the_service_is_killed_and_are_the_same(
+    site: Supervisor, expected: list[Pixels]
+) -> None:
+    service = service_of(site)
+    with ThreadPoolExecutor(8) as pool:
+        for of_whom in ("server", "encoder", "decoder"):
+            before = service.restarts
+            held = [pool.submit(edit, random.choice(site.workers), n) for n in range(6)]
+            running = dict(signed_in(service.config.runtime_dir))
+            pid = service.pid if of_whom == "server" else running[of_whom]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            for future, own in zip(held, expected, strict=True):
+                assert future.result(120).tolist() == own.tolist()
+            eventually("it is started again", lambda old=before: service.restarts > old, 90)
+            eventually("it answers", service.ready, 90)
+    assert [worker.restarts for worker in site.workers] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_service_gone_for_good_leaves_no_edit_hanging_and_no_worker_ready(
+    site: Supervisor, expected: list[Pixels], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = service_of(site)
+
+    def refuse() -> None:
+        raise ServeError("gone for good")
+
+    with monkeypatch.context() as gone:
+        gone.setattr(service, "start", refuse)
+        service.signal_group()
+        with pytest.raises(MaskserveError, match=NO_ANSWER):
+            edit(site.workers[0], 0)
+        for worker in site.workers:
+            eventually("it is missed", lambda w=worker: nodes(w)["encoder"] == "loading", 90)
+            assert nodes(worker)["denoiser"] == "ready"
+            with pytest.raises(MaskserveError, match=NO_ANSWER):
+                edit(worker, 0)
+    for worker in site.workers:
+        eventually("it is back", lambda w=worker: "loading" not in nodes(w).values(), 120)
+        assert edit(worker, 0).tolist() == expected[0].tolist()
+    assert [worker.restarts for worker in site.workers] == [0, 0]

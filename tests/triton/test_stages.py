@@ -1,0 +1,330 @@
+"""What a worker's encoder and decoder do that send on what they are given: beside a server in this
+process that answers, fails, is killed, or is another. Real stages are there in
+tests/unit/engine/stages/test_shared_stages.py.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from maskserve_core.config import Config, ConfigError, StagesConfig
+from maskserve_core.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.triton import stages
+from maskserve_core.triton.stages import (
+    NO_PIXELS,
+    PRIMING_PROMPT,
+    ForwardedDecoder,
+    ForwardedEncoder,
+    ForwardedStage,
+    check_revision,
+)
+from maskserve_core.triton.sync_execute import Outputs, failed_event
+from maskserve_core.triton.tensor_io import read_bytes
+from maskserve_core.triton.together import Together, batched, view_item
+from maskserve_core.triton.tracing import make_tracer
+from maskserve_core.worker.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
+from tests.fakes.pb_utils import FakeTriton, Request
+from tests.support.eventually import eventually
+from tests.support.stage_server import StageServer
+
+REVISION = "of these stages"
+
+
+class Encoder:
+    """Stands for the real one: what it gives follows from all that it is given."""
+
+    def __init__(self, api: FakeTriton, config: Config) -> None:
+        self._api = api
+        tracer = make_tracer(config, "encoder")
+        self._requests = Together(api, tracer, "encode", self._read, self._encode)
+
+    def execute(self, requests: list[Any]) -> None:
+        self._requests.execute(requests)
+
+    def _read(self, request: Any) -> tuple[bytes, Any, Any, Any]:
+        check_revision(request, lambda: REVISION)
+        return (
+            read_bytes(self._api, request, "REQUEST"),
+            np.array(view_item(self._api, request, "PIXELS", np.uint8, ndim=3)),
+            np.array(view_item(self._api, request, "EDIT_MASK", np.uint8, ndim=2)),
+            np.array(view_item(self._api, request, "CONTROLS", np.uint8, ndim=4)),
+        )
+
+    def _encode(self, edits: Sequence[Any]) -> Iterator[Outputs | Exception]:
+        for asked, pixels, mask, controls in edits:
+            if asked == b"{":
+                yield InvalidRequest("REQUEST", "is broken")
+                continue
+            text = b"primed" if asked == PRIMING_PROMPT else asked
+            yield {
+                "MOMENTS": pixels.astype(np.float32),
+                "MASKED_MOMENTS": mask[None].astype(np.float32),
+                "CONTROL_MOMENTS": controls.astype(np.float32),
+                "CONDITIONING": np.frombuffer(text, np.uint8),
+                "ENCODED": json.dumps({"batch": len(edits)}).encode(),
+            }
+
+
+class Decoder:
+    """Likewise."""
+
+    def __init__(self, api: FakeTriton, config: Config) -> None:
+        self._api = api
+        self.contexts: list[int] = []
+        tracer = make_tracer(config, "decoder")
+        self._requests = Together(
+            api, tracer, "decode", self._read, self._decode, self._failed, output="PIXELS"
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        self._requests.execute(requests)
+
+    def _read(self, request: Any) -> tuple[Any, bytes, Any]:
+        check_revision(request, lambda: REVISION)
+        return (
+            view_item(self._api, request, "LATENTS", np.float32, ndim=3),
+            read_bytes(self._api, request, "META"),
+            view_item(self._api, request, "CONTEXT", np.uint8, ndim=1),
+        )
+
+    def _decode(self, events: Sequence[Any]) -> Iterator[Outputs | Exception]:
+        for latents, meta, context in events:
+            self.contexts.append(len(context))
+            asked = np.frombuffer(request_in(context), np.uint8)
+            if len(latents) != 3:
+                yield ValueError("channels")
+                continue
+            pixels = np.moveaxis(latents, 0, -1).astype(np.uint8) + asked.sum(dtype=np.uint8)
+            yield {"PIXELS": pixels, "META": meta, "CONTEXT": context}
+
+    def _failed(self, request: Any, error: Exception) -> Outputs:
+        meta = failed_event(read_bytes(self._api, request, "META"), error)
+        return {"PIXELS": NO_PIXELS, "META": meta, "CONTEXT": NOTHING}
+
+
+class Site:
+    """Stages of a worker's own, a service with such, and workers that ask it."""
+
+    def __init__(self, api: FakeTriton, config: Config, opened: ExitStack) -> None:
+        self._api, self._config, self._opened = api, config, opened
+        self.own = self.made()
+        self.served = self.made()
+        self.server = opened.enter_context(StageServer(api, self.served))
+
+    def made(self) -> dict[str, Any]:
+        return {
+            "encoder": Encoder(self._api, self._config),
+            "decoder": Decoder(self._api, self._config),
+        }
+
+    def worker(self, name: str = "worker", **keys: Any) -> Config:
+        """The configuration of one that asks the service."""
+        asked = StagesConfig(**{"service": self.server.url, "service_timeout_s": 50.0, **keys})
+        folder = Path(self._config.runtime_dir) / name
+        return replace(self._config, stages=asked, runtime_dir=str(folder))
+
+    def open(
+        self, kind: Callable[..., ForwardedStage], config: Config, revision: str = REVISION
+    ) -> ForwardedStage:
+        made = kind(self._api, config, revision)
+        self._opened.callback(made.close)
+        return made
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def site(api: FakeTriton, config: Config, opened: ExitStack) -> Site:
+    return Site(api, config, opened)
+
+
+def to_encode(api: FakeTriton, asked: bytes = b'{"prompt":"a star"}') -> Request:
+    rng = np.random.default_rng()
+    height, width = rng.integers(8, 24, 2)
+    given = {
+        "REQUEST": asked,
+        "PIXELS": rng.integers(0, 256, (height, width, 3), np.uint8),
+        "EDIT_MASK": rng.integers(0, 256, (height, width), np.uint8),
+        "CONTROLS": rng.integers(0, 256, (rng.integers(3), height, width, 3), np.uint8),
+    }
+    return api.request("", **batched(given))
+
+
+def to_decode(api: FakeTriton, channels: int = 3) -> Request:
+    rng = np.random.default_rng()
+    latents = rng.uniform(0, 255, (channels, 5, 7)).astype(np.float32)
+    if not channels:
+        latents = np.zeros((0, 0, 0), np.float32)
+    source = rng.bytes(5000)
+    context = PostprocessContext(b'{"mine":1}', source, b"paste", decoded=True).pack()
+    meta = b'{"event":"final","request_id":"mine"}'
+    given = {"LATENTS": latents, "META": meta, "CONTEXT": context if channels else NOTHING}
+    return api.request("", **batched(given))
+
+
+def again(api: FakeTriton, request: Request) -> Request:
+    """The same one."""
+    tensors = {name: each.as_numpy() for name, each in request.tensors.items()}
+    return api.request("", **tensors)
+
+
+def answer_to(stage: Any, request: Request) -> dict[str, Any]:
+    stage.execute([request])
+    return tensors_of(request)
+
+
+def tensors_of(request: Request) -> dict[str, Any]:
+    said = request.sender.wait(60)
+    assert not said.has_error(), said.error().message()
+    found = {each.name(): np.asarray(each.as_numpy()) for each in said.output_tensors()}
+    return {name: (each.dtype, each.shape, each.tolist()) for name, each in found.items()}
+
+
+def test_what_is_sent_on_comes_back_as_the_worker_s_own_would_give_it(
+    api: FakeTriton, site: Site
+) -> None:
+    encoder = site.open(ForwardedEncoder, site.worker())
+    decoder = site.open(ForwardedDecoder, site.worker())
+    assert (Path(site.worker().runtime_dir) / PRIMING_PROMPT_FILE).read_bytes() == b"primed"
+    for _ in range(20):
+        request = to_encode(api)
+        expected = answer_to(site.own["encoder"], again(api, request))
+        assert answer_to(encoder, request) == expected
+        request = to_decode(api)
+        expected = answer_to(site.own["decoder"], again(api, request))
+        assert answer_to(decoder, request) == expected
+    assert max(site.served["decoder"].contexts) < 100  # the source's pixels stay here
+    passing = to_decode(api, 0)
+    asked = len(site.served["decoder"].contexts)
+    assert answer_to(decoder, again(api, passing))["META"][2] == [
+        [b'{"event":"final","request_id":"mine"}']
+    ]
+    assert len(site.served["decoder"].contexts) == asked
+
+
+def test_requests_of_several_workers_meet_in_one_call(api: FakeTriton, site: Site) -> None:
+    workers = [site.open(ForwardedEncoder, site.worker(f"worker-{n}")) for n in range(2)]
+    model = site.server.models["encoder"]
+    model.idle.clear()
+    requests = [to_encode(api) for _ in range(3)]
+    for number, request in enumerate(requests):
+        workers[min(number, 1)].execute([request])
+    eventually("all have come", lambda: model.waiting.qsize() == 2)  # and one is taken
+    model.idle.set()
+    assert [tensors_of(each)["ENCODED"][2] for each in requests] == [[[b'{"batch": 3}']]] * 3
+
+
+def test_a_request_that_fails_harms_no_other_and_says_what_its_own_would(
+    api: FakeTriton, site: Site
+) -> None:
+    encoder = site.open(ForwardedEncoder, site.worker())
+    decoder = site.open(ForwardedDecoder, site.worker())
+    bad, good = to_encode(api, b"{"), to_encode(api)
+    missing = to_encode(api)
+    del missing.tensors["PIXELS"]
+    encoder.execute([bad, missing, good])
+    assert not good.sender.wait(60).has_error()
+    told = [each.sender.wait(60).error().message() for each in (bad, missing)]
+    assert told == ["[INVALID_REQUEST] REQUEST: is broken", "[INVALID_REQUEST] PIXELS: is missing"]
+    meta = json.loads(answer_to(decoder, to_decode(api, 4))["META"][2][0][0])
+    assert (meta["event"], meta["request_id"]) == ("failed", "mine")
+    assert meta["error"] == "[ENGINE_FAILED] internal error (request mine)"
+
+
+def test_what_a_killed_service_had_is_asked_again(api: FakeTriton, site: Site) -> None:
+    encoder = site.open(ForwardedEncoder, site.worker())
+    decoder = site.open(ForwardedDecoder, site.worker())
+    requests = {"encoder": to_encode(api), "decoder": to_decode(api)}
+    expected = {k: answer_to(site.own[k], again(api, each)) for k, each in requests.items()}
+    for name, stage in (("encoder", encoder), ("decoder", decoder)):
+        model = site.server.models[name]
+        model.idle.clear()
+        stage.execute([requests[name]])
+        eventually("it has come", lambda model=model: model.came and model.waiting.empty())
+    site.server.kill()
+    assert not any(each.sender.finished.is_set() for each in requests.values())
+    with StageServer(api, site.made(), site.server.port):
+        assert {name: tensors_of(each) for name, each in requests.items()} == expected
+
+
+def test_a_service_gone_for_good_is_told_and_found_again(api: FakeTriton, site: Site) -> None:
+    config = site.worker(service_timeout_s=0.2)
+    encoder, decoder = site.open(ForwardedEncoder, config), site.open(ForwardedDecoder, config)
+    away = StagesAway(config)
+    assert [node.state for node in away.nodes("m")] == ["ready", "ready"]
+    site.server.kill()
+    # More than are with the service at a time.
+    requests = [to_encode(api) for _ in range(40)]
+    encoder.execute(requests)
+    errors = {request.sender.wait(60).error().message() for request in requests}
+    assert errors == {f"[OVERLOADED] {NO_ANSWER}"}
+    eventually("both are missed", lambda: away.names() == ["encoder", "decoder"], 60)
+    assert [node.state for node in away.nodes("m")] == ["loading", "loading"]
+    meta = json.loads(answer_to(decoder, to_decode(api))["META"][2][0][0])
+    assert (meta["event"], meta["error"]) == ("failed", f"[OVERLOADED] {NO_ANSWER}")
+    answer_to(decoder, to_decode(api, 0))  # what needs no service passes
+    with StageServer(api, site.made(), site.server.port):
+        eventually("it is back", lambda: away.names() == [], 60)
+        answer_to(encoder, to_encode(api))
+
+
+def test_a_worker_waits_for_its_service_to_start(
+    api: FakeTriton, site: Site, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = site.worker(service=f"127.0.0.1:{port}", service_timeout_s=0.1)
+    waits, tries = threading.Event.wait, []
+
+    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+        """The service starts once it was asked in vain for longer than edits would wait."""
+        if timeout == stages._AGAIN_S:
+            tries.append(timeout)
+            if len(tries) == 5:
+                opened.enter_context(StageServer(api, site.made(), port))
+        return waits(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    encoder = site.open(ForwardedEncoder, config)
+    assert len(tries) >= 5
+    answer_to(encoder, to_encode(api))
+
+
+def test_a_service_of_another_model_is_refused(api: FakeTriton, site: Site) -> None:
+    with pytest.raises(ConfigError, match=r"\[stages\] service: the stage service .* of another"):
+        site.open(ForwardedEncoder, site.worker(), "of others")
+    decoder = site.open(ForwardedDecoder, site.worker(), "of others")
+    meta = json.loads(answer_to(decoder, to_decode(api))["META"][2][0][0])
+    assert "of another model" in meta["error"]
+
+
+def test_a_server_without_the_models_is_refused(api: FakeTriton, site: Site) -> None:
+    told = r"\[stages\] service: .* has no encoder"
+    with StageServer(api, {}) as none, pytest.raises(ConfigError, match=told):
+        site.open(ForwardedEncoder, site.worker(service=none.url))
+
+
+def test_what_is_under_way_as_the_worker_ends_is_answered(api: FakeTriton, site: Site) -> None:
+    encoder = site.open(ForwardedEncoder, site.worker())
+    site.server.models["encoder"].idle.clear()
+    requests = [to_encode(api) for _ in range(20)]
+    encoder.execute(requests)
+    encoder.close()
+    assert {request.sender.wait().error().message() for request in requests} == {
+        "[OVERLOADED] the worker is stopping"
+    }

@@ -1,0 +1,139 @@
+"""Encoder and decoder that a service runs for several workers give what each worker's own would,
+byte for byte. tests/triton/test_stages.py has what becomes of requests whose service fails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from maskserve_core.contracts.meta import final_meta
+from maskserve_core.contracts.postprocess_context import PostprocessContext
+from maskserve_core.models.registry import load_facts
+from maskserve_core.triton.stages import ForwardedDecoder, ForwardedEncoder
+from maskserve_core.triton.together import batched
+from maskserve_core.worker.stages import PRIMING_PROMPT_FILE
+from maskserve_engine.stages.revision import stages_revision
+from maskserve_engine.triton.stages import DecoderStage, EncoderStage
+from maskserve_harness.benchmarks.direct import request_of
+from tests.fakes.jobs import WORDS, Case, config_of, random_case
+from tests.fakes.pb_utils import FakeTriton, Request
+from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
+from tests.support.stage_server import StageServer
+
+TIMES = {"ENCODED": "ms", "META": "timings_ms"}
+"""What of an answer may differ: how long it took."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    hides = "maskserve_engine.triton.stages.hide_unused_libraries"
+    monkeypatch.setattr(hides, lambda config, **more: None)  # this process is not a model's
+    with ExitStack() as stack:
+        yield stack
+
+
+def to_encode(api: FakeTriton, case: Case, prompt: str) -> Request:
+    edit = request_of(case.pixels, prompt, case.settings, case.seed, "edit")
+    given = {
+        "REQUEST": edit.to_json(),
+        "PIXELS": case.pixels,
+        "EDIT_MASK": case.mask,
+        "CONTROLS": np.zeros((0, *case.pixels.shape), np.uint8),
+    }
+    return api.request("", **batched(given))
+
+
+def to_decode(api: FakeTriton, case: Case, latents: Any) -> Request:
+    edit = request_of(case.pixels, case.prompt, case.settings, case.seed, "edit")
+    paste = bytes(case.mask)
+    context = PostprocessContext(edit.to_json(), bytes(case.pixels), paste, decoded=True)
+    meta = final_meta(edit, "w", "m", {"cache": "miss"}, {})
+    given = {"LATENTS": latents, "META": meta, "CONTEXT": context.pack()}
+    return api.request("", **batched(given))
+
+
+def answer_to(stage: Any, request: Request) -> dict[str, Any]:
+    """But for times."""
+    stage.execute([request])
+    said = request.sender.wait(600)
+    assert not said.has_error(), said.error().message()
+    tensors = {}
+    for each in said.output_tensors():
+        array = np.asarray(each.as_numpy())
+        tensors[each.name()] = (array.dtype.name, array.shape, array.tobytes())
+        if each.name() in TIMES:
+            told = json.loads(array[0, 0])
+            told.pop(TIMES[each.name()])
+            tensors[each.name()] = told
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "fill",
+        # The same code; these have a negative prompt, and prompts about a picture.
+        pytest.param("sdxl-base", marks=pytest.mark.slow),
+        pytest.param("qwen-edit", marks=pytest.mark.slow),
+    ],
+)
+def test_what_comes_back_is_what_the_worker_would_have_made(
+    model: str,
+    tmp_path: Path,
+    tiny_fill: Path,
+    tiny_unets: dict[str, Path],
+    opened: ExitStack,
+) -> None:
+    folder = {"fill": tiny_fill, **tiny_unets}.get(model)
+    folder = folder or build_tiny_qwen_image(tmp_path / "model", EDIT)
+    api, config, rng = FakeTriton(), config_of(folder), np.random.default_rng()
+    made: dict[str, dict[str, Any]] = {}
+    for name in ("own", "service"):
+        at = replace(config, runtime_dir=str(tmp_path / name))
+        made[name] = {"encoder": EncoderStage(api, at), "decoder": DecoderStage(api, at)}
+        for stage in made[name].values():
+            opened.callback(stage.close)
+    server = opened.enter_context(StageServer(api, made["service"]))
+    asked = replace(config.stages, service=server.url)
+    workers = [
+        replace(config, stages=asked, runtime_dir=str(tmp_path / f"worker-{n}")) for n in range(2)
+    ]
+    revision = stages_revision(config)
+    encoders = [ForwardedEncoder(api, each, revision) for each in workers]
+    decoders = [ForwardedDecoder(api, each, revision) for each in workers]
+    for stage in (*encoders, *decoders):
+        opened.callback(stage.close)
+
+    expected = (tmp_path / "own" / PRIMING_PROMPT_FILE).read_bytes()
+    for each in workers:
+        assert (Path(each.runtime_dir) / PRIMING_PROMPT_FILE).read_bytes() == expected
+    cases = [random_case(rng) for _ in range(3)]
+    facts = load_facts(str(folder), 0)
+    for _ in range(8):
+        # What is kept of one worker's edits serves the other's, as it would have its own.
+        case, prompt, who = cases[rng.integers(3)], str(rng.choice(WORDS)), int(rng.integers(2))
+        own = answer_to(made["own"]["encoder"], to_encode(api, case, prompt))
+        assert answer_to(encoders[who], to_encode(api, case, prompt)) == own
+        height, width = (side // facts.vae_scale_factor for side in case.mask.shape)
+        latents = rng.standard_normal((facts.latent_channels, height, width), np.float32)
+        own = answer_to(made["own"]["decoder"], to_decode(api, case, latents))
+        assert answer_to(decoders[who], to_decode(api, case, latents)) == own
+    assert api.violations == []
+
+
+def test_only_what_encoder_and_decoder_are_made_of_tells_stages_apart(
+    tiny_fill: Path, tiny_inpaint: Path
+) -> None:
+    config = config_of(tiny_fill)
+    own = stages_revision(config)
+    assert own == stages_revision(config_of(tiny_fill, model={"weights": "nf4"}))
+    assert own != stages_revision(config_of(tiny_fill, model={"max_sequence_length": 16}))
+    assert own != stages_revision(config_of(tiny_inpaint))

@@ -1,0 +1,82 @@
+"""Services beside workers: what they and their workers are told, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from maskserve_core.config import beside_denoiser, cores
+from maskserve_core.worker.stages import STAGES
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import WorkerFiles, checked
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import Ports, free_base_port
+from maskserve_serving.service import ControlNetProcess, StagesProcess
+from maskserve_serving.spec import Spec, with_stages
+
+
+def spec(folder: Path, **asked: Any) -> Spec:
+    options = ServeOptions(
+        "m", base_port=free_base_port(), log_dir=folder, say=lambda line: None, **asked
+    )
+    files = WorkerFiles(folder / "memory" / "worker-0", folder / "disk" / "worker-0")
+    return Spec(0, options, cast(Any, None), {}, files)
+
+
+def test_workers_are_told_where_the_service_is(tmp_path: Path) -> None:
+    own = spec(tmp_path, controlnets=str(tmp_path / "nets"), controlnet_device="cuda:1")
+    controls = checked(own.with_controlnets({})).controls
+    ports = Ports.of_controlnet(own.options.base_port)
+    assert controls.service == f"127.0.0.1:{ports.grpc}"
+    assert controls.folder == str(tmp_path / "nets")
+    worker = Ports.of_worker(own.options.base_port, 0)
+    assert not set(ports.all().values()) & set(worker.all().values())
+    assert spec(tmp_path).with_controlnets({}) == {}
+
+
+def test_cores_are_shared_with_the_service(tmp_path: Path) -> None:
+    alone, shared = spec(tmp_path), spec(tmp_path, controlnet_device="cpu")
+    assert alone.threads(checked({})) == cores()
+    assert shared.threads(checked({})) == max(1, cores() // 2)
+    assert shared.threads(checked({"model": {"torch_threads": 5}})) == 5
+    both = spec(tmp_path, controlnet_device="cpu", stages_device="cpu")
+    assert both.threads(checked({})) == max(1, cores() // 3)
+
+
+def test_workers_are_told_where_encoder_and_decoder_are(tmp_path: Path) -> None:
+    own = spec(tmp_path, stages_device="cuda:1", adapters=str(tmp_path / "loras"))
+    base = own.options.base_port
+    ports = Ports.of_stages(base)
+    assert checked(with_stages(own.options, {})).stages.service == f"127.0.0.1:{ports.grpc}"
+    assert with_stages(spec(tmp_path).options, {}) == {}
+    taken = [Ports.of_worker(base, 0), Ports.of_worker(base, 1), Ports.of_controlnet(base)]
+    for others in (*taken, Ports.of_nodes(base)):
+        assert not set(ports.all().values()) & set(others.all().values())
+
+
+def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_runs(
+    tmp_path: Path,
+) -> None:
+    given = {
+        "model": {"path": "m", "decoder_device": "cpu", "t5_weights": "int8"},
+        "stages": {"encode_halo": 3, "service": "elsewhere:1"},
+    }
+    own = replace(spec(tmp_path, stages_device="cuda:1", adapters="loras"), tables=given)
+    process = StagesProcess(own)
+    config = checked(process.tables())
+    assert process.models() == ["encoder", "decoder"]
+    assert {beside_denoiser(config, stage).model.device for stage in STAGES} == {"cuda:1"}
+    assert (config.stages.service, config.stages.encode_halo) == ("", 3)
+    assert config.model.t5_weights == "int8"
+    worker = checked(own.with_adapters(given))
+    assert config.adapters == worker.adapters  # the front has brought the edit's LoRAs there
+
+
+def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    process = ControlNetProcess(spec(tmp_path, controlnet_device="cpu"))
+    with pytest.raises(ServeError, match="--controlnets DIR"):
+        process.start()
+    assert process.pid is None
