@@ -15,14 +15,15 @@ import pytest
 from msgspec import structs
 from PIL import Image
 
-from maskserve_core.config import Config, templates_folder
-from maskserve_core.contracts.status_record import NodeStatus
+from maskserve_core.config import Config, StagesConfig, templates_folder
+from maskserve_core.contracts.status_record import NodeStatus, WorkerStatus
 from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.cancels import CancelListener, cancel_edit
 from maskserve_core.triton.control import OPERATIONS, WorkerControl
 from maskserve_core.triton.together import batched
 from maskserve_core.worker.admission import Gate
+from maskserve_core.worker.stages import StagesAway
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 from tests.support.eventually import eventually
@@ -134,6 +135,26 @@ def test_status_needs_no_engine(
     drained = ask(api, control, {"op": "status"})
     assert drained["state"] == "draining"
     assert [node["state"] for node in drained["nodes"]] == ["draining", "loading"]
+
+
+def test_status_says_which_stages_are_away(
+    api: FakeTriton, config: Config, beat: Callable[..., None]
+) -> None:
+    beat(state="ready", nodes=(NodeStatus("denoiser", "tiny", "ready"),))
+    served = structs.replace(config, stages=StagesConfig(service="127.0.0.1:1"))
+    control = WorkerControl(api, served)
+    try:
+        for away in (True, False):
+            StagesAway(served).say("decoder", away=away)
+            status = ask(api, control, {"op": "status"})
+            states = {node["name"]: node["state"] for node in status["nodes"]}
+            decoder = "loading" if away else "ready"
+            assert states == {"denoiser": "ready", "encoder": "ready", "decoder": decoder}
+            keys = WorkerStatus.__struct_fields__
+            record = {name: value for name, value in status.items() if name in keys}
+            assert WorkerStatus.from_json(json.dumps(record)).takes_edits == (not away)
+    finally:
+        control.close()
 
 
 def test_drain_closes_the_admission(

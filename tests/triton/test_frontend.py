@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, StagesConfig
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import EditSettings
@@ -29,6 +29,7 @@ from maskserve_core.triton.cancels import Withdrawals, cancel_edit
 from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.traffic import PROBE
 from maskserve_core.worker.admission import Gate
+from maskserve_core.worker.stages import NO_ANSWER, StagesAway
 from maskserve_core.worker.templates import template_folder
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import (
@@ -571,6 +572,26 @@ def test_a_failed_node_is_named(
     front.execute([request])
     beat(nodes=(NodeStatus("upscaler", "big", "failed"),))
     assert error_of(request)[0] == "[ENGINE_FAILED] the upscaler (big) has failed"
+
+
+def test_no_edit_is_taken_while_the_stage_service_is_away(
+    api: FakeTriton, config: Config, beat: Callable[..., None]
+) -> None:
+    served = structs.replace(config, stages=StagesConfig(service="127.0.0.1:1"))
+    away = StagesAway(served)
+    front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
+    try:
+        away.say("encoder", away=True)
+        refused, taken = edit(api), edit(api)
+        front.execute([refused])
+        text, code = error_of(refused)
+        assert (text, code) == (f"[OVERLOADED] {NO_ANSWER}", api.TritonError.UNAVAILABLE)
+        away.say("encoder", away=False)
+        api.models["edit_pipeline"] = final
+        front.execute([taken])
+        assert taken.sender.wait().text("IMAGE") == b"picture"
+    finally:
+        front.close()
 
 
 def test_draining_refuses_new_edits_and_finishes_old_ones(

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.config_file import load_config
+
 ORDER = "sabotage"
 PREVIEWS = "sabotage-previews"
 _LOOK_S = 0.02
@@ -19,19 +21,24 @@ _LOOK_S = 0.02
 
 def install(model: Any) -> None:
     """Have instances of the denoiser's or the decoder's TritonPythonModel obey."""
-    (_install_in_decoder if hasattr(model, "_decode") else _install_in_denoiser)(model)
+    if model.name == "decoder":
+        _install_in_decoder()
+    else:
+        _install_in_denoiser(model)
 
 
-def _install_in_decoder(model: Any) -> None:
-    decode = model._decode
+def _install_in_decoder() -> None:
+    from maskserve_engine.triton.stages import DecoderStage
+
+    decode, order = DecoderStage._decode, Path(load_config().runtime_dir) / PREVIEWS
 
     def decode_or_obey(self: Any, events: Any) -> Any:
-        ordered = (Path(self._config.runtime_dir) / PREVIEWS).exists()
+        ordered = order.exists()
         for event, made in zip(events, decode(self, events), strict=True):
             is_preview = b'"preview"' in event.meta
             yield RuntimeError("sabotaged") if ordered and is_preview else made
 
-    model._decode = decode_or_obey
+    DecoderStage._decode = decode_or_obey  # type: ignore[method-assign]
 
 
 def _install_in_denoiser(model: Any) -> None:
