@@ -21,14 +21,8 @@ from maskserve_core.config import Config, ConfigError, StagesConfig
 from maskserve_core.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.triton import stages
-from maskserve_core.triton.stages import (
-    NO_PIXELS,
-    PRIMING_PROMPT,
-    ForwardedDecoder,
-    ForwardedEncoder,
-    ForwardedStage,
-    check_revision,
-)
+from maskserve_core.triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
+from maskserve_core.triton.stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
 from maskserve_core.triton.sync_execute import Outputs, failed_event
 from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.triton.together import Together, batched, view_item

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import grpc
 import numpy as np
-from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
@@ -30,23 +29,18 @@ from maskserve_core.config import Config, ConfigError, Stage
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_core.contracts.tensors import CONTRACTS
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded, has_code
+from maskserve_core.errors import MaskserveError, Overloaded, guarded, has_code
 from maskserve_core.files.store import FileStore
 from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
 from maskserve_core.triton.sync_execute import Outputs, failed_event
-from maskserve_core.triton.tensor_io import parameters, relayed, view_array
+from maskserve_core.triton.tensor_io import relayed, view_array
 from maskserve_core.triton.together import batched
 from maskserve_core.triton.tracing import TRACEPARENT, parent_of
 from maskserve_core.worker.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
 
 log = logging.getLogger("maskserve")
 
-REVISION = "stages_revision"
-"""Parameter of a request that a worker sends on: the digest of the stages that it is made for."""
-PRIMING_PROMPT = b'{"op":"priming_prompt"}'
-"""REQUEST that asks the encoder for its file of that name, as CONDITIONING; its pictures have no
-pixels."""
-NO_PIXELS: NDArray[np.uint8] = np.zeros((0, 0, 3), np.uint8)
 _NO_EDIT = {
     "PIXELS": NO_PIXELS,
     "EDIT_MASK": np.zeros((0, 0), np.uint8),
@@ -61,17 +55,6 @@ _PING_S = 2.0
 _SAY_EVERY_S = 10.0
 _NOT_THERE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
 """What a server says that is no stage service."""
-
-
-def check_revision(request: Any, own: Callable[[], str]) -> None:
-    """Refuse a request of a worker whose model has other stages; a worker's own ask nothing.
-
-    Raises:
-        EngineFailed: it is one.
-    """
-    asked = parameters(request).get(REVISION)
-    if asked is not None and asked != own():
-        raise EngineFailed("the stage service has the encoder and decoder of another model")
 
 
 class StageService:

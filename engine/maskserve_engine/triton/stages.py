@@ -17,7 +17,7 @@ from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.stages import NO_PIXELS, PRIMING_PROMPT, check_revision
+from maskserve_core.triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
 from maskserve_core.triton.sync_execute import Outputs, failed_event
 from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.triton.together import Together, view_item
