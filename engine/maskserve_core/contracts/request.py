@@ -205,7 +205,9 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
     if settings.output_quality is not None and settings.output_format == "png":
         raise InvalidRequest("SETTINGS.output_quality", "is no setting of PNG", "jpeg or webp")
     if settings.background == "transparent" and settings.output_format == "jpeg":
-        raise InvalidRequest("SETTINGS.background", "is transparent, but JPEG has no alpha", "png")
+        raise InvalidRequest(
+            "SETTINGS.background", "is transparent, but JPEG has no alpha", "png or webp"
+        )
     if settings.cache == "require" and not config.cache.enabled:
         raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
 
