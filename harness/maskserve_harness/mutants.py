@@ -447,7 +447,7 @@ MUTATIONS = (
         f"{_ENGINE}/families/qwen_image21/blocks.py",
         "allowed = allowed.tril(seen)",
         "allowed = allowed.tril(seen + 1)",
-        f"{_OF_QWEN21}::test_dense_rows_of_any_mix_are_the_pipelines",
+        f"{_OF_QWEN21}::test_what_stands_before_the_picture_is_the_models_own_cache",
     ),
     Mutation(
         "what a model left transparent is pasted",

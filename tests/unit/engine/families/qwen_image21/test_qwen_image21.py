@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -92,6 +93,29 @@ def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
     cached_rows.run(model.replay, rows, "dense")
     for case, row in zip(cases, rows, strict=True):
         assert_equal(row.result().array(), model.oracle(case))
+
+
+def test_what_stands_before_the_picture_is_the_models_own_cache(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values: keys are turned to other places."""
+    module, caches = importlib.import_module(type(model.pipeline).__module__), []
+    real = module.QwenImage21KVCache
+
+    def made(layers: int) -> Any:
+        caches.append(real(layers))
+        return caches[-1]
+
+    monkeypatch.setattr(module, "QwenImage21KVCache", made)
+    case = model.case(2, num_inference_steps=2, strength=1.0)
+    model.oracle(case)
+    row: Any = model.adapter.dense_row(encode_case(model.encoder, case, "edit"))
+    model.adapter.step([row], None)
+    sentence = (row.references.before, row.references, row.words)
+    [cache] = caches
+    for number, layer in enumerate(cache.layer_caches):
+        found = torch.cat([each.entry.blocks[number].values.data for each in sentence])
+        assert_equal(found.numpy(), layer.v[0].flatten(1).numpy())
 
 
 def test_words_before_the_picture_are_the_same_of_all_prompts_and_pictures(model: Model) -> None:
