@@ -63,7 +63,7 @@ test: $(STAMP) ## the tests, with a real Triton
 	$(if $(GPU),$(PY) -m pytest tests/gpu $(PYTEST_FLAGS))
 
 test-units: $(STAMP)
-	OMP_NUM_THREADS=1 nice -n 10 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit \
+	OMP_NUM_THREADS=1 nice -n 5 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit \
 		tests/contract tests/triton $(if $(GPU),,tests/gpu) $(PYTEST_FLAGS)
 
 # A file runs in one process, where its Triton is (tests/e2e/conftest.py says which share one).

@@ -130,7 +130,7 @@ def test_workers_that_write_evict_and_read_one_folder_see_whole_entries_only(
     budget = 8 * (random_entry(0).nbytes + 4096)
     workers = [start(WORKER, tmp_path, budget, SECONDS, seed) for seed in range(2)]
     for worker in workers:
-        out, _ = worker.communicate(timeout=SECONDS + 120)
+        out, _ = worker.communicate()  # to begin may take minutes on a busy machine
         assert worker.returncode == 0
         corrupt, failures, read = map(int, out.split())
         assert (corrupt, failures) == (0, 0)
