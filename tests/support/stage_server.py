@@ -109,7 +109,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 array = np.empty(1, np.object_)
                 array[0] = bytes(bytes_tensor.only(raw))
             else:
-                array = np.frombuffer(raw, _DTYPES[each.datatype])
+                array = np.frombuffer(bytearray(raw), _DTYPES[each.datatype])  # may be written
             tensors[each.name] = array.reshape(tuple(each.shape))
         asked = self._server.api.request(json.dumps(given), **tensors)
         model.waiting.put(asked)

@@ -135,5 +135,6 @@ def test_only_what_encoder_and_decoder_are_made_of_tells_stages_apart(
     config = config_of(tiny_fill)
     own = stages_revision(config)
     assert own == stages_revision(config_of(tiny_fill, model={"weights": "nf4"}))
-    assert own != stages_revision(config_of(tiny_fill, model={"max_sequence_length": 16}))
+    longer = replace(config.model, max_sequence_length=config.model.max_sequence_length + 1)
+    assert own != stages_revision(replace(config, model=longer))
     assert own != stages_revision(config_of(tiny_inpaint))
