@@ -102,11 +102,12 @@ bench: $(STAMP) ## measured beside what people would use instead: 15 minutes
 bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: an hour and a half
 	$(PY) scripts/bench end_to_end --full
 
-page: $(SERVING) ## serve MODEL and a page to paint masks on, until Ctrl-C
+page: $(SERVING) ## serve MODEL and a page to paint or click masks on, until Ctrl-C
 	$(PY) -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[web]'
-	@$(VENV)/bin/maskserve serve --model $(MODEL) & serve=$$!; \
-		trap 'kill -INT $$serve; wait $$serve' EXIT; \
-		$(VENV)/bin/maskserve web --images assets/photos
+	@$(VENV)/bin/maskserve serve --model $(MODEL) --router --nodes assets/nodes/demo.toml & \
+		serve=$$!; trap 'kill -INT $$serve; wait $$serve' EXIT; \
+		$(VENV)/bin/maskserve web --url localhost:8081 --router http://localhost:8080 \
+			--images assets/photos
 
 serve: $(SERVING) ## serve MODEL with WORKERS workers until Ctrl-C
 	$(VENV)/bin/maskserve serve --model $(MODEL) --workers $(WORKERS)

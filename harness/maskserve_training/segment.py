@@ -32,7 +32,7 @@ from maskserve_training.loop import Step, Training, node_options
 from maskserve_training.muon import Muon
 from maskserve_training.vae import to_tensor
 
-FOLDER: Final = CHECKOUT / "assets" / "models" / "demo-segment"
+FOLDER: Final = CHECKOUT / "assets" / "nodes" / "segment"
 _PATCH: Final = 8
 _WIDTH: Final = 96
 _SPREAD: Final = 2.0
@@ -152,7 +152,7 @@ def loss_of(
     right = functional.adaptive_avg_pool2d(right, logits.shape[-1])
     found = torch.sigmoid(logits)
     shared, both = (found * right).sum((2, 3)), (found + right).sum((2, 3))
-    overlap = 1 - (2 * shared + 20) / (both + 20)
+    overlap = 1 - (2 * shared + 1) / (both + 1)
     entropy = functional.binary_cross_entropy_with_logits(logits, right)
     with torch.no_grad():
         cut, there = logits > 0, right > 0.5
@@ -226,7 +226,8 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     model = new_model()
     hint = Likeness(model)
     learnt = nn.ModuleDict({"model": model, "hint": hint})
-    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    linear = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
     others = {p for p in learnt.parameters() if p.requires_grad} - set(linear)
     adam = torch.optim.AdamW(
         [p for p in learnt.parameters() if p in others], rate, betas=(0.9, 0.98), weight_decay=0.0
@@ -249,7 +250,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
 
 
 def main() -> int:
-    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=45, rate=2e-3)
+    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=77, rate=2e-3)
     parser.add_argument("--judge", type=int, metavar="N", help="train nothing; judge N clicks")
     args = parser.parse_args()
     torch.set_num_threads(1)
