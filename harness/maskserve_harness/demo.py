@@ -38,9 +38,9 @@ class DemoFailed(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
     try:
-        image = options.image or find_source(ASSETS)
+        options = parse(argv)
+        image = options.image
         options.out.mkdir(parents=True, exist_ok=True)
         with Supervisor(serve_options(options)) as supervisor:
             with Client(supervisor.workers[0].grpc_url) as client:
@@ -66,12 +66,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", default=str(DEMO_MODEL), help="model folder")
-    add("--image", type=Path, help="source picture; default: the one in assets/demo")
-    add("--mask", type=Path, default=ASSETS / "mask.png", help="white is edited")
-    add("--prompt", default="a red star")
+    add("--image", type=Path, help="source picture; default: one that the model can edit")
+    add("--mask", type=Path, help="white is edited")
+    add("--prompt")
     add("--seed", type=int, default=1)
     add("--out", type=Path, default=Path("demo-output"), help="folder for the pictures")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    named = ASSETS / Path(options.model).name  # a model whose prompts name what it sees
+    inputs = named if named.is_dir() else ASSETS
+    options.image = options.image or find_source(inputs)
+    options.mask = options.mask or inputs / "mask.png"
+    options.prompt = options.prompt or (inputs / "prompt.txt").read_text().strip()
+    return options
 
 
 def find_source(folder: Path) -> Path:

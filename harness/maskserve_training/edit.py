@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, default=CHECKOUT / "assets/models/demo-edit", help="folder to export to"
     )
     add("--text-minutes", type=float, default=4, help="CPU time of the text encoder")
-    add("--minutes", type=float, default=160, help="CPU time of the transformer")
+    add("--minutes", type=float, default=145, help="CPU time of the transformer")
     add("--rate", type=float, default=3e-3, help="peak learning rate")
     add("--export-only", action="store_true", help="export the latest checkpoints and stop")
     add("--judge", type=int, default=0, help="judge so many held-out edits of --out instead")

@@ -34,6 +34,10 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=8.0)
 _DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
 """As many steps as these are distilled to: no pipeline's signature says so."""
 _STRIDE = 7
+_OWN_STRIDE = 0.2
+"""Of four steps it leaves each dense. 41.5 dB, 38 of the worst edit, of `demo-edit` at 20 steps
+(docs/decisions/own-anchors.md); what exact references leave is not measured."""
+_OWN_POWER = 2.0
 _PATCH = 2
 
 lora_work = flux.lora_work
@@ -61,7 +65,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=_DISTILLED if distilled else DEFAULTS,
         stride=1 if distilled else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        own_stride=0.0,
+        own_stride=0.0 if semantics.exact else _OWN_STRIDE,
+        own_power=_OWN_POWER,
         true_cfg=False,
         negative_prompts=False,
         mask_latents=_PATCH,

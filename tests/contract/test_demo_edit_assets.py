@@ -1,0 +1,58 @@
+"""The committed demo edit model is a plain diffusers folder that loads and is served offline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import Flux2KleinInpaintPipeline
+from PIL import Image
+
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.preprocess import mask_for_model
+from maskserve_core.models.registry import load_facts
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.stages.latents import to_model
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.reference_edits import MAX_LENGTH, named_edits
+from tests.fakes.jobs import Case, config_of, encode_case
+
+MODEL = DEMO_MODEL.with_name("demo-edit")
+
+
+def test_the_folder_is_small_and_names_no_place_of_its_making() -> None:
+    files = [f for f in MODEL.rglob("*") if f.is_file()]
+    assert sum(f.stat().st_size for f in files) <= 25_000_000
+    assert not [f for f in files if f.suffix == ".json" and "_name_or_path" in f.read_text()]
+
+
+def test_it_is_a_distilled_klein_with_its_source_as_reference() -> None:
+    facts = load_facts(MODEL)
+    assert (facts.family, facts.guidance, facts.native_resolution) == ("flux2", "none", 128)
+
+
+def test_the_engine_and_diffusers_make_the_same_edit() -> None:
+    (edit,) = named_edits(1)
+    config = config_of(MODEL, model={"outside_noise": "edit"})
+    adapter = load_adapter(config)
+    mask = mask_for_model(edit.mask * np.uint8(255), adapter.facts)
+    settings = EditSettings(num_inference_steps=4, mask_ring=0)
+    case = Case(edit.source, mask, edit.prompt, settings, 3)
+    row = adapter.dense_row(encode_case(load_encoder(config), case, "one"))
+    while row.step < row.steps:
+        adapter.step([row], None)
+    pipeline: Any = Flux2KleinInpaintPipeline.from_pretrained(MODEL)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = pipeline(
+        prompt=edit.prompt,
+        image=Image.fromarray(edit.source),
+        mask_image=Image.fromarray(mask),
+        num_inference_steps=4,
+        strength=1.0,
+        generator=torch.Generator("cpu").manual_seed(3),
+        max_sequence_length=MAX_LENGTH,
+        output_type="latent",
+    ).images
+    expected = to_model(latents, adapter.facts.latents)[0].numpy()
+    assert np.abs(row.result().array() - expected).max() <= 1e-3
