@@ -40,6 +40,7 @@ from maskserve_engine.families.flow.preparation import (
     grid_of,
 )
 from maskserve_engine.families.flow.rows import (
+    FixedWords,
     FlowInactive,
     FlowPrimingRow,
     FlowRow,
@@ -47,7 +48,6 @@ from maskserve_engine.families.flow.rows import (
     OwnOutside,
     References,
     Row,
-    Words,
 )
 from maskserve_engine.families.flow.schedule import (
     check_sampler,
@@ -475,7 +475,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
-    ) -> Words | None:
+    ) -> FixedWords | None:
         """A prompt that no step computes; None: it is `text`."""
         return None
 

@@ -42,12 +42,12 @@ class Negative:
     """Of the second pass, where the row has anchors of its own."""
     cis: Tensor | None = None
     """[T, head_dim / 2] of its text; None: it has as many tokens as the prompt."""
-    words: Words | None = None
+    words: FixedWords | None = None
     """As of `FlowRow`."""
 
 
 @dataclass(slots=True)
-class Words:
+class FixedWords:
     """Text that sees nothing of a row but what stands before it (`packing.FixedTokens`)."""
 
     embeds: Tensor
@@ -81,7 +81,7 @@ class References:
     """Their keys and values: the row's own, or the template's; None: not made yet."""
     made: bool = False
     """Whether the row's last step has made them, or words."""
-    before: Words | None = None
+    before: FixedWords | None = None
     """What they see."""
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class FlowRow:
     """[R, 4C] of a dense row: the pictures that are only looked at."""
     references: References | None = None
     """Such pictures where they see nothing of the row."""
-    words: Words | None = None
+    words: FixedWords | None = None
     """Its prompt, where that sees nothing of the row either: `text` is then empty."""
     pads: int = 0
     """Of its text's tokens (`RowInput.pads`)."""
@@ -342,7 +342,7 @@ class FlowRow:
         pooled: Tensor | None,
         own: OwnAnchors | None,
         cis: Tensor,
-        words: Words | None,
+        words: FixedWords | None,
     ) -> RowInput:
         """Of one pass; `cis` of its text and the computed tokens."""
         inactive = self.inactive

@@ -22,7 +22,7 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flow.preparation import BEFORE, FlowPrompt, grid_of
-from maskserve_engine.families.flow.rows import FlowRow, References, Row, Words
+from maskserve_engine.families.flow.rows import FixedWords, FlowRow, References, Row
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux.blocks import Vectors
 from maskserve_engine.families.flux.weights import FluxWeights
@@ -54,7 +54,7 @@ class QwenImage21Batch(FluxBatch):
                 _say(model, row, None if row.negative is None else row.negative.words)
 
 
-def _say(model: FluxWeights, row: Row, words: Words | None) -> None:
+def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
     """Make a row's words, if they have not been made."""
     if words is not None and words.entry is None:
         assert isinstance(model, QwenImage21Weights)
@@ -103,14 +103,14 @@ class QwenImage21Adapter(FluxAdapter):
 
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
-    ) -> Words | None:
+    ) -> FixedWords | None:
         """Behind the reference."""
         assert references is not None
         assert references.before is not None
         count, begin = len(prompt.embeds), len(references.before) + max(grid_of(job))
         back = self._rotary(torch.tensor([[-count, 0, 0]]))[0]
         seen = (references.before, references)
-        return Words(prompt.embeds, self._spoken(count, 0, begin), seen, back)
+        return FixedWords(prompt.embeds, self._spoken(count, 0, begin), seen, back)
 
     def _references(self, job: EditJob, text: int) -> References | None:
         made = super()._references(job, text)
@@ -118,7 +118,7 @@ class QwenImage21Adapter(FluxAdapter):
         embeds = torch.from_numpy(job.conditioning[BEFORE]).to(self.dtype)
         [embeds] = to_device([embeds], self.device)
         count = len(embeds)
-        made.before = Words(embeds, self._spoken(count, -max(grid_of(job)) - count, 0))
+        made.before = FixedWords(embeds, self._spoken(count, -max(grid_of(job)) - count, 0))
         return made
 
     def _spoken(self, count: int, first: int, begin: int) -> Tensor:

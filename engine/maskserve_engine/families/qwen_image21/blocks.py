@@ -11,7 +11,7 @@ from torch import Tensor
 from maskserve_core.contracts.keys import STILL
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
-from maskserve_engine.families.flow.rows import Words
+from maskserve_engine.families.flow.rows import FixedWords
 from maskserve_engine.families.flux.blocks import Vectors, clip, embed, split, stream_post
 from maskserve_engine.families.qwen_image21.weights import QwenImage21Weights
 from maskserve_engine.layers.attention import spans
@@ -44,7 +44,7 @@ def vectors(weights: QwenImage21Weights, timesteps: Tensor) -> tuple[Vectors, ..
     )
 
 
-def said(weights: QwenImage21Weights, words: Words) -> AnchorEntry:
+def said(weights: QwenImage21Weights, words: FixedWords) -> AnchorEntry:
     """Keys and values of text in all blocks: each token sees those before it, at time 0.
 
     Args:
