@@ -51,13 +51,12 @@ def to_encode(api: FakeTriton, case: Case, prompt: str) -> Request:
     return api.request("", **batched(given))
 
 
-def to_decode(api: FakeTriton, case: Case, latents: Any) -> Request:
+def to_decode(case: Case, latents: Any) -> dict[str, Any]:
     edit = request_of(case.pixels, case.prompt, case.settings, case.seed, "edit")
     paste = bytes(case.mask)
     context = PostprocessContext(edit.to_json(), bytes(case.pixels), paste, decoded=True)
     meta = final_meta(edit, "w", "m", {"cache": "miss"}, {})
-    given = {"LATENTS": latents, "META": meta, "CONTEXT": context.pack()}
-    return api.request("", **batched(given))
+    return batched({"LATENTS": latents, "META": meta, "CONTEXT": context.pack()})
 
 
 def answer_to(stage: Any, request: Request) -> dict[str, Any]:
@@ -124,8 +123,9 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
         assert answer_to(encoders[who], to_encode(api, case, prompt)) == own
         height, width = (side // facts.vae_scale_factor for side in case.mask.shape)
         latents = rng.standard_normal((facts.latent_channels, height, width), np.float32)
-        own = answer_to(made["own"]["decoder"], to_decode(api, case, latents))
-        assert answer_to(decoders[who], to_decode(api, case, latents)) == own
+        given = to_decode(case, latents)
+        own = answer_to(made["own"]["decoder"], api.request("", **given))
+        assert answer_to(decoders[who], api.request("", **given)) == own
     assert api.violations == []
 
 
