@@ -67,6 +67,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         dense_steps=DenseSteps(prompt=1, side=1),
         own_stride=0.0 if semantics.exact else _OWN_STRIDE,
         own_power=_OWN_POWER,
+        own_over_template=not semantics.exact,
         true_cfg=False,
         negative_prompts=False,
         mask_latents=_PATCH,
