@@ -21,7 +21,7 @@ from maskserve_harness.demo_model.named import draw_named
 from maskserve_harness.demo_model.node_judges import enlarged_db, halved
 from maskserve_harness.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Picture
 from maskserve_training.loop import Step, Training, node_options
-from maskserve_training.muon import Muon
+from maskserve_training.muon import optimisers
 
 FOLDER: Final = CHECKOUT / "assets" / "nodes" / "enlarge"
 _CROP: Final = 32
@@ -104,11 +104,9 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
         if path.name != HELD_OUT_PHOTO
     ]
     model = new_model(photos)
-    matrices = {m.weight for m in model.swin2sr.encoder.modules() if isinstance(m, nn.Linear)}
-    muon = Muon([p for p in model.parameters() if p in matrices], rate, weight_decay=0.0)
-    adam = torch.optim.AdamW(
-        [p for p in model.parameters() if p not in matrices], lr=rate, weight_decay=0.0
-    )
+    layers = [m for m in model.swin2sr.encoder.modules() if isinstance(m, nn.Linear)]
+    matrices = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
+    both = optimisers(model, matrices, rate, weight_decay=0.0, betas=(0.9, 0.999))
 
     def save() -> None:
         model.save_pretrained(folder)
@@ -124,7 +122,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
         return Step(loss, samples=_BATCH, shown=-10 * loss.item() / np.log(10))
 
     Training(
-        "enlarge", model, [muon, adam], seconds, rate, warm_up=100, decay=0.6,
+        "enlarge", model, both, seconds, rate, warm_up=100, decay=0.6,
         checkpoint=checkpoint, save=save,
     ).run(take)  # fmt: skip
 

@@ -6,7 +6,7 @@ fifteen times as long for that, and three quarters of a training step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 import torch
@@ -54,3 +54,30 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def optimisers(
+    learnt: nn.Module,
+    matrices: Collection[nn.Parameter],
+    rate: float,
+    *,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.98),
+) -> list[torch.optim.Optimizer]:
+    """Muon for these matrices, AdamW for all else that learns.
+
+    Args:
+        learnt: holds all of them.
+        matrices: of it.
+        rate: peak learning rate.
+        weight_decay: of the matrices.
+        betas: AdamW's.
+    """
+    chosen = set(matrices)
+    every = [p for p in learnt.parameters() if p.requires_grad]
+    return [
+        Muon([p for p in every if p in chosen], rate, weight_decay=weight_decay),
+        torch.optim.AdamW(
+            [p for p in every if p not in chosen], lr=rate, betas=betas, weight_decay=0.0
+        ),
+    ]

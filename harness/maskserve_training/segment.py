@@ -29,7 +29,7 @@ from maskserve_harness.demo_model.named import NamedScene, draw_named
 from maskserve_harness.demo_model.node_judges import SIDE, clicked_iou
 from maskserve_harness.demo_model.scenes import Mask
 from maskserve_training.loop import Step, Training, node_options
-from maskserve_training.muon import Muon
+from maskserve_training.muon import optimisers
 from maskserve_training.vae import to_tensor
 
 FOLDER: Final = CHECKOUT / "assets" / "nodes" / "segment"
@@ -228,10 +228,6 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     learnt = nn.ModuleDict({"model": model, "hint": hint})
     layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
     linear = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
-    others = {p for p in learnt.parameters() if p.requires_grad} - set(linear)
-    adam = torch.optim.AdamW(
-        [p for p in learnt.parameters() if p in others], rate, betas=(0.9, 0.98), weight_decay=0.0
-    )
     fits: list[float] = []
 
     def save() -> None:
@@ -244,7 +240,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
         return Step(loss, samples=_SCENES, shown=loss.item())
 
     Training(
-        "segment", learnt, [Muon(linear, rate, weight_decay=0.01), adam], seconds, rate,
+        "segment", learnt, optimisers(learnt, linear, rate), seconds, rate,
         checkpoint=checkpoint, save=save, says=lambda: f" IoU {np.mean(fits[-50:]):.3f}",
     ).run(take)  # fmt: skip
 

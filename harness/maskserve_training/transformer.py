@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxFillPipeline, FluxTransformer2DModel
 from torch import nn
 
-from maskserve_training.muon import Muon
+from maskserve_training import muon
 from maskserve_training.text import WIDTH
 
 HEAD_DIM: Final = 32
@@ -123,12 +123,9 @@ def loss_of(
 
 def optimisers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside blocks, AdamW for everything else."""
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        inside = "transformer_blocks" in name and parameter.ndim == 2
-        (matrices if inside else others).append(parameter)
-    return [
-        Muon(matrices, lr=rate, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    matrices = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "transformer_blocks" in name and parameter.ndim == 2
     ]
+    return muon.optimisers(model, matrices, rate)
