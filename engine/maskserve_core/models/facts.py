@@ -254,6 +254,22 @@ def one_scale(folder: Path) -> LatentSpace:
     return space
 
 
+def check_served(*asked: tuple[str, Any, Any]) -> None:
+    """Refuse a folder that says what no model of its family is served with.
+
+    Args:
+        asked: (what, as the folder has it, as it is served) each.
+
+    Raises:
+        ConfigError: the two differ.
+    """
+    for name, given, served in asked:
+        if given != served:
+            raise ConfigError(
+                f"[model] path: {name}: {given} is not served of such models; served: {served}"
+            )
+
+
 def least_steps(sampler: Mapping[str, Any]) -> int:
     """`ModelFacts.least_steps` of a sampler's scheduler_config.json."""
     return 2 if sampler.get("shift_terminal") else 1

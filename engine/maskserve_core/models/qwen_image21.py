@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import ConfigError
 from maskserve_core.models import flux
 from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    check_served,
     least_steps,
     no_recorded_rows,
     read_json,
@@ -45,16 +45,12 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     transformer = read_json(folder / "transformer" / "config.json")
     vae, index = read_json(folder / "vae" / "config.json"), read_json(folder / "model_index.json")
     latents = latent_space(vae)
-    for name, given, served in (
+    check_served(
         ("transformer: causal_condition", transformer.get("causal_condition", True), True),
         ("transformer: patch_size", transformer.get("patch_size", 1), 1),
         ("vae: patch_size", vae.get("patch_size"), None),
         ("model_index.json: sample_sigmas", index.get("sample_sigmas"), None),
-    ):
-        if given != served:
-            raise ConfigError(
-                f"[model] path: {name}: {given} is not served of such models; served: {served}"
-            )
+    )
     return ModelFacts(
         family="qwen_image21",
         semantics=PIPELINES[pipeline],

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import ConfigError
 from maskserve_core.models import flux
 from maskserve_core.models.facts import (
     DenseSteps,
     EditDefaults,
     ModelFacts,
+    check_served,
     least_steps,
     no_recorded_rows,
     one_scale,
@@ -50,16 +50,12 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     latents = one_scale(folder)
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder / "transformer" / "config.json")
-    for name, given, served in (
+    check_served(
         ("transformer: qk_norm", transformer.get("qk_norm"), "rms_norm"),
         ("transformer: in_channels", transformer.get("in_channels"), latents.channels),
         ("transformer: patch_size", transformer.get("patch_size"), _PATCH),
         ("scheduler: use_dynamic_shifting", sampler.get("use_dynamic_shifting", False), False),
-    ):
-        if given != served:
-            raise ConfigError(
-                f"[model] path: {name}: {given} is not served of such models; served: {served}"
-            )
+    )
     return ModelFacts(
         family="sd3",
         semantics=PIPELINES[pipeline],
