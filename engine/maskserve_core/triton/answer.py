@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from maskserve_core.errors import MaskserveError, guarded
@@ -106,3 +106,19 @@ class Answer:
             self._sender.send(error_response(self._api, error), flags=flags)
         except Exception:
             log.exception("an answer could not be sent")
+
+
+def answer_each(api: Any, requests: Iterable[Any], take: Callable[[Any, Answer], object]) -> None:
+    """Take requests in, each with its Answer; one that cannot be taken is answered by its error.
+
+    Args:
+        api: triton_python_backend_utils.
+        requests: as `execute` has them.
+        take: a request and its Answer, which may be finished later.
+    """
+    for request in requests:
+        answer = Answer(api, request.get_response_sender())
+        try:
+            take(request, answer)
+        except Exception as error:
+            answer.fail(guarded("", error))

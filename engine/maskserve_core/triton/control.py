@@ -32,7 +32,7 @@ from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
 from maskserve_core.reading import nearest
 from maskserve_core.shares import Full
-from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.answer import Answer, answer_each
 from maskserve_core.triton.cancels import cancel_edit
 from maskserve_core.triton.fair_threads import FairThreads
 from maskserve_core.triton.pipeline import ask_denoiser, prime_template
@@ -157,16 +157,14 @@ class WorkerControl:
 
     def execute(self, requests: list[Any]) -> None:
         """Take operations in; each is answered exactly once."""
-        for request in requests:
-            answer = Answer(self._api, request.get_response_sender())
-            try:
-                operation = parse_operation(read_bytes(self._api, request, "OP"))
-                if operation["op"] in _OF_FILES:
-                    _reply(answer, self._with_files(operation))
-                else:
-                    self._with_denoiser(operation, answer)
-            except Exception as error:
-                answer.fail(guarded("", error))
+        answer_each(self._api, requests, self._take)
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        operation = parse_operation(read_bytes(self._api, request, "OP"))
+        if operation["op"] in _OF_FILES:
+            _reply(answer, self._with_files(operation))
+        else:
+            self._with_denoiser(operation, answer)
 
     def close(self) -> None:
         self._adapters.close()

@@ -10,7 +10,7 @@ import msgspec
 from maskserve_core.contracts.tensors import SERVICES
 from maskserve_core.errors import InvalidRequest, guarded
 from maskserve_core.reading import Misread
-from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.answer import Answer, answer_each
 from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.node_models import NodeModels
@@ -39,12 +39,7 @@ class NodeFront:
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in."""
-        for request in requests:
-            answer = Answer(self._api, request.get_response_sender())
-            try:
-                self._take(request, answer)
-            except Exception as error:
-                answer.fail(guarded("", error))
+        answer_each(self._api, requests, self._take)
 
     def _take(self, request: Any, answer: Answer) -> None:
         raw = read_bytes(self._api, request, "TASK")

@@ -31,7 +31,7 @@ from maskserve_core.contracts.postprocess_context import NOTHING, PostprocessCon
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.errors import MaskserveError, Overloaded, guarded, has_code
 from maskserve_core.files.store import FileStore
-from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.answer import Answer, answer_each
 from maskserve_core.triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
 from maskserve_core.triton.sync_execute import Outputs, failed_event
 from maskserve_core.triton.tensor_io import relayed, view_array
@@ -195,12 +195,7 @@ class ForwardedStage(ABC):
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered when the service has."""
-        for request in requests:
-            answer = Answer(self._api, request.get_response_sender())
-            try:
-                self._take(request, answer)
-            except Exception as error:
-                answer.fail(guarded("", error))
+        answer_each(self._api, requests, self._take)
 
     def close(self) -> None:
         """What is under way is answered by an error."""

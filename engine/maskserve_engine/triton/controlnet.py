@@ -20,8 +20,8 @@ import numpy as np
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
-from maskserve_core.triton.answer import Answer
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_core.triton.answer import Answer, answer_each
 from maskserve_core.triton.tensor_io import read_array_or_none, read_bytes
 from maskserve_core.worker.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
@@ -47,12 +47,7 @@ class ControlNetFrontend:
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered once."""
-        for request in requests:
-            answer = Answer(self._api, request.get_response_sender())
-            try:
-                self._operate(request, answer)
-            except Exception as error:
-                answer.fail(guarded("", error))
+        answer_each(self._api, requests, self._operate)
 
     def _operate(self, request: Any, answer: Answer) -> None:
         service, sessions = self._service, self._service.sessions

@@ -21,7 +21,7 @@ from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest, ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
 from maskserve_core.triton.acks import ACKS, AckReceiver, FlowControl
-from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.answer import Answer, answer_each
 from maskserve_core.triton.tensor_io import parameters, read_array, read_array_or_none, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
 from maskserve_core.worker.doings import Doings
@@ -72,12 +72,7 @@ class DenoiserFrontend:
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered later, its final answer exactly once."""
-        for request in requests:
-            answer = Answer(self._api, request.get_response_sender())
-            try:
-                self._take(request, answer)
-            except Exception as error:
-                answer.fail(guarded("", error))
+        answer_each(self._api, requests, self._take)
 
     def _take(self, request: Any, answer: Answer) -> None:
         received = time.monotonic()
