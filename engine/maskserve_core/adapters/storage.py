@@ -6,6 +6,7 @@ behind if the storage is silent. Few such threads may be stuck at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
@@ -154,6 +155,10 @@ class Storage:
         found: dict[str, dict[str, Any]] = files.find(root, maxdepth=2, detail=True)
         if not found and not files.exists(root):
             raise StorageFailed(f"there is no folder {self.url}")
+        for path, about in found.items():
+            if about.get("islink"):  # a listing tells the link's time, not that of its file
+                with contextlib.suppress(FileNotFoundError):
+                    found[path] = files.info(path)
         each = (_stored(path, root, found) for path in sorted(found, key=_precedence))
         return [stored for stored in each if stored is not None]
 

@@ -138,11 +138,18 @@ def test_names_lead_nowhere_else(tmp_path: Path, folder: Path) -> None:
 
 def test_links_are_followed(tmp_path: Path, folder: Path) -> None:
     """Folders of models hold links to where the files are."""
-    raw = write(tmp_path / "blobs" / "0a1b")
-    (folder / "linked.safetensors").symlink_to(tmp_path / "blobs" / "0a1b")
+    blob = tmp_path / "blobs" / "0a1b"
+    raw = write(blob)
+    (folder / "linked.safetensors").symlink_to(blob)
+    (folder / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
+    os.utime(blob, (1.0, 1.0))
     with opened(tmp_path) as store:
         store.catalogue.scan()
         assert brought(store, "linked") == raw
+        before = store.catalogue.find("linked").version
+        os.utime(blob, (2.0, 2.0))
+        store.catalogue.scan(at_once=True)
+        assert store.catalogue.find("linked").version != before
 
 
 def test_a_url_is_a_storage_too(tmp_path: Path) -> None:
