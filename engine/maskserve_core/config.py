@@ -340,14 +340,15 @@ class NodesConfig(Table, frozen=True):
     """
 
     find: str = ""
-    """Folder of a CLIPSeg or GroundingDINO model, as transformers saves one: masks by name. Empty:
-    none is served."""
+    """Folder, as transformers saves one, or hub id of a CLIPSeg or GroundingDINO model: masks by
+    name. Empty: none is served."""
     segment: str = ""
-    """Folder of a SAM model: masks by clicks and boxes, and of what a GroundingDINO finds."""
+    """Of a SAM or SAM 2 model, likewise: masks by clicks and boxes, and of what a GroundingDINO
+    finds."""
     enlarge: str = ""
-    """Folder of a Swin2SR model that doubles sides, likewise."""
+    """Of a Swin2SR model that doubles sides, likewise."""
     likeness: str = ""
-    """Folder of a CLIP model, likewise: `resembles`."""
+    """Of a CLIP model, likewise: `resembles`."""
     verify_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
     """Of an OpenAI-compatible server with a model that sees pictures, up to `/v1`: what `agrees`
     asks. Redirects are not followed."""

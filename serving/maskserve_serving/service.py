@@ -19,6 +19,7 @@ from maskserve_serving.options import MODELS, SERVICES
 from maskserve_serving.ports import Ports, check_free
 from maskserve_serving.process import Process
 from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
+from maskserve_serving.source import with_node_folders
 from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor_log import SupervisorLog
 
@@ -170,13 +171,12 @@ class NodesProcess(ServiceProcess):
     def tables(self) -> dict[str, Any]:
         file = self._spec.options.nodes
         tables = read_tables(file)
-        nodes = checked(tables).nodes
+        tables = with_node_folders(tables, checked(tables).nodes.folders(), file)
         try:
-            node_folders(nodes)
+            node_folders(checked(tables).nodes)
         except ConfigError as error:
             raise ServeError(f"{file}: {error}") from None
-        whole = {model: str(Path(folder).absolute()) for model, folder in nodes.folders().items()}
-        return with_values(tables, "nodes", **whole)
+        return tables
 
     def models(self) -> list[str]:
         return ["nodes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ Fetch = Callable[..., str]
 _SERVED = ["*.json", "*.toml", "*/*"]
 """Of a hub model: folders, and beside them what is no weights. FLUX.1's have the same weights once
 more there, in one file."""
+_NODE = ["*.json", "*.txt", "*.safetensors"]
+"""Of a node's model: what transformers reads, and no weights in other forms."""
 _TRANSFORMER = ["transformer/*.safetensors"]
 """What a GGUF file takes the place of."""
 
@@ -72,6 +74,27 @@ def with_its_cache(tables: dict[str, Any], say: Callable[[str], None]) -> dict[s
     return with_values(tables, "cache", enabled=False)
 
 
+def with_node_folders(
+    tables: dict[str, Any], nodes: Mapping[str, str], file: object, fetch: Fetch = from_hub
+) -> dict[str, Any]:
+    """Configuration tables that name the local folders of a node server's models.
+
+    Args:
+        tables: of the configuration.
+        nodes: folder or hub id by key of `[nodes]`.
+        file: that they are read from.
+        fetch: as `with_model`.
+
+    Raises:
+        ServeError: there is no such model.
+    """
+    whole = {
+        key: str(_local(model, f"{file}: nodes.{key}", None, _NODE, (), fetch).absolute())
+        for key, model in nodes.items()
+    }
+    return with_values(tables, "nodes", **whole)
+
+
 def resolve_model(
     model: str,
     revision: str = "",
@@ -91,9 +114,7 @@ def resolve_model(
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        folder = _download(model, revision or None, files or _SERVED, without, fetch)
+    folder = _local(model, "--model", revision or None, files or _SERVED, without, fetch)
     try:
         load_facts(folder)
     except ConfigError as error:
@@ -105,15 +126,20 @@ def resolve_model(
     return folder.resolve()
 
 
-def _download(
+def _local(
     model: str,
+    key: str,
     revision: str | None,
     files: Sequence[str],
     without: Sequence[str],
     fetch: Fetch,
 ) -> Path:
+    """The folder itself, or that of a hub model; the errors name the key that asks for it."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
     if _HUB_ID.fullmatch(model) is None:
-        raise ServeError(f"--model: there is no folder {model}")
+        raise ServeError(f"{key}: there is no folder {model}")
     try:
         return Path(
             fetch(
@@ -125,11 +151,11 @@ def _download(
         )
     except ImportError:
         raise ServeError(
-            f"--model: there is no folder {model}, and huggingface_hub is not installed"
+            f"{key}: there is no folder {model}, and huggingface_hub is not installed"
         ) from None
     except Exception as error:
         # The hub client raises its own and its transports' errors; the first line says enough.
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise ServeError(
-            f"--model: there is no folder {model}, and the hub did not give it: {why}"
+            f"{key}: there is no folder {model}, and the hub did not give it: {why}"
         ) from error

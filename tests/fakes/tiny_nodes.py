@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -18,6 +19,10 @@ from transformers import (
     GroundingDinoConfig,
     GroundingDinoForObjectDetection,
     GroundingDinoProcessor,
+    Sam2Config,
+    Sam2Model,
+    Sam2VideoConfig,
+    Sam2VideoModel,
     SamConfig,
     SamMaskDecoderConfig,
     SamModel,
@@ -156,3 +161,51 @@ def build_segment(folder: Path) -> None:
     SamModel(config).save_pretrained(folder)
     images = SamImageProcessorPil(size={"longest_edge": 64}, pad_size={"height": 64, "width": 64})
     SamProcessor(images).save_pretrained(folder)
+
+
+def build_segment_2(folder: Path, films: bool = False) -> None:
+    """A SAM 2 that takes clicks for something or other.
+
+    Args:
+        folder: of the model.
+        films: it lies there as the hub's do, for films.
+    """
+    torch.manual_seed(7)
+    backbone = {
+        "model_type": "sam2_hiera_det_model", "hidden_size": 8, "image_size": [64, 64],
+        "blocks_per_stage": [1, 1, 2, 1], "embed_dim_per_stage": [8, 16, 32, 64],
+        "num_attention_heads_per_stage": [1, 2, 2, 2], "window_size_per_stage": [4, 4, 2, 2],
+        "global_attention_blocks": [3], "window_positional_embedding_background_size": [4, 4],
+    }  # fmt: skip
+    parts = {
+        "vision_config": {
+            "model_type": "sam2_vision_model", "backbone_config": backbone, "fpn_hidden_size": 16,
+            "backbone_channel_list": [64, 32, 16, 8],
+            "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+        },
+        "prompt_encoder_config": {
+            "hidden_size": 16, "image_size": 64, "patch_size": 16, "mask_input_channels": 4
+        },
+        "mask_decoder_config": {
+            "hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 16
+        },
+    }  # fmt: skip
+    if films:
+        memory = {
+            "image_size": 64, "memory_attention_hidden_size": 16, "memory_attention_num_layers": 1,
+            "memory_attention_feed_forward_hidden_size": 16, "memory_encoder_hidden_size": 16,
+            "memory_encoder_output_channels": 8, "mask_downsampler_embed_dim": 16,
+            "memory_fuser_embed_dim": 16, "memory_fuser_intermediate_dim": 16,
+            "memory_fuser_num_layers": 1,
+        }  # fmt: skip
+        Sam2VideoModel(Sam2VideoConfig(**parts, **memory)).save_pretrained(folder)
+    else:
+        Sam2Model(Sam2Config(**parts)).save_pretrained(folder)
+    # As the hub has them: what would write them asks for torchvision.
+    pictures = {
+        "image_processor_type": "Sam2ImageProcessorFast",
+        "size": {"height": 64, "width": 64},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+    whole = {"processor_class": "Sam2VideoProcessor", "target_size": 64, "point_pad_value": -10}
+    (folder / "processor_config.json").write_text(json.dumps(whole))

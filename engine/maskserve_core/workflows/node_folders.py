@@ -14,12 +14,14 @@ _GROUNDED: Final = "grounding-dino"
 _ACCEPTED: Final = MappingProxyType(
     {
         "find": ("clipseg", _GROUNDED),
-        "segment": ("sam",),
+        "segment": ("sam", "sam2", "sam2_video"),
         "enlarge": ("swin2sr",),
         "likeness": ("clip",),
     }
 )
-"""Classes by model, as transformers calls them."""
+"""Classes by model, as transformers calls them. The hub has SAM 2 as it is for films, of which the
+part for pictures is read.
+"""
 
 
 class NodeFolder(NamedTuple):
@@ -45,7 +47,7 @@ class NodeFolder(NamedTuple):
 
 def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
     """By model the folders whose weights its calls need, its own first: what a GroundingDINO finds
-    is cut out by SAM.
+    is cut out by `segment`.
 
     Raises:
         ConfigError: a folder is of another class, or one that is needed is missing.
@@ -56,6 +58,9 @@ def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
     }
     if "find" in folders and folders["find"].kind == _GROUNDED:
         if "segment" not in folders:
-            raise ConfigError(f"nodes.find: a {_GROUNDED} needs nodes.segment; accepted: a sam")
+            accepted = ", ".join(_ACCEPTED["segment"])
+            raise ConfigError(
+                f"nodes.find: a {_GROUNDED} needs nodes.segment; accepted: {accepted}"
+            )
         needed["find"] += (folders["segment"],)
     return needed

@@ -35,7 +35,7 @@ def open_nodes(kind: str, config: Config, loaded: Mapping[str, Any]) -> Nodes:
             from maskserve_engine.nodes.likeness import LikenessNodes
 
             return LikenessNodes(config)
-        case "sam":
+        case "sam" | "sam2" | "sam2_video":
             from maskserve_engine.nodes.segment import SegmentNodes
 
             return SegmentNodes(config)

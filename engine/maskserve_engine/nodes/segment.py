@@ -1,14 +1,16 @@
-"""Masks by clicks and boxes: SAM, from a folder as transformers saves one."""
+"""Masks by clicks and boxes: SAM or SAM 2, from a folder as transformers saves one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from transformers import SamModel, SamProcessor
+from transformers import AutoModelForMaskGeneration, Sam2Processor, SamProcessor
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from maskserve_core.config import Config
 from maskserve_core.errors import InvalidRequest
@@ -20,6 +22,8 @@ from maskserve_engine.stages.loader import device_of
 Points: TypeAlias = Sequence[tuple[float, float, int]]
 """(x, y, 1 or 0) of clicks; 0: it is not of the thing."""
 _BOXES_AT_A_TIME = 16
+_SIZES = ("original_sizes", "reshaped_input_sizes")
+"""What a processor says of its picture for itself."""
 
 
 class SegmentNodes:
@@ -32,9 +36,14 @@ class SegmentNodes:
     def __init__(self, config: Config) -> None:
         self._limits, self._device = config.limits, device_of(config)
         folder = config.nodes.segment
-        self._processor: Any = SamProcessor.from_pretrained(folder)
-        model: Any = SamModel.from_pretrained(folder)
+        model: Any = AutoModelForMaskGeneration.from_pretrained(folder)
         self._model = model.to(self._device).eval()
+        first = model.config.model_type == "sam"
+        self._processor: Any = (
+            SamProcessor.from_pretrained(folder)
+            if first
+            else Sam2Processor(Sam2Pictures.from_pretrained(folder))
+        )
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call its outputs."""
@@ -85,16 +94,38 @@ class SegmentNodes:
 
     def _given(self, pixels: Pixels, asked: dict[str, Any]) -> _Given:
         made = self._processor(images=[pixels], return_tensors="pt", **asked)
-        sizes = made.pop("original_sizes"), made.pop("reshaped_input_sizes")
+        sizes = {name: made.pop(name) for name in _SIZES if name in made}
         return _Given(made.to(self._device, torch.float32), partial(self._whole, sizes))
 
-    def _whole(self, sizes: Sequence[Any], mask: torch.Tensor) -> Grey:
+    def _whole(self, sizes: Mapping[str, Any], mask: torch.Tensor) -> Grey:
         """A mask as the model says it, at the picture's size: bool [H, W]. One at a time: of a
         photograph of 12 megapixels each is 48 MB on its way.
         """
-        [said] = self._processor.post_process_masks(mask[None, None, None].cpu(), *sizes)
+        [said] = self._processor.post_process_masks(mask[None, None, None].cpu(), **sizes)
         whole: Grey = said[0, 0].numpy()
         return whole
+
+
+class Sam2Pictures(ViTImageProcessorPil):
+    """What `Sam2Processor` asks of its part for pictures; transformers' own needs torchvision."""
+
+    size: ClassVar = {"height": 1024, "width": 1024}
+    image_mean, image_std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+    def preprocess(
+        self, images: Sequence[Pixels], segmentation_maps: None = None, **asked: Any
+    ) -> Any:
+        """`pixel_values` of pictures [H, W, 3], and their sizes."""
+        made = super().preprocess(images, **asked)
+        made["original_sizes"] = [pixels.shape[:2] for pixels in images]
+        return made
+
+    def post_process_masks(
+        self, masks: torch.Tensor, sizes: Sequence[tuple[int, int]], *_: Any
+    ) -> list[torch.Tensor]:
+        """Of each picture its masks, bool [N, M, H, W]."""
+        pairs = zip(masks, sizes, strict=True)
+        return [torch.nn.functional.interpolate(*pair, mode="bilinear") > 0 for pair in pairs]
 
 
 class _Given(NamedTuple):

@@ -21,7 +21,12 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions, default_cache_dir
-from maskserve_serving.source import resolve_model, with_its_cache, with_model
+from maskserve_serving.source import (
+    resolve_model,
+    with_its_cache,
+    with_model,
+    with_node_folders,
+)
 from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor import Supervisor
 
@@ -234,6 +239,28 @@ def test_of_a_hub_model_what_is_served_is_fetched(tiny_fill: Path, gguf: str) ->
 
     with_model({"model": {"gguf": gguf}}, "some/model", fetch=fetch)
     assert fetched == (wanted if gguf else [*wanted, files[-1]])
+
+
+def test_node_models_lie_in_folders_or_on_the_hub(tmp_path: Path) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = ["config.json", "model.safetensors", "vocab.txt"]
+    fetched: list[str] = []
+
+    def fetch(name: str, **patterns: Any) -> str:
+        assert name == "some/sam2"
+        del patterns["revision"]
+        fetched.extend(filter_repo_objects([*wanted, "sam2.pt", "tf_model.h5"], **patterns))
+        return str(tmp_path / "fetched")
+
+    tables: dict[str, Any] = {"nodes": {"load": "use"}}
+    nodes = {"find": str(tmp_path), "segment": "some/sam2"}
+    assert with_node_folders(tables, nodes, "n.toml", fetch)["nodes"] == {
+        "load": "use", "find": str(tmp_path), "segment": str(tmp_path / "fetched")
+    }  # fmt: skip
+    assert fetched == wanted
+    with pytest.raises(ServeError, match=r"^n.toml: nodes.find: there is no folder /nowhere$"):
+        with_node_folders(tables, {"find": "/nowhere"}, "n.toml", fetch)
 
 
 def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path) -> None:
