@@ -50,9 +50,16 @@ def summary(meta: Mapping[str, Any]) -> str:
         "miss": "the picture's activations are being made for the next edit",
         "off": "not used",
     }.get(str(meta.get("cache")), str(meta.get("cache")))
-    cache = f"Cache: {html.escape(said)}."
+    more = f"Cache: {html.escape(said)}."
     if computed is not None and whole:
-        cache += f" {computed / whole:.0%} of the tokens were computed."
+        more += f" {computed / whole:.0%} of the tokens were computed."
+    window = meta.get("window")
+    if window is not None:
+        left, top, right, bottom = window["box"]
+        more += (
+            f" The model saw {right - left} × {bottom - top} pixels round the mask, at "
+            f"{window['scale']:.0%} of their size."
+        )
     rows = "".join(
         f"<tr><td>{stage}</td><td>{timings[stage]:.0f} ms</td></tr>"
         for stage in STAGES
@@ -60,7 +67,7 @@ def summary(meta: Mapping[str, Any]) -> str:
     )
     return (
         f"<strong>{total:.2f} s</strong>, {meta['steps']} steps, seed {meta['seed']}, worker "
-        f"{html.escape(str(meta['worker']))}. {cache}"
+        f"{html.escape(str(meta['worker']))}. {more}"
         f"<details><summary>Times</summary><table>{rows}</table></details>"
     )
 

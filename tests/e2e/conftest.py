@@ -135,7 +135,7 @@ def unet_worker(
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
-    """The demo model as the README serves it, with LoRAs, ControlNets and a router."""
+    """The demo model as the README serves it, with LoRAs, ControlNets, a router and nodes."""
     with serving_clone(tmp_path_factory.mktemp("clone")) as running:
         yield running
 

@@ -67,7 +67,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
-    """The README's server, on free ports; new LoRAs are found at once."""
+    """The README's server, on free ports, beside the demo's nodes; new LoRAs are found at once."""
     (folder / "assets").mkdir()
     for path in (CHECKOUT / "assets").iterdir():
         if path.name == "adapters":
@@ -83,7 +83,7 @@ def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
             "bash",
             "-c",
             f"exec {command} --config worker.toml --devices-per-worker {devices} "
-            f"--base-port {base} --router-port {base + 10}",
+            f"--nodes assets/nodes/demo.toml --base-port {base} --router-port {base + 10}",
         ],
         cwd=folder,
         env=environment(),

@@ -1,0 +1,105 @@
+"""The page of `maskserve web` in a real browser, as people use it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+
+from tests.support.eventually import eventually
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="page: there is no chromium")
+FLAGS = ["--no-sandbox"]
+"""Chromium as root, in a container, without a GPU."""
+expect.set_options(timeout=60_000)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield made
+        made.close()
+
+
+@contextmanager
+def served(server: str, pictures: Path, *more: str) -> Iterator[str]:
+    """The page of a worker or router, with the pictures of a folder."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    program = Path(sys.executable).with_name("maskserve")
+    command = [program, "web", "--url", server, "--port", str(port), "--images", pictures, *more]
+    page = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        eventually("the page answers", lambda: answers(port), 60)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        page.send_signal(signal.SIGINT)
+        told, _ = page.communicate(timeout=30)
+    assert "Traceback" not in told
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def opened(browser: Browser, address: str) -> Iterator[Page]:
+    """The page in a tab, which asks nobody but its server."""
+    made = browser.new_page(viewport={"width": 1500, "height": 1100})
+    made.set_default_timeout(60_000)
+    elsewhere: list[str] = []
+    local = (address, "data:", "blob:", "about:")
+    made.on("request", lambda r: None if r.url.startswith(local) else elsewhere.append(r.url))
+    made.goto(address)
+    made.wait_for_selector("#editor .painter")
+    yield made
+    made.close()
+    assert elsewhere == []
+
+
+def pick(page: Page, width: int, height: int) -> None:
+    """Take the first picture, which is of this size, and wait until it can be painted on."""
+    page.locator("#pictures .thumbnail-item").first.click()
+    expect(page.locator("#editor .said")).to_contain_text(f"{width} × {height}")
+
+
+def paint(page: Page, stroke: list[tuple[int, int]]) -> list[tuple[float, float]]:
+    """A stroke, or a click if it has one place; where it went, in pixels of the picture."""
+    canvas = page.locator("#editor .paint")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    size = canvas.evaluate("canvas => canvas.width") / box["width"]
+    at = [(round(box["x"] + x / size), round(box["y"] + y / size)) for x, y in stroke]
+    page.mouse.move(*at[0])
+    page.mouse.down()
+    for x, y in at[1:]:
+        page.mouse.move(x, y)
+    page.mouse.up()
+    return [((x - box["x"]) * size, (y - box["y"]) * size) for x, y in at]
+
+
+def sent_mask(request: Request) -> NDArray[np.bool_]:
+    """The mask that the page gave with an edit."""
+    told = json.loads(request.post_data_json["data"][0])
+    bits = np.frombuffer(base64.b64decode(told["mask"]), np.uint8)
+    return np.unpackbits(bits).reshape(told["height"], told["width"]).astype(bool)
+
+
+def is_edit(request: Request) -> bool:
+    return "queue/join" in request.url and '\\"mask\\"' in (request.post_data or "")
