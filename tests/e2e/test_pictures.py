@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-import png as pypng
 import pytest
-from PIL import Image
 
-from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene, sixteen_bit_png
+from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 from tests.support.calls import Grpc, edit_inputs, pixels
 
 ODD = list(odd_images())
@@ -32,35 +28,6 @@ def test_odd_sources(grpc: Grpc, odd: OddImage) -> None:
     edited = pixels(image)
     assert np.array_equal(edited[mask == 0], odd.pixels[mask == 0])
     assert not np.array_equal(edited[mask > 0], odd.pixels[mask > 0])
-
-
-@pytest.mark.parametrize("output_format", ["png", "webp", "jpeg"])
-def test_transparency_of_a_source_is_kept_outside_the_mask(grpc: Grpc, output_format: str) -> None:
-    rng, mask = np.random.default_rng(), blob_mask(45, 61)
-    alpha = rng.integers(0, 256, (45, 61), np.uint8)
-    source = encode(np.dstack((scene(45, 61), alpha)))
-    image, _ = grpc.edit(edit_inputs(source, mask, output_format=output_format))
-    opened = Image.open(io.BytesIO(image))
-    if output_format == "jpeg":
-        assert opened.mode == "RGB"
-        return
-    assert np.array_equal(np.asarray(opened)[..., 3], np.where(mask == 0, alpha, 255))
-    opaque, _ = grpc.edit(edit_inputs(source, mask, background="opaque"))
-    assert Image.open(io.BytesIO(opaque)).mode == "RGB"
-    assert np.array_equal(pixels(opaque), pixels(image))
-
-
-def test_16_bits_of_a_source_are_kept_outside_the_mask(grpc: Grpc) -> None:
-    samples = np.random.default_rng().integers(0, 2**16, (45, 61, 3), np.uint16)
-    source, mask = sixteen_bit_png(samples), blob_mask(45, 61)
-    image, _ = grpc.edit(edit_inputs(source, mask))
-    _, _, rows, told = pypng.Reader(bytes=image).read()
-    answer = np.vstack([np.asarray(row, np.uint16) for row in rows]).reshape(45, 61, 3)
-    assert told["bitdepth"] == 16
-    assert np.array_equal(answer[mask == 0], samples[mask == 0])
-    assert (answer[mask > 0] % 257 == 0).all()
-    coarse, _ = grpc.edit(edit_inputs(source, mask, output_format="webp"))
-    assert np.array_equal(pixels(coarse), answer >> 8)
 
 
 @pytest.mark.parametrize("at", [(0, 0), (44, 60), (20, 30), (44, 0)], ids=str)

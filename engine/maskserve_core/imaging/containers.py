@@ -17,9 +17,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from PIL import Image
-
 from maskserve_core.imaging.colour import CHUNKS, MOST_PROFILE_BYTES, PROFILE, Words
+from maskserve_core.imaging.exif import plain, read_orientation
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 ACCEPTED = "PNG, JPEG or WebP bytes, or their base64 text or data: URI"
@@ -33,25 +32,6 @@ _FILL_BYTES = re.compile(rb"\xff+")
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _BARE_MARKERS = (0x01, 0xD8)
 """Without a length."""
-_EXIF_SIZES = {
-    1: 1,
-    2: 1,
-    7: 1,
-    3: 2,
-    4: 4,
-    5: 8,
-    6: 1,
-    8: 2,
-    9: 4,
-    10: 8,
-    11: 4,
-    12: 8,
-    13: 4,
-    16: 8,
-}
-"""Bytes of one of a value, by TIFF's type."""
-_EXIF_ORIENTATION = 0x0112
-_EXIF_HEADS = re.compile(rb"(?:Exif\0\0)+")
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _PNG_XMP, _PNG_EXIF = b"XML:com.adobe.xmp", b"Raw profile type exif"
 """Keywords of text chunks. The second is older than eXIf, and hexadecimal."""
@@ -98,6 +78,8 @@ class Container:
     """What the file says of its colours, which the payload of PNG and JPEG lacks."""
     end: int = 0
     """Bytes of the file that are the picture's."""
+    exif: bytes = b""
+    """Its EXIF block, as it stands there."""
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -182,13 +164,14 @@ def _read_png(data: bytes) -> Container:
         end = len(data)
     found = b"".join(kept)
     xmp, old = (_text(*texts[each]) if each in texts else b"" for each in (_PNG_XMP, _PNG_EXIF))
-    orientation = _orientation(exif or _from_hex(old), xmp)
+    exif = plain(exif or _from_hex(old))
     words = dict[bytes, bytes]()
     for name, body in said.items():
         words |= _colour_chunk(name, body)
     return Container(
-        "png", (height, width), orientation, found, depth, colour, transparency, words, end
-    )
+        "png", (height, width), _orientation(exif, xmp), found, depth, colour, transparency, words,
+        end, exif,
+    )  # fmt: skip
 
 
 _IEND = b"\0\0\0\0IEND\xaeB\x60\x82"
@@ -263,7 +246,7 @@ def _read_jpeg(data: bytes) -> Container:
                 raise BadContainer("is a damaged JPEG")
             size = (int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big"))
         if marker == 0xE1 and body.startswith(b"Exif\x00\x00") and not exif:
-            exif = body[6:]
+            exif = plain(body)
         if marker == 0xE1 and body.startswith(_JPEG_XMP):
             xmp = body
         if marker == 0xE2 and body.startswith(b"ICC_PROFILE\0") and len(body) > 14:
@@ -283,7 +266,8 @@ def _read_jpeg(data: bytes) -> Container:
     whole = b"".join(profile[part] for part in sorted(profile))
     words = {PROFILE: whole} if 0 < len(whole) <= MOST_PROFILE_BYTES else {}
     found = b"".join(kept)
-    return Container("jpeg", size, _orientation(exif, xmp), found, words=words, end=end)
+    turned = _orientation(exif, xmp)
+    return Container("jpeg", size, turned, found, words=words, end=end, exif=exif)
 
 
 def _jpeg_end(data: bytes, at: int) -> int:
@@ -327,12 +311,12 @@ def _read_webp(data: bytes) -> Container:
         raise BadContainer("is a damaged WebP")
     if name != b"VP8X":
         beside = {}  # stray chunks
-    exif = beside.get(b"EXIF", b"") if body[0] & 0x08 else b""
+    exif = plain(beside.get(b"EXIF", b"")) if body[0] & 0x08 else b""
     xmp = beside.get(b"XMP ", b"") if body[0] & 0x04 else b""
     orientation = _orientation(exif, xmp)
     profile = beside.get(b"ICCP", b"")
     words = {PROFILE: profile} if 0 < len(profile) <= MOST_PROFILE_BYTES else {}
-    return Container("webp", (height, width), orientation, data, words=words, end=end)
+    return Container("webp", (height, width), orientation, data, words=words, end=end, exif=exif)
 
 
 def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
@@ -351,48 +335,8 @@ def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
 
 def _orientation(exif: bytes, xmp: bytes | None) -> int:
     """That of EXIF, or of XMP where EXIF has none, which is how Pillow turns."""
-    heads = _EXIF_HEADS.match(exif)
-    said = _exif_orientation(exif[heads.end() :] if heads else exif)
+    said = read_orientation(exif)
     if said is None and xmp:
         found = _XMP_ORIENTATION.search(xmp)
         said = int(found[1]) if found else None
     return said if said is not None and 1 <= said <= 8 else 1
-
-
-def _exif_orientation(tiff: bytes) -> int | None:
-    """The orientation tag of the first directory of an EXIF block; None if it has none that can be
-    read, 0 if that is nonsense.
-
-    Pillow reads the value, whatever its type. It is shown this one entry alone: of a directory it
-    would copy what each of up to 65,535 entries points to.
-    """
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None or tiff[2:4] not in (b"*\0", b"\0*") or len(tiff) < 8:
-        return None
-    (at,) = struct.unpack_from(order + "I", tiff, 4)
-    if at + 2 > len(tiff):
-        return None
-    (count,) = struct.unpack_from(order + "H", tiff, at)
-    alone = value = b""
-    for entry in range(at + 2, min(at + 2 + 12 * count, len(tiff) - 11), 12):
-        if struct.unpack_from(order + "H", tiff, entry) != (_EXIF_ORIENTATION,):
-            continue
-        kind, many, place = struct.unpack_from(order + "HII", tiff, entry + 2)
-        size = _EXIF_SIZES.get(kind, 0)
-        begin = place if many * size > 4 else entry + 8
-        if many and size > 0 and begin + many * size <= len(tiff):
-            value = tiff[begin : begin + size]  # the last one counts
-            alone = struct.pack(order + "IHHHI", 8, 1, _EXIF_ORIENTATION, kind, 1)
-    if not alone:
-        return None
-    if len(value) <= 4:
-        alone += value.ljust(4, b"\0")
-    else:
-        alone += struct.pack(order + "I", 26)
-    exif = Image.Exif()
-    try:
-        exif.load(tiff[:4] + alone + bytes(4) + value)
-        turned = exif.get(_EXIF_ORIENTATION, 0)
-        return next((each for each in range(1, 9) if each == turned), 0)
-    except (OSError, SyntaxError, ValueError, TypeError, struct.error, ZeroDivisionError):
-        return 0

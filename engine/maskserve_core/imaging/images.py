@@ -37,6 +37,7 @@ from maskserve_core.imaging.containers import (
     is_container,
     read_container,
 )
+from maskserve_core.imaging.exif import upright
 
 Size = tuple[int, int]
 
@@ -113,7 +114,10 @@ _KINDS = {1: 0, 3: 2, 4: 6}
 
 
 def encode_png(
-    pixels: npt.NDArray[np.uint8] | npt.NDArray[np.uint16], colour: Colour = SRGB, xmp: bytes = b""
+    pixels: npt.NDArray[np.uint8] | npt.NDArray[np.uint16],
+    colour: Colour = SRGB,
+    xmp: bytes = b"",
+    exif: bytes = b"",
 ) -> bytes:
     """A whole PNG file, for an answer that someone waits for.
 
@@ -126,6 +130,7 @@ def encode_png(
         pixels: uint8 or uint16, RGB [H, W, 3], RGBA [H, W, 4] or grey [H, W].
         colour: what they mean.
         xmp: what the file is to say beside.
+        exif: a block that it is to have.
     """
     height, width = pixels.shape[:2]
     depth, kind = 8 * pixels.itemsize, _KINDS[pixels.size // (height * width)]
@@ -140,6 +145,7 @@ def encode_png(
     data = deflate.compress(rows.data) + deflate.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
     said = chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp) if xmp else b""
+    said += chunk(b"eXIf", exif) if exif else b""
     return b"".join(
         (PNG_SIGNATURE, header, colour.in_png(), said, chunk(b"IDAT", data), chunk(b"IEND", b""))
     )
@@ -255,6 +261,8 @@ class Decoded:
     """What the client should know of the file."""
     low: Pixels | None = None
     """The low bytes of 16-bit samples: RGB or RGBA, uint8 [H, W, 3 or 4]; None: it has none."""
+    exif: bytes = b""
+    """The EXIF block of its answers."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -270,6 +278,8 @@ class Decoded:
             for name, each in ((b"alpha", self.alpha if clear else None), (b"low", self.low))
             if each is not None
         ]
+        if self.exif:  # nobody is answered with another's
+            unseen.append(b"exif" + self.exif)
         return template_id(self.pixels, self.colour.identity, b"".join(unseen))
 
 
@@ -294,6 +304,7 @@ class Raster:
     warnings: tuple[str, ...] = ()
     low: Image.Image | None = None
     """As of `Decoded`, if it was asked for."""
+    exif: bytes = b""
 
 
 def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
@@ -310,7 +321,8 @@ def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
     raster = decode_raster(raw, field, limits, low=True)
     pixels = np.asarray(as_mode(raster.image, "RGB"))
     alpha, low = _maybe_array(raster.alpha), _maybe_array(raster.low)
-    return Decoded(pixels, alpha, raster.encoded, raster.colour, raster.warnings, low)
+    told = raster.colour, raster.warnings, low, raster.exif
+    return Decoded(pixels, alpha, raster.encoded, *told)
 
 
 def decode_mask(
@@ -358,7 +370,7 @@ def decode_raster(
         image.load()
         words = container.words if colours else {}
         plain, colour, told = find_colour(image, words) if words else (image, SRGB, "")
-        upright, alpha = split(plain, container)
+        straight, alpha = split(plain, container)
         fine = None
         if low and container.bit_depth == 16 and plain is image:  # its numbers are the file's
             fine = _low_bytes(container)
@@ -371,11 +383,11 @@ def decode_raster(
         ) from None
     turn = _TRANSPOSE.get(container.orientation)
     if turn is not None:
-        upright = upright.transpose(turn)
+        straight = straight.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
         fine = fine.transpose(turn) if fine is not None else None
     warnings = (f"{field}: {told}",) if told else ()
-    return Raster(upright, alpha, encoded, colour, warnings, fine)
+    return Raster(straight, alpha, encoded, colour, warnings, fine, upright(container.exif))
 
 
 def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
@@ -393,6 +405,7 @@ def encode_image(
     quality: int | None = None,
     colour: Colour = SRGB,
     xmp: bytes = b"",
+    exif: bytes = b"",
 ) -> bytes:
     """Encode uint8 RGB [H, W, 3], as PNG or WebP RGBA [H, W, 4], or as PNG or JPEG grey [H, W].
 
@@ -405,12 +418,13 @@ def encode_image(
             colour subsampling.
         colour: what the pixels mean; not `only_png` in other formats.
         xmp: what the file is to say beside.
+        exif: a block that it is to have.
     """
     if output_format == "png":
-        return encode_png(pixels, colour, xmp)
+        return encode_png(pixels, colour, xmp, exif)
     out = io.BytesIO()
     image = Image.fromarray(pixels)
-    beside = {"icc_profile": colour.profile, "xmp": xmp}
+    beside = {"icc_profile": colour.profile, "xmp": xmp, "exif": exif and b"Exif\0\0" + exif}
     beside = {name: value for name, value in beside.items() if value}
     if output_format == "webp":
         if quality is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,8 @@ def finish_edit(
     output format is lossless), its transparency too; where it is 255 it is the model's output,
     opaque, brought to the source's size by Lanczos and into its colours; between, the two are
     mixed. A model's own alpha, where it draws one, is multiplied with the weight. The answer says
-    what its numbers mean as the source did. As PNG it has 16 bits where the source has.
+    what its numbers mean as the source did, and has its EXIF. As PNG it has 16 bits where the
+    source has.
 
     Args:
         pixels: RGB uint8 [h, w, 3] at the model's size, or RGBA.
@@ -56,7 +57,7 @@ def finish_edit(
         EngineFailed: it cannot be signed.
     """
     request = EditRequest.from_json(context.request)
-    out, weights, fine = source_and_weights(context, request)
+    out, weights, fine, exif = source_and_weights(context, request)
     source = out.copy() if check is not None else out
     colour, box = Colour.unpack(context.colour), weights.getbbox()
     if box is not None:  # only what is pasted is resized
@@ -80,10 +81,10 @@ def finish_edit(
     if check is not None:
         let_pass(check, source, request.prompt, out)
     if fine is not None:
-        encoded = encode_png(fine, colour, mark.xmp)
+        encoded = encode_png(fine, colour, mark.xmp, exif)
     else:
         encoded = encode_image(
-            np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp
+            np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp, exif
         )
     file = b"" if context.decoded else bytes(context.source)
     known = file if has_manifest(file) else b""
@@ -91,16 +92,25 @@ def finish_edit(
     return to_base64(encoded) if asked.output_encoding == "base64" else encoded
 
 
-def source_and_weights(
-    context: PostprocessContext, request: EditRequest
-) -> tuple[Image.Image, Image.Image, Fine | None]:
-    """The canvas (RGB or RGBA) and the paste weights (L) of an edit, at the answer's size; and the
-    canvas with 16 bits, where source and answer have them.
-    """
+class Kept(NamedTuple):
+    """What an edit's answer has of its source."""
+
+    canvas: Image.Image
+    """RGB or RGBA, at the answer's size."""
+    weights: Image.Image
+    """Of what is pasted over it, L."""
+    fine: Fine | None
+    """The canvas with 16 bits, where source and answer have them."""
+    exif: bytes
+
+
+def source_and_weights(context: PostprocessContext, request: EditRequest) -> Kept:
+    """What an edit's answer has of its source, and where."""
     left, top, right, bottom = margins = request.settings.expand
     height, width = request.source_size
     mode = "RGBA" if request.alpha else "RGB"
     fine: Fine | None = None
+    exif = b""
     if context.decoded:
         size = (width - left - right, height - top - bottom)
         source = Image.frombytes(mode, size, context.source)
@@ -108,7 +118,7 @@ def source_and_weights(
     else:
         png = request.settings.output_format == "png"
         raster = decode_raster(bytes(context.source), "source", NO_LIMITS, low=png)
-        source = raster.image.convert("RGB")
+        source, exif = raster.image.convert("RGB"), raster.exif
         if request.alpha and raster.alpha is not None:
             source.putalpha(raster.alpha)
         if raster.low is not None:
@@ -117,7 +127,7 @@ def source_and_weights(
     if any(margins):
         source = Image.fromarray(grown(np.asarray(source), margins))
         fine = None if fine is None else grown(fine, margins)
-    return source, weights, fine
+    return Kept(source, weights, fine, exif)
 
 
 def _samples(high: Pixels, low: Pixels) -> Fine:

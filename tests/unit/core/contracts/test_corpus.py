@@ -53,7 +53,7 @@ def test_each_case_gets_its_documented_answer(case: Case) -> None:
             check_message(str(done))
         case Works(source, kept):
             assert isinstance(done, PreparedEdit), done
-            pasted_over, weights, _ = source_and_weights(done.context, done.request)
+            pasted_over, weights, *_ = source_and_weights(done.context, done.request)
             np.testing.assert_array_equal(pasted_over.convert("RGB"), source)
             if kept.any():
                 np.testing.assert_array_equal(np.asarray(weights) == 0, kept)
@@ -61,7 +61,7 @@ def test_each_case_gets_its_documented_answer(case: Case) -> None:
             assert str(done).startswith(damaged.refused.start), str(done)[:200]
             check_message(str(done))
         case Damaged():
-            pasted_over, _, _ = source_and_weights(done.context, done.request)
+            pasted_over, *_ = source_and_weights(done.context, done.request)
             np.testing.assert_array_equal(
                 pasted_over.convert("RGB"), as_pillow_reads(inputs["IMAGE"])
             )

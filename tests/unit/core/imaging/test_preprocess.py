@@ -76,7 +76,7 @@ def test_an_ordinary_edit() -> None:
     assert done.pixels.shape == (40, 56, 3)
     np.testing.assert_array_equal(done.pixels, scene(*SIZE))
     np.testing.assert_array_equal(done.edit_mask, blob_mask(*SIZE))
-    source, weights, _ = source_and_weights(done.context, done.request)
+    source, weights, *_ = source_and_weights(done.context, done.request)
     np.testing.assert_array_equal(source, scene(*SIZE))
     np.testing.assert_array_equal(weights, blob_mask(*SIZE))
     request = done.request
@@ -137,7 +137,7 @@ def test_large_images_are_brought_to_the_models_area() -> None:
     assert done.pixels.shape == (152, 104, 3)
     assert done.edit_mask.shape == (152, 104)
     assert set(np.unique(done.edit_mask)) == {0, 255}
-    _, weights, _ = source_and_weights(done.context, done.request)
+    _, weights, *_ = source_and_weights(done.context, done.request)
     np.testing.assert_array_equal(weights, blob_mask(300, 200))
 
 
@@ -146,7 +146,7 @@ def test_sources_travel_decoded_up_to_a_size() -> None:
     large = prepare(decoded_pixels=SIZE[0] * SIZE[1] - 1)
     assert not large.context.decoded
     assert large.context.source == good_inputs()["IMAGE"]
-    _, weights, _ = source_and_weights(large.context, large.request)
+    _, weights, *_ = source_and_weights(large.context, large.request)
     np.testing.assert_array_equal(weights, blob_mask(*SIZE))
 
 
@@ -351,7 +351,7 @@ def test_grey_says_how_much_may_change(semantics: Any) -> None:
     cells = grey.reshape(64 // side, side, 64 // side, side).max(axis=(1, 3))
     expected = np.repeat(np.repeat(cells, side, 0), side, 1)
     assert np.array_equal(ready.edit_mask, expected)
-    _, weights, _ = source_and_weights(ready.context, ready.request)
+    _, weights, *_ = source_and_weights(ready.context, ready.request)
     assert np.array_equal(weights, np.where(grey > 0, 255, 0))  # what may change is pasted whole
     grown = {**asked, "SETTINGS": settings(mask_mode="strength", expand=[64, 0, 0, 0])}
     wide = prepare(replace(facts, native_resolution=128), IMAGE=source, **grown).edit_mask
