@@ -128,6 +128,46 @@ def test_a_compressed_picture_is_smaller(client: openai.OpenAI, files: dict[str,
     assert sizes == sorted(set(sizes))
 
 
+@pytest.mark.parametrize(
+    ("anchor", "left", "top"), [("top-right", 32, 0), ("center", 16, 8), ("bottom", 16, 16)]
+)
+def test_a_larger_size_grows_the_canvas_round_its_anchor(
+    client: openai.OpenAI, anchor: str, left: int, top: int
+) -> None:
+    picture = scene(SIDE, SIDE)
+    asked = {"anchor": anchor, "seed": 5, **STEPS}
+    answer = client.images.edit(
+        image=("a.png", encode(picture)), prompt="a star", size="96x80", extra_body=asked
+    )
+    edited = pixels_of(answer)
+    assert (answer.size, edited.shape) == ("96x80", (80, 96, 3))
+    assert np.array_equal(edited[top : top + SIDE, left : left + SIDE], picture)
+    margins = ((top, 80 - top - SIDE), (left, 96 - left - SIDE), (0, 0))
+    assert not np.array_equal(edited, np.pad(picture, margins, "edge"))
+
+
+@pytest.mark.parametrize("background", ["transparent", "opaque"])
+def test_a_background_is_as_transparent_as_it_was_or_opaque(
+    client: openai.OpenAI, background: str
+) -> None:
+    """Outside the mask the alpha comes back bit for bit."""
+    alpha = np.random.default_rng().integers(0, 256, (SIDE, SIDE), np.uint8)
+    outside = blob_mask(SIDE, SIDE) == 0
+    answer = client.images.edit(
+        image=("a.png", encode(np.dstack([scene(SIDE, SIDE), alpha]))),
+        mask=("m.png", alpha_mask(~outside)),
+        prompt="a star",
+        background=background,
+        extra_body=STEPS,
+    )
+    with Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))) as opened:
+        if background == "opaque":
+            assert opened.mode == "RGB"
+        else:
+            found = np.asarray(opened)[..., 3]
+            assert np.array_equal(found, np.where(outside, alpha, 255))
+
+
 def test_without_a_mask_the_images_own_alpha_is_it(client: openai.OpenAI, files: dict[str, Any]):
     cut = cut_out()
     more = {"seed": 5, **STEPS}
