@@ -368,8 +368,8 @@ MUTATIONS = (
     Mutation(
         "anchors are of another schedule than the model's own",
         f"{_FLOW}/adapter.py",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=self.shift).walk",
-        "walk = make_schedule(self.sampler, steps, tokens).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=own).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, own=own).walk",
         _FOUR,
     ),
     Mutation(

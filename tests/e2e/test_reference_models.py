@@ -35,8 +35,8 @@ from tests.support.calls import (
     pixels,
 )
 
-SIDE = 64
-SOURCE = scene(SIDE, SIDE)
+TOKENS = 8
+"""Along each side of the source."""
 STEPS = 4
 
 
@@ -54,10 +54,13 @@ class Model(NamedTuple):
     """Pixels along a token's side."""
 
     @property
+    def source(self) -> Pixels:
+        return scene(TOKENS * self.cell, TOKENS * self.cell)
+
+    @property
     def mask(self) -> Pixels:
         """Of whole tokens: others are grown to them, where the pipelines take a share."""
-        tokens = SIDE // self.cell
-        return np.kron(blob_mask(tokens, tokens), np.ones((self.cell, self.cell), np.uint8))
+        return np.kron(blob_mask(TOKENS, TOKENS), np.ones((self.cell, self.cell), np.uint8))
 
 
 MODELS = {
@@ -114,9 +117,9 @@ def expected(folder: Path, settings: EditSettings) -> Pixels:
     run = qwen_edit if edits else run
     if type(pipeline).__name__.startswith("FluxKontext"):
         asked["_auto_resize"] = False
-    [image] = run(pipeline, SOURCE, model.mask, "a red star", settings, 1, **asked)
+    [image] = run(pipeline, model.source, model.mask, "a red star", settings, 1, **asked)
     if image.mode == "RGBA":
-        under = Image.fromarray(SOURCE)
+        under = Image.fromarray(model.source)
         under.paste(image.convert("RGB"), mask=image.getchannel("A"))
         image = under
     return np.asarray(image)
@@ -125,11 +128,11 @@ def expected(folder: Path, settings: EditSettings) -> Pixels:
 def test_an_edit_is_the_pipelines_and_spares_the_outside(served: tuple[Path, Grpc]) -> None:
     folder, client = served
     model, asked = MODELS[folder.name], {"num_inference_steps": STEPS, "strength": 1.0}
-    picture, meta = client.edit(edit_inputs(SOURCE, model.mask, **asked))
+    picture, meta = client.edit(edit_inputs(model.source, model.mask, **asked))
     scale = model.guidance
     found, at = pixels(picture), model.mask > 0
     wanted = expected(folder, EditSettings(guidance_scale=scale, **asked))
-    assert np.array_equal(found[~at], SOURCE[~at])
+    assert np.array_equal(found[~at], model.source[~at])
     assert np.abs(found[at].astype(int) - wanted[at]).max() <= 1
     assert (meta["model"], meta["cache"], meta["steps"]) == (folder.name, "off", STEPS)
 
@@ -138,13 +141,13 @@ def test_a_cached_edit_computes_its_mask_and_repeats_itself(served: tuple[Path, 
     """Of all defaults, steps and guidance among them."""
     folder, client = served
     model, asked = MODELS[folder.name], {"cache": "require", "num_inference_steps": None}
-    first, meta = client.edit(edit_inputs(SOURCE, model.mask, **asked))
-    again, _ = client.edit(edit_inputs(SOURCE, model.mask, **asked))
+    first, meta = client.edit(edit_inputs(model.source, model.mask, **asked))
+    again, _ = client.edit(edit_inputs(model.source, model.mask, **asked))
     assert (meta["cache"], meta["steps"]) == ("hit", STEPS)
-    assert meta["active_tokens"] < meta["total_tokens"] == (SIDE // model.cell) ** 2
+    assert meta["active_tokens"] < meta["total_tokens"] == TOKENS**2
     assert np.array_equal(pixels(first), pixels(again))
     outside = model.mask == 0
-    assert np.array_equal(pixels(first)[outside], SOURCE[outside])
+    assert np.array_equal(pixels(first)[outside], model.source[outside])
 
 
 def test_what_a_model_does_not_take_is_refused(served: tuple[Path, Grpc]) -> None:
@@ -152,6 +155,6 @@ def test_what_a_model_does_not_take_is_refused(served: tuple[Path, Grpc]) -> Non
     model = MODELS[folder.name]
     refused = model.refused
     with pytest.raises(InferenceServerException) as error:
-        client.edit(edit_inputs(SOURCE, model.mask, **refused))
+        client.edit(edit_inputs(model.source, model.mask, **refused))
     [field] = refused
     assert f"[INVALID_REQUEST] SETTINGS.{field}" in error.value.message()

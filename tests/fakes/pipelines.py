@@ -194,9 +194,10 @@ def _blended_start(
     )
     limits = "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
     shift = module.calculate_shift(clean.shape[1], *(sampler.config[name] for name in limits))
-    sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
-    begin = steps - steps_run(steps, settings.strength)
-    timesteps, sigmas = sampler.timesteps[begin:], sampler.sigmas[begin:].clone()
+    asked = pipeline.config.get("sample_sigmas") or np.linspace(1.0, 1 / steps, steps)
+    sampler.set_timesteps(sigmas=asked, mu=shift)
+    begin, whole = steps - steps_run(steps, settings.strength), sampler.sigmas.clone()
+    timesteps, sigmas, real = sampler.timesteps[begin:], whole[begin:], module.retrieve_timesteps
 
     def at(sigma: torch.Tensor) -> torch.Tensor:
         return sigma * noise + (1 - sigma) * clean
@@ -205,7 +206,9 @@ def _blended_start(
         outside = clean if step + 1 == len(timesteps) else at(sigmas[step + 1])
         return {"latents": (1 - edit) * outside + edit * now["latents"]}
 
-    def walk(sampler: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, int]:
+    def walk(sampler: Any, *given: Any, **asked: Any) -> tuple[torch.Tensor, int]:
+        real(sampler, *given, **asked)
+        assert torch.equal(sampler.sigmas, whole), "which the pipeline begins later alone"
         sampler.timesteps, sampler.sigmas = timesteps, sigmas
         sampler._step_index = sampler._begin_index = None
         return timesteps, len(timesteps)

@@ -315,6 +315,12 @@ def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> N
     least, most = facts.least_steps, config.limits.max_steps
     if not least <= steps <= most:
         raise InvalidRequest("SETTINGS.num_inference_steps", f"is {steps}", f"{least} to {most}")
+    if facts.sigmas and steps != len(facts.sigmas):
+        raise InvalidRequest(
+            "SETTINGS.num_inference_steps",
+            f"is {steps}, and this model has a schedule of its own",
+            f"{len(facts.sigmas)}",
+        )
     if steps_run(steps, settings.strength, rounds_up=facts.strength_rounds_up) < 1:
         raise InvalidRequest(
             "SETTINGS.strength",

@@ -165,6 +165,9 @@ class ModelFacts:
     """What its text encoder is shown of the source: each prompt is then about a picture."""
     least_steps: int = 1
     """Fewer are refused: the sampler's stretch to `shift_terminal` divides 0 by 0 at one step."""
+    sigmas: tuple[float, ...] = ()
+    """Of a distilled model with a schedule of its own, before its sampler shifts them: its edits
+    have as many steps. Empty: they have as many as they ask for."""
 
     def text_tokens(self, configured: int) -> int:
         """Text tokens of a prompt, given `[model] max_sequence_length`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.config import ConfigError
 from maskserve_core.models import flux
 from maskserve_core.models.facts import (
     DenseSteps,
@@ -30,6 +33,7 @@ SETTINGS = ()
 DEFAULTS = EditDefaults(num_inference_steps=40, guidance_scale=0.0)
 """Those of QwenImage21Pipeline, which guides where an edit has a negative prompt."""
 _STRIDE = 7
+"""Of a distilled model's few steps each has its anchor."""
 _PATCH = 2
 
 lora_work = flux.lora_work
@@ -44,12 +48,12 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder / "transformer" / "config.json")
     vae, index = read_json(folder / "vae" / "config.json"), read_json(folder / "model_index.json")
-    latents = latent_space(vae)
+    latents, least = latent_space(vae), least_steps(sampler)
+    sigmas = _own_sigmas(index.get("sample_sigmas"), least)
     check_served(
         ("transformer: causal_condition", transformer.get("causal_condition", True), True),
         ("transformer: patch_size", transformer.get("patch_size", 1), 1),
         ("vae: patch_size", vae.get("patch_size"), None),
-        ("model_index.json: sample_sigmas", index.get("sample_sigmas"), None),
     )
     return ModelFacts(
         family="qwen_image21",
@@ -60,8 +64,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         # The text encoder has a slot for each two tokens a side.
         size_multiple=latents.pixels * _PATCH * 2,
         guidance="none",
-        defaults=DEFAULTS,
-        stride=_STRIDE,
+        defaults=replace(DEFAULTS, num_inference_steps=len(sigmas)) if sigmas else DEFAULTS,
+        stride=1 if sigmas else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
         own_stride=0.0,
         leaves_text=False,
@@ -72,8 +76,26 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         padded_to=1,
         mask_latents=_PATCH,
         shown=Shown(latents.pixels * _PATCH * 2, 0, 0, replaced=True),
-        least_steps=least_steps(sampler),
+        least_steps=least,
+        sigmas=sigmas,
     )
+
+
+def _own_sigmas(given: Any, least: int) -> tuple[float, ...]:
+    """`ModelFacts.sigmas` of a pipeline's `sample_sigmas`."""
+    if given is None:
+        return ()
+    numbers = given if isinstance(given, list) else []
+    try:
+        falls = all(a > b for a, b in pairwise([math.nextafter(1.0, 2.0), *numbers, 0.0]))
+    except TypeError:
+        falls = False
+    if not falls or len(numbers) < least:
+        raise ConfigError(
+            f"[model] path: model_index.json: sample_sigmas: {given} is no schedule; "
+            f"use {least} or more numbers that fall from at most 1 to above 0"
+        )
+    return tuple(map(float, numbers))
 
 
 def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,10 +79,15 @@ def check_family(config: Config, facts: ModelFacts) -> None:
     """See that nothing is set that the model does not have.
 
     Raises:
-        ConfigError: it is a setting of other families, or the cache of a model that has none.
+        ConfigError: it is a setting of other families, the cache of a model that has none, or
+            other steps than its own.
     """
     if config.cache.enabled and not facts.caches:
         raise ConfigError(f"[cache] enabled: {DENSE_ONLY}; use false")
+    if facts.sigmas and config.model.num_inference_steps not in (0, len(facts.sigmas)):
+        raise ConfigError(
+            f"[model] num_inference_steps: this model has {len(facts.sigmas)} of its own; use 0"
+        )
     own = FAMILIES[facts.family].SETTINGS
     others = {name for family in FAMILIES.values() for name in family.SETTINGS}.difference(own)
     for name in sorted(others):

@@ -231,7 +231,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """Of every `stride` timesteps of the schedule the one in their middle, and as many between
         them that no step of any schedule is out of reach.
         """
-        walk = make_schedule(self.sampler, steps, tokens, shift=self.shift).walk
+        shift, own = self.shift, self.facts.sigmas
+        walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=own).walk
         chosen = anchor_steps([step.sigma for step in walk], stride)
         taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
         return cover(tuple(taken), self.anchor_tolerance)

@@ -343,9 +343,11 @@ class FlowPreparation:
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared.inputs.schedule
         settings, (height, width) = job.request.settings, grid_of(job)
-        steps = settings.num_inference_steps
+        steps, own = settings.num_inference_steps, self._facts.sigmas
         assert steps is not None
-        return make_schedule(self._sampler, steps, height * width, settings.strength, self._shift)
+        return make_schedule(
+            self._sampler, steps, height * width, settings.strength, self._shift, own
+        )
 
     def prompt(self, given: Conditioning) -> FlowPrompt:
         """What the text encoders answered, in the model's dtype."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,7 +95,12 @@ def linear_shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
 
 
 def make_schedule(
-    sampler: Any, steps: int, tokens: int, strength: float = 1.0, shift: Shift = linear_shift
+    sampler: Any,
+    steps: int,
+    tokens: int,
+    strength: float = 1.0,
+    shift: Shift = linear_shift,
+    own: Sequence[float] = (),
 ) -> Schedule:
     """The schedule that diffusers' inpaint pipelines of such models use.
 
@@ -105,12 +110,13 @@ def make_schedule(
         tokens: image tokens, which shift the schedule of most models.
         strength: share of the steps that is run.
         shift: the family's.
+        own: `ModelFacts.sigmas`.
     """
     sampler, mu = copy.copy(sampler), shift(sampler.config, tokens, steps)  # it changes below
     if mu is None:
         sampler.set_timesteps(steps)
     else:
-        sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        sampler.set_timesteps(sigmas=own or np.linspace(1.0, 1 / steps, steps), mu=mu)
     begin = steps - steps_run(steps, strength)
     sigmas, timesteps = sampler.sigmas[begin:].clone(), sampler.timesteps[begin:]
     columns = timesteps.tolist(), sigmas[:-1].tolist(), sigmas.diff().tolist()

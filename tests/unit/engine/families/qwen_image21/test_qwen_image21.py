@@ -18,6 +18,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
+from maskserve_core.contracts.request import accept_edit
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.registry import load_facts
@@ -42,8 +44,9 @@ KV = ("kv",)
 class Model:
     """Diffusers' pipeline and our parts over the same folder."""
 
-    def __init__(self, folder: Path) -> None:
-        config = config_of(folder, model={"outside_noise": "edit", "max_sequence_length": 400})
+    def __init__(self, folder: Path, **asked: Any) -> None:
+        asked |= {"outside_noise": "edit", "max_sequence_length": 400}
+        config = config_of(folder, model=asked)
         self.folder, self.config = folder, config
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.replay = Replay(self.adapter)
@@ -342,20 +345,61 @@ def closing_engine(model: Model) -> Iterator[Engine]:
         engine.close(5.0)
 
 
-@pytest.mark.parametrize(
-    ("part", "changed", "said"),
-    [
-        ("transformer/config.json", {"causal_condition": False}, "causal_condition: False"),
-        ("model_index.json", {"sample_sigmas": [1.0, 0.5]}, "sample_sigmas"),
-    ],
-)
-def test_models_that_are_others_are_refused(
-    model: Model, tmp_path: Path, part: str, changed: dict[str, Any], said: str
-) -> None:
-    folder = Path(shutil.copytree(model.folder, tmp_path / "model"))
+def changed(model: Model, folder: Path, part: str, **keys: Any) -> Path:
+    """The model, of which one file says something else."""
+    shutil.copytree(model.folder, folder)
     own = json.loads((folder / part).read_text("utf-8"))
-    (folder / part).write_text(json.dumps(own | changed), "utf-8")
-    with pytest.raises(ConfigError, match=f"{said}.* is not served of such models"):
+    (folder / part).write_text(json.dumps(own | keys), "utf-8")
+    return folder
+
+
+def test_a_distilled_model_goes_by_its_own_schedule(model: Model, tmp_path: Path) -> None:
+    """Which its pipeline is configured with; where its template is primed, too."""
+    steps, sigmas = 8, [1.0, 0.97, 0.9, 0.8, 0.66, 0.5, 0.3, 0.1]
+    folder = changed(model, tmp_path / "turbo", "model_index.json", sample_sigmas=sigmas)
+    turbo = Model(folder, num_inference_steps=0)
+    assert turbo.adapter.facts.steps_default(0) == steps
+    for seed, strength in ((2, 1.0), (3, 0.6)):
+        case = turbo.case(seed, num_inference_steps=steps, strength=strength)
+        job = encode_case(turbo.encoder, case, "edit")
+        found = result(turbo.replay, turbo.adapter.dense_row(job))
+        assert_equal(found, turbo.oracle(case))
+    job = turbo.job(2, num_inference_steps=steps, strength=1.0)
+    anchors = turbo.adapter.anchors(turbo.adapter.tokens(job).total, steps, 1)
+    walked = [sigma for sigma, _ in turbo.adapter.sigmas(job)]
+    assert [anchor.sigma for anchor in anchors] == walked
+    other = model.job(2, num_inference_steps=steps, strength=1.0)
+    assert walked != [sigma for sigma, _ in model.adapter.sigmas(other)]
+
+
+def test_other_steps_than_a_model_s_own_are_refused(model: Model, tmp_path: Path) -> None:
+    folder = changed(model, tmp_path / "turbo", "model_index.json", sample_sigmas=[1.0, 0.6, 0.2])
+    facts, config = load_facts(folder), config_of(folder, model={"num_inference_steps": 0})
+    assert facts.stride == 1
+
+    def accepted(steps: int | None) -> Any:
+        asked = EditSettings(num_inference_steps=steps)
+        return accept_edit(asked, b"a", facts, config, None).settings.num_inference_steps
+
+    assert (accepted(None), accepted(3)) == (3, 3)
+    with pytest.raises(InvalidRequest, match=r"is 20, and this model has a schedule.*: 3"):
+        accepted(20)
+    with pytest.raises(ConfigError, match=r"num_inference_steps: this model has 3 .*; use 0"):
+        load_adapter(config_of(folder, model={"num_inference_steps": 20}))
+
+
+@pytest.mark.parametrize("sigmas", [[], [0.5], 8, ["1"], [1.2, 0.5], [0.5, 0.5], [1, 0], [1, None]])
+def test_what_is_no_schedule_is_refused(model: Model, tmp_path: Path, sigmas: Any) -> None:
+    """One step cannot be stretched to the sampler's end."""
+    folder = changed(model, tmp_path / "model", "model_index.json", sample_sigmas=sigmas)
+    with pytest.raises(ConfigError, match="sample_sigmas: .* is no schedule; use 2 or more"):
+        load_facts(folder)
+
+
+def test_models_that_are_others_are_refused(model: Model, tmp_path: Path) -> None:
+    part = "transformer/config.json"
+    folder = changed(model, tmp_path / "model", part, causal_condition=False)
+    with pytest.raises(ConfigError, match=r"causal_condition: False is not served of such models"):
         load_facts(folder)
 
 
