@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+from maskserve_engine.families.qwen_image.encode import picture_processor
 from tests.fakes.tiny_flux2 import chat_tokenizer
 from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS
 
@@ -92,7 +94,7 @@ def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
                 torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     pipeline.save_pretrained(folder)
     if edits:
-        _as_edit_model(folder, PLUS if edits == PLUS_2511 else edits)
+        _as_edit_model(folder, PLUS if edits == PLUS_2511 else edits, tokenizer)
     config = CONFIG.replace("guidance_scale = 3.0\n", "")
     (folder / "maskserve.toml").write_text(
         config.replace("max_sequence_length = 16", "max_sequence_length = 320"), "utf-8"
@@ -100,11 +102,15 @@ def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
     return folder
 
 
-def _as_edit_model(folder: Path, pipeline: str) -> None:
-    """Name the pipeline, and add what reads its pictures."""
-    from transformers import Qwen2VLImageProcessorPil
+def _as_edit_model(folder: Path, pipeline: str, tokenizer: Any) -> None:
+    """Name the pipeline, and add what reads its pictures: of Qwen-Image-Edit in a file of its own,
+    as the models are published, else beside the rest, as transformers saves processors since 5.
+    """
+    from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
-    Qwen2VLImageProcessorPil(max_pixels=12_845_056).save_pretrained(folder / "processor")
+    pictures = Qwen2VLImageProcessorPil(max_pixels=12_845_056)
+    whole = picture_processor(Qwen2VLProcessor, pictures, tokenizer)
+    (pictures if pipeline == EDIT else whole).save_pretrained(folder / "processor")
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
     index |= {"_class_name": pipeline, "processor": ["transformers", "Qwen2VLProcessor"]}
     (folder / "model_index.json").write_text(json.dumps(index), "utf-8")

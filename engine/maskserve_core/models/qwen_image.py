@@ -53,7 +53,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     latents = latent_space(read_json(folder / "vae" / "config.json"))
     semantics, shown = PIPELINES[pipeline], None
     if semantics.reference:
-        processor = read_json(folder / "processor" / "preprocessor_config.json")
+        processor = _of_pictures(folder / "processor")
         shown = Shown.of(processor, 0 if semantics.sampled else _SHOWN_AREA)
     return ModelFacts(
         family="qwen_image",
@@ -76,6 +76,15 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         shown=shown,
         least_steps=least_steps(sampler),
     )
+
+
+def _of_pictures(processor: Path) -> dict[str, Any]:
+    """What a processor's folder says of pictures. transformers writes it into one file with the
+    rest, and before 5 wrote it into one of its own; it reads them in this order.
+    """
+    whole = processor / "processor_config.json"
+    said = read_json(whole).get("image_processor") if whole.is_file() else None
+    return said if isinstance(said, dict) else read_json(processor / "preprocessor_config.json")
 
 
 def count(

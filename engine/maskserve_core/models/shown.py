@@ -36,7 +36,7 @@ class Shown:
 
     @classmethod
     def of(cls, processor: Mapping[str, Any], area: int = 0) -> Shown:
-        """Of a preprocessor_config.json; ConfigError if it does not say."""
+        """Of what a processor's folder says of pictures; ConfigError if it does not say it."""
         size = processor.get("size") or {}
         try:
             return cls(
@@ -47,9 +47,7 @@ class Shown:
             )
         except KeyError as error:
             name = error.args[0]
-            raise ConfigError(
-                f"[model] path: preprocessor_config.json: {name} is missing"
-            ) from error
+            raise ConfigError(f"[model] path: processor: {name} is missing") from error
 
     def size(self, height: int, width: int) -> Size:
         """(height, width) in which a picture of so many pixels is given to the processor."""

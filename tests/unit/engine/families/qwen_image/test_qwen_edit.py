@@ -4,6 +4,7 @@ against dense ones.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
+from maskserve_core.models.registry import load_facts
 from maskserve_core.models.shown import Shown
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.triton.encoder import EditEncoder, ToEncode
 from maskserve_harness.benchmarks.direct import request_of
@@ -277,6 +280,27 @@ def test_what_is_shown_is_counted_as_the_pipelines_cut_it(area: int) -> None:
             width, height = calculate_dimensions(area, width / height)
         high, wide = smart_resize(height, width, 28, least, most)
         assert found == high * wide // 28**2
+
+
+def test_what_is_shown_follows_from_the_file_that_transformers_reads(
+    model: Model, tmp_path: Path
+) -> None:
+    """Of the two that it has written, the newer one where both are."""
+    from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
+
+    folder = Path(shutil.copytree(model.folder, tmp_path / "model"))
+    for file in (folder / "processor").glob("*processor_config.json"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*/preprocessor_config\.json"):
+        load_facts(folder)
+    Qwen2VLImageProcessorPil(max_pixels=12_845_056).save_pretrained(folder / "processor")
+    assert load_facts(folder).shown == model.adapter.facts.shown
+    pictures = Qwen2VLImageProcessorPil(max_pixels=802_816)
+    newer = picture_processor(Qwen2VLProcessor, pictures, model.pipeline.tokenizer)
+    newer.save_pretrained(folder / "processor")
+    shown, read = load_facts(folder).shown, qwen_edit_pipeline(folder).processor.image_processor
+    assert shown is not None
+    assert shown.most == read.size["longest_edge"] == 802_816
 
 
 def test_entries_without_keys_and_values_are_refused(model: Model) -> None:

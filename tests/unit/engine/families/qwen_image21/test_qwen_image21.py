@@ -392,7 +392,7 @@ def test_other_steps_than_a_model_s_own_are_refused(model: Model, tmp_path: Path
 def test_what_is_no_schedule_is_refused(model: Model, tmp_path: Path, sigmas: Any) -> None:
     """One step cannot be stretched to the sampler's end."""
     folder = changed(model, tmp_path / "model", "model_index.json", sample_sigmas=sigmas)
-    with pytest.raises(ConfigError, match="sample_sigmas: .* is no schedule; use 2 or more"):
+    with pytest.raises(ConfigError, match=r"sample_sigmas: .* is no schedule; use 2 or more"):
         load_facts(folder)
 
 
