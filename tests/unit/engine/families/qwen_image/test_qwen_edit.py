@@ -213,10 +213,12 @@ def test_references_of_2511_are_what_they_are_at_time_0(model: Model) -> None:
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 def test_a_lora_is_the_one_that_diffusers_loads(model: Model, tmp_path: Path) -> None:
-    """Of every layer of the blocks, what gives references their own vectors among them."""
-    file, case = tmp_path / "a.safetensors", model.case(4, num_inference_steps=3, strength=1.0)
+    """Of every layer of the blocks, what gives references their own vectors among them, in the form
+    of Lightning's files.
+    """
+    file, case = tmp_path / "a.safetensors", model.case(4, num_inference_steps=4, strength=1.0)
     places = model.adapter.places_of(model.adapter.model)
-    write(file, of_blocks(places, "transformer.{}.lora_A.weight", 5))
+    write(file, of_blocks(places, "{}.lora_down.weight", 5))
     job = encode_case(model.encoder, case, "lora")
     row: Any = model.adapter.dense_row(job)
     lora = model.adapter.low_rank(read(file, model.folder)["denoiser"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +141,34 @@ def test_loras_are_those_that_diffusers_loads(model: Model, form: str, tmp_path:
         model.pipeline.delete_adapters("x")
     assert np.abs(expected - model.oracle(case)).max() > 1e-2
     assert_equal(result(model.replay, row), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+@pytest.mark.parametrize("steps", [4, 8])
+def test_lightning_goes_by_a_sampler_of_its_own(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Its shift is 3 at all sizes and its end is not stretched, as its publisher samples it."""
+    folder, file = tmp_path / "lightning", tmp_path / "a.safetensors"
+    said = Path(shutil.copytree(model.folder, folder)) / "scheduler" / "scheduler_config.json"
+    own = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
+    said.write_text(json.dumps(json.loads(said.read_text("utf-8")) | own), "utf-8")
+    adapter = load_adapter(config_of(folder, model={"outside_noise": "edit"}))
+    write(file, of_blocks(adapter.places_of(adapter.model), "{}.lora_down.weight", 5))
+    case = model.case(4, num_inference_steps=steps, strength=1.0)
+    job = encode_case(model.encoder, case, "lora")
+    row: Any = adapter.dense_row(job)
+    adapter.attach(row, job, ((adapter.low_rank(read(file, folder)["denoiser"]), 1.0),))
+    sampler = type(model.pipeline.scheduler).from_pretrained(said.parent)
+    model.pipeline.load_lora_weights(str(file), adapter_name="x")
+    try:
+        otherwise = model.oracle(case)
+        monkeypatch.setattr(model.pipeline, "scheduler", sampler)
+        expected = model.oracle(case)
+    finally:
+        model.pipeline.delete_adapters("x")
+    assert np.abs(expected - otherwise).max() > 1e-2
+    assert_equal(result(Replay(adapter), row), expected)
 
 
 @pytest.mark.parametrize("kind", cached_rows.KINDS)
