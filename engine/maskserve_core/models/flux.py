@@ -164,11 +164,8 @@ def flux_work(
         before=(embed,),
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=outside),
         restore_ends=False,
-        # What a block holds, the model's input and output, and all blocks' shifts, scales, gates;
-        # and keys and values of what the row has seen once.
-        peak_row=tokens * (held + channels + out)
-        + STEPS_AHEAD * vectors
-        + still * 2.0 * h * len(blocks),
+        # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
+        peak_row=tokens * (held + channels + out) + STEPS_AHEAD * vectors,
         peak_text=held,
         peak_once=(VECTORS_AT_ONCE - STEPS_AHEAD) * vectors,
         heads=int(config["num_attention_heads"]),

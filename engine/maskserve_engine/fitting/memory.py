@@ -101,12 +101,12 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     """
     facts = adapter.facts
     side = facts.native_resolution // facts.vae_scale_factor
-    passes = config.engine.max_rows * (2 if facts.two_passes else 1)
+    rows, two = config.engine.max_rows, 1 + facts.two_passes
     text = facts.text_tokens(config.model.max_sequence_length)
-    work, recorded = adapter.work(side, side), min(passes, _recorded(config, facts))
+    work, recorded = adapter.work(side, side), min(two * rows, _recorded(config, facts))
     # What is recorded keeps its memory beside that of steps that are not.
-    values = [peak_values(work, each, text) for each in (passes, recorded) if each]
-    return sum(values) * dtype_of(config).itemsize
+    values = [peak_values(work, each, text) for each in (two * rows, recorded) if each]
+    return int(sum(values) + rows * still_values(work)) * dtype_of(config).itemsize
 
 
 def _recorded(config: Config, facts: ModelFacts) -> int:
@@ -160,8 +160,15 @@ def kept_values(work: ModelWork) -> float:
 
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:
-    """Numbers that a dense step of so many passes holds at once."""
+    """Numbers that a dense step of so many passes holds at once, but for `still_values`."""
     return int(passes * (work.peak_row + text * work.peak_text) + work.peak_once)
+
+
+def still_values(work: ModelWork) -> float:
+    """Numbers that a row has of references that see nothing of it: keys and values in all blocks,
+    which both its passes read.
+    """
+    return float(2 * work.still * work.widths.sum())
 
 
 def weight_bytes(config: Config, stage: Stage) -> int:

@@ -68,11 +68,19 @@ def test_the_table_is_what_is_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
-    [("Qwen-Image-Edit", 50), ("Qwen-Image-Edit-2509 and -2511", 40)],
+    ("name", "steps", "leaves_text"),
+    [
+        ("Qwen-Image", 50, True),
+        ("Qwen-Image-Edit", 50, True),
+        ("Qwen-Image-Edit-2509 and -2511", 40, True),
+        ("Qwen-Image-2.1", 40, False),
+        ("Z-Image", 50, False),
+    ],
 )
-def test_the_table_of_whole_edits_is_what_is_counted(name: str, steps: int) -> None:
-    work = WORK[f"{name}, 64 text tokens"]
+def test_the_table_of_whole_edits_is_what_is_counted(
+    name: str, steps: int, leaves_text: bool
+) -> None:
+    [work] = [each for own, each in WORK.items() if own.startswith(f"{name}, 64 text tokens")]
     text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     line = next(each for each in text.splitlines() if each.startswith(f"| {name}, {steps} |"))
     dense, anchors = work.step_flops([work.row_at(1.0, 64)], "dense"), len(own_steps(steps, 0.35))
@@ -86,10 +94,12 @@ def test_the_table_of_whole_edits_is_what_is_counted(name: str, steps: int) -> N
             found.append(round(steps * dense / (count * dense + others), 1))
         return found
 
-    kept = [(work.tokens[0] - 0.11 * 4096 + 64,)]
+    kept = [(work.tokens[0] - 0.11 * 4096 + 64 * leaves_text,)]
     held = own_bytes(work, kept, FORMATS["int8"], slopes=True) / 2**30
-    told = [float(number) for number in re.findall(r"\d+\.\d+", line)]
-    assert told == [*gains(1, 64.0), *gains(anchors, 0.0), round(held, 2)]
+    numbers = re.findall(r"\d+\.\d+", line.removeprefix(f"| {name},"))
+    told = [float(number) for number in numbers]
+    between = 0.0 if leaves_text else 64.0
+    assert told == [*gains(1, 64.0), *gains(anchors, between), round(held, 2)]
 
 
 def test_exact_references_are_read_by_all_tokens_and_made_once() -> None:

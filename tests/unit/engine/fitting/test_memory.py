@@ -182,6 +182,17 @@ def test_a_flux_step_holds_no_more_than_was_counted(case: Case, with_kernels: bo
         assert live.peak >= least * counted, "counted far too much"
 
 
+def test_what_both_passes_of_a_row_read_is_counted_once() -> None:
+    """Exact references, of enough blocks to tell."""
+    with FakeCuda():
+        bench = fake_bench((12, 0), "int8", "qwen-2.1-1024")
+        with LiveBytes("cuda") as live:
+            bench.step(make_rows(bench, Case("", (None,), guided=True)), "kv")
+    two, read = memory.peak_values(bench.work, 2, bench.text), memory.still_values(bench.work)
+    assert 0.65 * 2 * (two + read) <= live.peak <= 2 * (two + read)
+    assert live.peak < 0.65 * 2 * (two + 2 * read)
+
+
 def test_recorded_flux_steps_hold_no_more_than_a_rows_beside_the_others() -> None:
     """A dense row, and as many mixes of cached ones as are kept."""
     rows, tried = 1, 3
