@@ -112,6 +112,7 @@ def make_schedule(
         shift: the family's.
         own: `ModelFacts.sigmas`.
     """
+    assert not own or len(own) == steps, "other steps are refused of such models"
     sampler, mu = copy.copy(sampler), shift(sampler.config, tokens, steps)  # it changes below
     if mu is None:
         sampler.set_timesteps(steps)

@@ -12,7 +12,8 @@ import diffusers
 import pytest
 from diffusers import AutoencoderKL
 
-from maskserve_core.models import flux, unet
+from maskserve_core.config import ConfigError
+from maskserve_core.models import flux, unet, z_image
 from maskserve_core.models.facts import EditDefaults
 from maskserve_core.models.registry import FAMILIES, load_facts
 from maskserve_core.models.semantics import FILL, INPAINT
@@ -33,6 +34,7 @@ def own(pipeline: str) -> EditDefaults:
         ("FluxInpaintPipeline", flux.DEFAULTS[INPAINT]),
         ("StableDiffusionInpaintPipeline", unet.DEFAULTS),
         ("StableDiffusionXLInpaintPipeline", unet.DEFAULTS),
+        ("ZImageInpaintPipeline", z_image.DEFAULTS),
     ],
 )
 def test_defaults_are_those_of_the_pipeline(pipeline: str, defaults: EditDefaults) -> None:
@@ -44,6 +46,25 @@ def test_every_pipeline_is_one_of_diffusers_and_belongs_to_one_family() -> None:
     assert len(set(names)) == len(names)
     assert all(hasattr(diffusers, name) for name in names)
     assert set(FAMILIES) == set(ENGINE_FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "QwenImageLayeredPipeline",
+        "QwenImageControlNetPipeline",
+        "QwenImageControlNetInpaintPipeline",
+        "ZImageOmniPipeline",
+        "ZImageControlNetPipeline",
+        "ZImageControlNetInpaintPipeline",
+    ],
+)
+def test_pipelines_beside_those_that_are_served_are_refused(pipeline: str, tmp_path: Path) -> None:
+    assert hasattr(diffusers, pipeline)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}), "utf-8")
+    with pytest.raises(ConfigError, match=f"{pipeline} is not served; served: ") as error:
+        load_facts(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def changed(folder: Path, to: Path, part: str, **values: Any) -> Path:
