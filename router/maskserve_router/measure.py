@@ -17,7 +17,7 @@ from maskserve_core.imaging.images import Size, model_size, read_size
 from maskserve_core.imaging.masks import active_tokens, cover_a_side, edit_region, select
 from maskserve_core.imaging.view import see
 from maskserve_core.kept import Kept
-from maskserve_core.planning.own_anchors import own_steps
+from maskserve_core.planning.own_anchors import own_count
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
 from maskserve_router.keys import KeyHolder
@@ -142,7 +142,7 @@ def _own_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: f
     """Steps that compute all tokens where the edit's template is not at hand; 0: all do."""
     if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
         return 0
-    return len(own_steps(steps, served.own_stride))
+    return own_count(steps, served.own_stride)
 
 
 def image_digest(image: memoryview) -> bytes:

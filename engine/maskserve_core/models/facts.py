@@ -16,7 +16,7 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_core.models.semantics import Semantics
 from maskserve_core.models.shown import Shown
-from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule, own_steps
+from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule, own_count
 
 _PER_DENSE_STEP = 10
 """Steps that an edit must have for each dense one that its model needs: of the four of a distilled
@@ -122,6 +122,8 @@ class ModelFacts:
     """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
     own_power: float = 1.0
     """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`)."""
+    own_evenly_over: float = 1.5
+    """Of sigma, over which the anchors themselves are even (`own_steps`)."""
     own_over_template: bool = False
     """Whether an edit that may have anchors of its own reads no template: they keep more of it
     (docs/decisions/own-anchors.md)."""
@@ -322,10 +324,10 @@ def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) 
         shared: whether several devices may take a step together; then rows that read a template
             compute their text.
     """
-    anchors = own_steps(steps, own_stride(config, facts))
+    anchors = own_count(steps, own_stride(config, facts))
     if not anchors or not own_rule(config, facts).text:
         return ALL_TEXT
-    return TextShares(1.0 if shared else len(anchors) / steps, 0.0)
+    return TextShares(1.0 if shared else anchors / steps, 0.0)
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

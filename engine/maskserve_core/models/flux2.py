@@ -34,9 +34,9 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=8.0)
 _DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
 """As many steps as these are distilled to: no pipeline's signature says so."""
 _STRIDE = 7
-_OWN_STRIDE = 0.2
-"""Of four steps it leaves each dense. 41.5 dB, 38 of the worst edit, of `demo-edit` at 20 steps
-(docs/decisions/own-anchors.md); what exact references leave is not measured."""
+_OWN_STRIDE = 0.35
+"""Two anchors of four steps, three of 20: both hold the bars (docs/decisions/own-anchors.md); what
+exact references leave is not measured."""
 _OWN_POWER = 2.0
 _PATCH = 2
 

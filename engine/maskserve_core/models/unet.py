@@ -476,6 +476,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         denoiser=unet,
         control=CONTROL,
         own_stride=_OWN_STRIDES[semantics],
+        own_evenly_over=0.0,
         own_over_template=_OWN_STRIDES[semantics] > 0,
         dense_sides=True,
         strength_rounds_up=False,

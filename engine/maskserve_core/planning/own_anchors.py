@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
 from maskserve_core.planning.flops import ModelWork
 
@@ -33,35 +35,46 @@ OWN_RULE = OwnRule(0.35, "int8", text=True)
 _LEAST_STEPS = 4
 
 
-def own_steps(steps: int, stride: float) -> frozenset[int]:
-    """Anchors of an edit that reads no template: the first step, and one of every `stride` of the
-    schedule, half of all steps at most; none of fewer than four: one dense step alone foretells too
-    little of so short a schedule.
+def own_count(steps: int, stride: float) -> int:
+    """Anchors of an edit that reads no template: one for every `stride` of the schedule, half of
+    all steps at most; none of fewer than four: one dense step alone foretells too little of so
+    short a schedule.
 
     Args:
         steps: of the edit.
         stride: as a share of the schedule; 0: none.
     """
     if not stride or steps < _LEAST_STEPS:
-        return frozenset()
-    return frozenset(range(0, steps, max(2 + steps % 2, round(stride * steps))))
+        return 0
+    return -(-steps // max(2 + steps % 2, round(stride * steps)))
+
+
+def own_steps(count: int, sigmas: Sequence[float], evenly_over: float) -> frozenset[int]:
+    """Which steps so many anchors are: the first, and those nearest to equal parts of the way.
+
+    Args:
+        count: of the anchors.
+        sigmas: of the edit's steps, falling.
+        evenly_over: the power of sigma that the parts are equal of. A sampler that is shifted to
+            large sigmas goes most of the way in its last steps, so anchors lie there, too. 0: parts
+            of equally many steps.
+    """
+    steps = len(sigmas)
+    if not evenly_over:
+        return frozenset(-(-number * steps // count) for number in range(count))
+    way, chosen = np.asarray(sigmas) ** evenly_over, [0][:count]
+    for number in range(1, count):
+        ahead = way[chosen[-1] + 1 : steps - count + number + 1]
+        wanted = way[0] * (1 - number / count)
+        chosen.append(chosen[-1] + 1 + int(np.abs(ahead - wanted).argmin()))
+    return frozenset(chosen)
 
 
 def clock_steps(steps: int, stride: float) -> frozenset[int]:
-    """The same however many these are: those at which a row that reads a template has its
-    ControlNets compute all tokens.
+    """Those at which a row that reads a template has its ControlNets compute all tokens: however
+    few the steps are.
     """
     return frozenset(range(0, steps, max(2, round(stride * steps))))
-
-
-def spread_steps(steps: int, count: int) -> frozenset[int]:
-    """So many anchors, evenly.
-
-    Args:
-        steps: of the edit.
-        count: of the anchors, at most half as many.
-    """
-    return frozenset(-(-number * steps // count) for number in range(count))
 
 
 def own_bytes(

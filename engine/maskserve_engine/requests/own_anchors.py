@@ -28,10 +28,10 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
         adapter: the model.
         job: the edit.
     """
-    steps, joint = adapter.steps(job), adapter.work(*job.moments.shape[1:]).joint
+    joint = adapter.work(*job.moments.shape[1:]).joint
     if not job.request.settings.may_anchor:
         return None
-    return _plan(config, adapter, steps, text=joint)
+    return _plan(config, adapter, job, text=joint)
 
 
 def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:
@@ -53,7 +53,7 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
         return None  # the template has most of its text
     if policy_of(config.engine).shares_steps:
         return None  # ranks that share a step would have to agree on who has what
-    plan = _plan(config, adapter, adapter.steps(job), text=True)
+    plan = _plan(config, adapter, job, text=True)
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
     if plan is not None and plan.text:
         return replace(plan, lifts=lifts)
@@ -61,10 +61,20 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
     return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
 
 
-def _plan(config: Config, adapter: Adapter, steps: int, *, text: bool) -> OwnPlan | None:
+def _plan(config: Config, adapter: Adapter, job: EditJob, *, text: bool) -> OwnPlan | None:
     rule = own_rule(config, adapter.facts)
-    anchors = planning.own_steps(steps, own_stride(config, adapter.facts))
-    return OwnPlan(anchors, rule.format, rule.text and text, rule.power) if anchors else None
+    count = planning.own_count(adapter.steps(job), own_stride(config, adapter.facts))
+    if not count:
+        return None
+    plan = OwnPlan(frozenset(), rule.format, rule.text and text, rule.power)
+    return with_anchors(plan, count, adapter, job)
+
+
+def with_anchors(plan: OwnPlan, count: int, adapter: Adapter, job: EditJob) -> OwnPlan:
+    """The plan with so many anchors of the edit's steps."""
+    sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
+    anchors = planning.own_steps(count, sigmas, adapter.facts.own_evenly_over)
+    return replace(plan, anchors=anchors)
 
 
 def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:

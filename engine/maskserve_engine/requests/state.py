@@ -18,7 +18,6 @@ from maskserve_core.contracts.reuse_levels import ReuseLevel
 from maskserve_core.contracts.settings import acting, shares
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import ModelWork, Totals
-from maskserve_core.planning.own_anchors import spread_steps
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.base.timeline import RequestTimeline
@@ -27,6 +26,7 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowStep
+from maskserve_engine.requests.own_anchors import with_anchors
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 
 
@@ -543,7 +543,7 @@ class RequestState:
         self.level = level
         if level.anchors:
             assert self.route.own is not None, "other levels are of other ways"
-            plan = replace(self.route.own, anchors=spread_steps(self.work.steps, level.anchors))
+            plan = with_anchors(self.route.own, level.anchors, adapter, self.job)
             self.route = replace(self.route, own=plan, dense_steps=level.anchors)
             self.count_own(adapter)
             self.said = None

@@ -28,7 +28,7 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
 from maskserve_core.planning.flops import TERMS, ModelWork
-from maskserve_core.planning.own_anchors import own_steps
+from maskserve_core.planning.own_anchors import own_count
 from maskserve_harness.benchmarks.kernel_counts import (
     NEEDED,
     SDXL_GUIDED,
@@ -344,7 +344,7 @@ def main() -> int:
         # SDXL's VAE runs in float32; its text encoders take next to nothing.
         rate = card.single * 0.5 if model == "SDXL" else card.half * card.reached
         beside = (vae if model == "SDXL" else vae + t5) / rate
-        dense, share = took(offer, None), len(own_steps(steps, STRIDES[model])) / steps
+        dense, share = took(offer, None), own_count(steps, STRIDES[model]) / steps
         hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
         means = [dense, *hits, *(share * dense + (1 - share) * each for each in owns)]
         edits = [steps * each / 1e3 + beside for each in means]

@@ -12,7 +12,10 @@ from typing import Any
 
 from msgspec import structs
 
+from maskserve_core.config import Config
+from maskserve_core.models.facts import own_stride
 from maskserve_core.planning.flops import RowTokens
+from maskserve_core.planning.own_anchors import own_count, own_steps
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.cache.entries import AnchorEntry
@@ -51,22 +54,26 @@ class OwnChoice:
         return ", ".join(words)
 
 
-def choices(steps: int, *, joint: bool) -> list[OwnChoice]:
-    """Those that are compared at so many steps, the default first; `reach` makes the rivals.
+def served(rig: Rig, job: EditJob, count: int = 0) -> OwnChoice:
+    """So many anchors where a worker has them; 0: as many as it has by default."""
+    facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
+    count = count or own_count(len(sigmas), own_stride(Config(), facts))
+    return OwnChoice(tuple(sorted(own_steps(count, sigmas, facts.own_evenly_over))))
+
+
+def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
+    """Those that are compared, the default first; `reach` makes the rivals.
 
     Args:
-        steps: of every edit.
-        joint: whether text is in the image's attention, so that it can be left out.
+        rig: of the model.
+        job: any edit.
     """
-    if steps <= 4:
-        sets: list[tuple[int, ...]] = [(0,), (0, 2)]
-    elif steps <= 8:
-        sets = [(0,), (0, 4), (0, 3, 6), (0, 2, 4, 6)]
-    else:
-        sets = [tuple(range(0, steps, max(1, round(share * steps)))) for share in
-                (0.5, 0.35, 0.25, 0.2)]  # fmt: skip
-        sets.insert(0, (0,))
-    middle = sets[len(sets) // 2 if joint else -2]
+    # Where text is in the image's attention it can be left out.
+    joint, steps = rig.adapter.facts.family != "unet", rig.steps
+    most = 2 if steps <= 4 else 4 if steps <= 8 else 5
+    middle = served(rig, job).dense
+    even = tuple(sorted(own_steps(len(middle), range(steps, 0, -1), 0.0)))
+    sets = [even, *(served(rig, job, count).dense for count in range(most, 0, -1))]
     if joint:
         others = [OwnChoice(middle, text=False)]
     else:
@@ -74,7 +81,7 @@ def choices(steps: int, *, joint: bool) -> list[OwnChoice]:
     return [
         OwnChoice(middle),
         *[OwnChoice(middle, reach=reach) for reach in (0.0, 2.0)],
-        *[OwnChoice(each) for each in reversed(sets) if each != middle],
+        *[OwnChoice(each) for each in dict.fromkeys(sets) if each != middle],
         *[OwnChoice(middle, ring=ring) for ring in (2, 0)],
         *others,
         *[OwnChoice(middle, power=power) for power in (1.0, 2.0, 3.0)],
@@ -155,7 +162,7 @@ def table(
     jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
     joint = rig.adapter.facts.family != "unet"
-    for choice in choices(rig.steps, joint=joint):
+    for choice in choices(rig, next(iter(jobs.values()))[0]):
         if wanted is not None and choice.name not in wanted:
             continue
         own = rig if not choice.halo else Rig(rig.folder, rig.steps, halo=choice.halo)

@@ -32,7 +32,7 @@ from maskserve_core.planning.entry_bytes import (
     entry_bytes,
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
-from maskserve_core.planning.own_anchors import clock_steps, own_steps
+from maskserve_core.planning.own_anchors import clock_steps, own_count, own_steps
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing
@@ -171,7 +171,8 @@ class Hardware:
 
     def own_steps(self, steps: int) -> frozenset[int]:
         """Anchors of an edit of so many steps whose template is not at hand."""
-        return own_steps(steps, own_stride(Config(), self.facts))
+        count = own_count(steps, own_stride(Config(), self.facts))
+        return own_steps(count, range(steps, 0, -1), 0.0) if count else frozenset()
 
     def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
         """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows.

@@ -11,7 +11,7 @@ import pytest
 from maskserve_core.models import flux, flux2, qwen_image, qwen_image21, z_image
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_core.planning.flops import ModelWork
-from maskserve_core.planning.own_anchors import own_bytes, own_steps
+from maskserve_core.planning.own_anchors import own_bytes, own_count
 from maskserve_harness.published_models import (
     FLUX_DEV,
     KLEIN_4B,
@@ -83,7 +83,7 @@ def test_the_table_of_whole_edits_is_what_is_counted(
     [work] = [each for own, each in WORK.items() if own.startswith(f"{name}, 64 text tokens")]
     text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     line = next(each for each in text.splitlines() if each.startswith(f"| {name}, {steps} |"))
-    dense, anchors = work.step_flops([work.row_at(1.0, 64)], "dense"), len(own_steps(steps, 0.35))
+    dense, anchors = work.step_flops([work.row_at(1.0, 64)], "dense"), own_count(steps, 0.35)
 
     def gains(count: int, text: float) -> list[float]:
         """Of an edit with so many dense steps, whose others compute so many text tokens."""

@@ -53,7 +53,7 @@ def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
     final = edit(engine, job(encoder, 1, "first", num_inference_steps=20))
     meta = final.meta
     assert meta["cache"] == "own"
-    assert meta["anchors"] == [0, 7, 14]
+    assert meta["anchors"] == [0, 7, 13]
     assert meta["dense_steps"] == meta["text_steps"] == 3
     active, total = meta["active_tokens"], meta["total_tokens"]
     assert meta["computed_tokens"] == 3 * total + 17 * active
@@ -101,7 +101,7 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
 
     monkeypatch.setattr(own_anchors, "encode", scarce)
     meta = edit(engine, job(encoder, 11, "scarce", num_inference_steps=20)).meta
-    assert (meta["cache"], meta["anchors"]) == ("own", [0, 7, 8, 9, 14])
+    assert (meta["cache"], meta["anchors"]) == ("own", [0, 7, 8, 9, 13])
     idle(engine)
 
 
@@ -172,7 +172,7 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
 def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     engine: Engine, encoder: Encoder
 ) -> None:
-    """Eight that come at once would all compute all tokens at steps 0, 7 and 14. Some wait; the
+    """Eight that come at once would all compute all tokens at steps 0, 7 and 13. Some wait; the
     pictures are as if they had not.
     """
     alone = [edit(engine, job(encoder, 20 + n, f"alone-{n}", num_inference_steps=20)).latents
@@ -200,7 +200,7 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     assert [sum(not read for read in step.values()) for step in steps].count(1) == 8 * 3
     assert max(tokens) <= 1.5 * np.mean(tokens[:20])  # until then all eight are there
     for final, expected in zip(finals, alone, strict=True):
-        assert final.meta["anchors"] == [0, 7, 14]
+        assert final.meta["anchors"] == [0, 7, 13]
         assert np.abs(final.latents - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
 
 
