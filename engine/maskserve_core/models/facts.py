@@ -171,6 +171,13 @@ class ModelFacts:
     """Of a distilled model with a schedule of its own, before its sampler shifts them: its edits
     have as many steps. Empty: they have as many as they ask for."""
 
+    @property
+    def primed_by_prompt(self) -> bool:
+        """Whether entries serve the prompt alone that they were made with. References that see the
+        prompt follow it: of entries made without a word, edits keep 11 dB (docs/adr/0048).
+        """
+        return self.semantics.context
+
     def text_tokens(self, configured: int) -> int:
         """Text tokens of a prompt, given `[model] max_sequence_length`."""
         return (self.tokenizer_length or configured) + self.text_besides

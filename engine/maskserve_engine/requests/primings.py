@@ -102,7 +102,7 @@ class Primings:
         state = self.held[row_id]
         if state.running:
             return  # its row goes on elsewhere
-        prompt = self.cache.prompt()
+        prompt = self.cache.priming_prompt(state.priming.job)
         assert prompt is not None, "priming began without its prompt"
         try:
             self._executor.make(

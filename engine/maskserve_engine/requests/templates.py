@@ -275,22 +275,26 @@ class TemplateCache:
 
     def key_of(self, job: EditJob) -> str:
         """The name of the entries that fit this edit."""
-        settings = job.request.settings
-        guidance = settings.guidance_scale if self.adapter.facts.guidance == "embedded" else None
+        settings, facts = job.request.settings, self.adapter.facts
+        guidance = settings.guidance_scale if facts.guidance == "embedded" else None
         length = len(job.conditioning["prompt_embeds"])
         return TemplateKey(
             model_revision=self.model_revision,
             pixels_id=job.request.pixels_id or job.request.template_id,
             noise_seed=job.request.template_noise_seed,
-            priming_prompt=PRIMING_PROMPT,
+            priming_prompt=job.request.prompt if facts.primed_by_prompt else PRIMING_PROMPT,
             guidance=guidance,
-            text_tokens=self.adapter.facts.key_text(length, self.adapter.tokens(job).total),
+            text_tokens=facts.key_text(length, self.adapter.tokens(job).total),
             dtype=self.dtype,
             entry_kind=self._kept,
             entry_format=self.config.entry_format,
             entry_halves=self.adapter.entry_halves,
             adapters=job.adapters,
         ).digest()
+
+    def priming_prompt(self, job: EditJob) -> Conditioning | None:
+        """What the edit's template is primed with; None while it is not known."""
+        return job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt()
 
     def serves(self, job: EditJob) -> bool:
         """Whether rows of the edit may read or make entries."""
@@ -350,7 +354,7 @@ class TemplateCache:
 
     def begin(self, job: EditJob) -> Priming | None:
         """Start priming the job's template; None while the priming prompt is unknown."""
-        if self.prompt() is None:
+        if self.priming_prompt(job) is None:
             return None
         key = self.key_of(job)
         priming = Priming(

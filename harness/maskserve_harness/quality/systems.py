@@ -123,7 +123,7 @@ class Rig:
                 self.adapter.priming_row(
                     job,
                     anchors,
-                    self.prompt,
+                    job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt,
                     job.request.template_noise_seed,
                     BOTH * self.adapter.blocks,
                     "model",

@@ -20,6 +20,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of, tolerance
+from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.sink import Sink
 
@@ -194,3 +195,29 @@ def test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean() -> None
     off = (back - x.float()) / size
     assert float(off.abs().max()) <= 0.51
     assert abs(float(off.mean())) <= 0.01
+
+
+def test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with(
+    tiny_kontext: Path,
+) -> None:
+    encoder = load_encoder(config_of(tiny_kontext))
+    engine = make_engine(tiny_kontext, encoder, own_anchors=0.0)
+    asked: dict[str, Any] = {"cache": "require", "num_inference_steps": STEPS}
+    engine.cache.prompt = lambda: None  # none that all could share is ever read
+    try:
+        first = job(encoder, 73, "one", **asked)
+        request = replace(first.request, prompt="another", request_id="two")
+        other = replace(first, request=request, conditioning=encoder.encode_prompt("another"))
+        assert engine.cache.priming_prompt(other) is other.conditioning
+        for each, primed in ((first, 1), (other, 2), (first, 2)):
+            meta = edit(engine, each).meta
+            assert (meta["cache"], engine.cache.primed) == ("hit", primed)
+    finally:
+        engine.close(10.0)
+        engine.cache.check_integrity()
+
+
+def test_exact_references_serve_every_prompt(tmp_path: Path) -> None:
+    adapter = load_adapter(config_of(build_tiny_flux2(tmp_path, exact=True)))
+    assert not adapter.facts.primed_by_prompt
+    assert load_adapter(config_of(build_tiny_flux2(tmp_path / "other"))).facts.primed_by_prompt
