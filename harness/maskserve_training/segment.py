@@ -246,7 +246,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
 
 
 def main() -> int:
-    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=77, rate=2e-3)
+    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=110, rate=2e-3)
     parser.add_argument("--judge", type=int, metavar="N", help="train nothing; judge N clicks")
     args = parser.parse_args()
     torch.set_num_threads(1)
