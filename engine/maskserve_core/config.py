@@ -199,9 +199,9 @@ class CacheConfig(Table, frozen=True):
     entries that the others read. -1: what the model needs: one for FLUX base models where the edit
     has ten steps or more and a prompt, or covers a whole side of the picture, else none."""
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
-    """The share of an edit's steps from one of its own anchors to the next. If its template is not
-    at hand, and on base models of FLUX and inpainting UNets in any case, it computes all tokens
-    there, and the steps between read what those have left; its ControlNets compute all tokens
+    """The share of an edit's steps from one of its own anchors to the next, which says how many
+    there are. If its template is not at hand, and on base models of FLUX, FLUX.2 klein and
+    inpainting UNets in any case, it computes all tokens there, and the steps between read what those have left; its ControlNets compute all tokens
     there, too. -1: what the model needs; 0: an edit without a template runs dense."""
     own_format: EntryFormat = "int8"
     """Storage of what an edit's own anchors leave."""
