@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -32,6 +33,9 @@ class WorkerModel(ABC):
         self._config = load_config()
         start_log(self._config, self.name)
         self.open(self._config)
+        # What is loaded stays. A full collection that looked at it again would hold up a step.
+        gc.collect()
+        gc.freeze()
         end_when_stuck()
         sign_in(self._config.runtime_dir, self.name)
 
