@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from msgspec import structs
 from numpy.typing import NDArray
+from PIL import Image
 
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.keys import anchor_steps
@@ -90,7 +91,10 @@ class Rig:
     def finish(self, edit: Edit, latents: NDArray[np.float32]) -> Picture:
         """Decode and paste the source back outside the mask."""
         pixels = self.decoder.decode(latents)
-        return np.where(edit.mask[..., None], pixels, edit.source)
+        alpha = pixels[..., 3] if pixels.shape[2] > 3 else np.uint8(255)
+        out, weights = Image.fromarray(edit.source), np.where(edit.mask, alpha, np.uint8(0))
+        out.paste(Image.fromarray(pixels[..., :3]), mask=Image.fromarray(weights))
+        return np.asarray(out)
 
     def run(self, rows: Sequence[FlowRow], kinds: Sequence[str], until: int | None = None) -> None:
         """Steps of rows with equal step counts, in batches: all, or up to step `until`."""
@@ -240,7 +244,8 @@ class Rig:
                     condition=condition,
                     blend=None if row.blend is None else row.blend.take(index),
                     context=None,
-                    references=None,
+                    # A prompt that has seen its reference comes with it.
+                    references=None if row.words is None else row.references,
                 )
             )
         self.run(parts, ())

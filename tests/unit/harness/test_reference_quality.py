@@ -4,7 +4,10 @@ it would cost at klein's size. (`eval_quality --model assets/models/demo-edit` m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,9 @@ from maskserve_harness.quality.choices import CacheChoice, default, first_looks,
 from maskserve_harness.quality.command import Run, flux_facts
 from maskserve_harness.quality.systems import Rig
 from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
+from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
+from tests.fakes.tiny_z_image import build_tiny_z_image
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +41,24 @@ def test_all_first_looks_are_made_and_a_worker_serves_one_of_them(rig: Rig) -> N
         assert np.abs(same.astype(int) - dense[0]).max() <= 1
         for other in ("masked_tokens_alone", replace(looks[0], references_alone=True).name):
             assert not np.array_equal(run.pictures[other][name][0], dense[0]), other
+
+
+@pytest.mark.parametrize(
+    "build",
+    [build_tiny_z_image, partial(build_tiny_qwen_image, edits=EDIT), build_tiny_qwen_image21],
+    ids=["Z-Image", "Qwen-Image-Edit", "Qwen-Image-2.1"],
+)
+def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path: Path) -> None:
+    """By all systems; what they repaint is what is masked."""
+    rig = Rig(build(tmp_path / "model"), steps=2)
+    [name] = NAMED_CLASSES[:1]
+    edits = named_class(name, 1, (64, 96))
+    run = Run(rig, {name: edits})
+    run.make(first_looks(run.default, rig.adapter.facts, 2)[:1])
+    assert {"dense", "masked_tokens_alone", "crop_and_stitch", "served"} < run.pictures.keys()
+    outside = ~edits[0].mask
+    for made in run.pictures.values():
+        assert np.array_equal(made[name][0][outside], edits[0].source[outside])
 
 
 def test_anchors_come_from_the_schedule_that_a_model_is_made_for(rig: Rig) -> None:
