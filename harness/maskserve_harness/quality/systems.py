@@ -19,6 +19,7 @@ from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.masks import active_tokens, cover_a_side
 from maskserve_core.imaging.preprocess import mask_for_model
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -48,6 +49,9 @@ class Rig:
         weights: `[model] weights`.
         own_anchors: `[cache] own_anchors`; None: the default.
         halo: `[cache] conv_halo`.
+
+    Raises:
+        SystemExit: the model has a schedule of other steps.
     """
 
     def __init__(
@@ -59,6 +63,9 @@ class Rig:
         own_anchors: float | None = None,
         halo: int = 0,
     ) -> None:
+        own = len(load_facts(folder).sigmas)
+        if own and steps != own:
+            raise SystemExit(f"--steps: this model has {own} of its own")
         tables: dict[str, Any] = {"model": {"path": str(folder), "weights": weights}}
         tables["cache"] = {"conv_halo": halo}
         if own_anchors is not None:

@@ -4,6 +4,7 @@ it would cost at klein's size. (`eval_quality --model assets/models/demo-edit` m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,6 @@ from maskserve_harness.quality.systems import Rig
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
-from tests.fakes.tiny_z_image import build_tiny_z_image
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def test_all_first_looks_are_made_and_a_worker_serves_one_of_them(rig: Rig) -> N
 
 @pytest.mark.parametrize(
     "build",
-    [build_tiny_z_image, partial(build_tiny_qwen_image, edits=EDIT), build_tiny_qwen_image21],
-    ids=["Z-Image", "Qwen-Image-Edit", "Qwen-Image-2.1"],
+    [partial(build_tiny_qwen_image, edits=EDIT), build_tiny_qwen_image21],
+    ids=["Qwen-Image-Edit", "Qwen-Image-2.1"],
 )
 def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path: Path) -> None:
     """By all systems; what they repaint is what is masked."""
@@ -59,6 +59,14 @@ def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path
     outside = ~edits[0].mask
     for made in run.pictures.values():
         assert np.array_equal(made[name][0][outside], edits[0].source[outside])
+
+
+def test_a_model_with_a_schedule_of_its_own_is_judged_by_it(tmp_path: Path) -> None:
+    folder = build_tiny_qwen_image21(tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    (folder / "model_index.json").write_text(json.dumps({**index, "sample_sigmas": [1.0, 0.5]}))
+    with pytest.raises(SystemExit, match="--steps: this model has 2 of its own"):
+        Rig(folder, steps=20)
 
 
 def test_anchors_come_from_the_schedule_that_a_model_is_made_for(rig: Rig) -> None:
