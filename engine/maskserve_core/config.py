@@ -372,6 +372,22 @@ class NodesConfig(Table, frozen=True):
         return {key: folder for key in keys if (folder := getattr(self, key))}
 
 
+class ValuesConfig(Table, frozen=True):
+    """`[values]`: pictures and masks that pass between the nodes of a workflow as files of the
+    host, by name; of workers, node servers and the router.
+    """
+
+    folder: str = ""
+    """In memory, and shared by all of them on this host. Empty: values pass as bytes;
+    `maskserve serve --router` gives one."""
+    max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
+    """Of all values; keys share them. What finds no room passes as bytes."""
+    least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18
+    """Smaller values pass as bytes, which takes no longer."""
+    expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
+    """Values of a run that none was added to for so long are gone: its router died."""
+
+
 class ProvenanceConfig(Table, frozen=True):
     """`[provenance]`: how answers say that a model has painted in them (docs/provenance.md)."""
 
@@ -447,6 +463,7 @@ class Config(Table, frozen=True):
     adapters: AdaptersConfig = AdaptersConfig()
     controls: ControlsConfig = ControlsConfig()
     nodes: NodesConfig = NodesConfig()
+    values: ValuesConfig = ValuesConfig()
     provenance: ProvenanceConfig = ProvenanceConfig()
     safety: SafetyConfig = SafetyConfig()
     log: LogConfig = LogConfig()

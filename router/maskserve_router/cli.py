@@ -79,6 +79,8 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         over["workers"] = {"addresses": options.worker}
     workflows = {"folder": options.workflows, "nodes": options.node}
     over["workflows"] = {name: value for name, value in workflows.items() if value}
+    if options.values is not None:
+        over["values"] = {"folder": options.values}
     if options.keys is not None:
         over["keys_file"] = options.keys
     if options.policy:
@@ -107,6 +109,11 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="HOST:PORT",
         help="gRPC address of a node server of workflows; may be repeated",
+    )
+    add(
+        "--values",
+        metavar="DIR",
+        help="folder in memory that workers and node servers of this host share with the router",
     )
     add("--keys", metavar="FILE", help="TOML file with [[keys]]; without any there is no start")
     add("--policy", help="mask_aware (default), least_requests, least_tokens, round_robin")

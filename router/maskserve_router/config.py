@@ -1,7 +1,8 @@
 """The router's configuration: one TOML file and what the command line lays over it.
 
 Every key has a default, a range and a sentence; an unknown key or a value out of range is a
-ConfigError that names it. `[limits]`, `[log]` and `[trace]` are the worker's own tables.
+ConfigError that names it. `[limits]`, `[values]`, `[log]` and
+`[trace]` are the worker's own tables.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, structs
 
-from maskserve_core.config import ConfigError, LimitsConfig, LogConfig, TraceConfig
+from maskserve_core.config import (
+    ConfigError,
+    LimitsConfig,
+    LogConfig,
+    TraceConfig,
+    ValuesConfig,
+)
 from maskserve_core.config_file import laid_over, read_tables, read_toml
 from maskserve_core.reading import Table
 from maskserve_core.routing.policies import POLICIES
@@ -266,6 +273,7 @@ class RouterConfig(Table, frozen=True):
     listen: Listen = Listen()
     workers: Workers = Workers()
     workflows: WorkflowFiles = WorkflowFiles()
+    values: ValuesConfig = ValuesConfig()
     routing: Routing = Routing()
     admission: AdmissionBounds = AdmissionBounds()
     faults: Faults = Faults()

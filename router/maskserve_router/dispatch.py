@@ -27,6 +27,7 @@ from maskserve_core.errors import (
 )
 from maskserve_core.kept import Kept
 from maskserve_core.routing import Edit, NoWorkerAvailable
+from maskserve_core.worker.values import NO_VALUES, Values
 from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
@@ -54,11 +55,12 @@ class Dispatcher:
         admission: Admission,
         turns: Turns,
         metrics: Metrics,
+        values: Values = NO_VALUES,
     ) -> None:
         self._config = config
         self._pool, self._pending, self._admission = pool, pending, admission
         self._metrics = metrics
-        self._measure = Measure(config, turns)
+        self._measure = Measure(config, turns, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
         self._homes: Kept[str, str] = Kept(config.routing.remembered_images)
         """Kept results, which are at one worker alone, and its address."""

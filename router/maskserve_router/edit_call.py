@@ -116,8 +116,16 @@ class EditCall:
         self.message.contents.clear()
         self.image, self.mask = memoryview(b""), b""
 
-    def encoded(self) -> bytes:
-        """The request to send now: its deadline counts from the client's sending."""
+    def encoded(self, host: str = "") -> bytes:
+        """The request to send to a worker of this host now: its deadline counts from the client's
+        sending.
+
+        Raises:
+            TemplateNotFound: what it names is not there any more, and not for that host.
+        """
+        message = self.message
+        if message.elsewhere is not None and message.host != host:
+            message = message.elsewhere()
         if self.settings is not None:
             settings = structs.replace(self.settings, request_id=self.sent_as)
             if settings.deadline_ms is not None:
@@ -125,8 +133,8 @@ class EditCall:
                 settings = structs.replace(
                     settings, deadline_ms=max(settings.deadline_ms - passed_ms, 1)
                 )
-            self.message.write("SETTINGS", dump_settings(settings))
-        return self.message.encoded()
+            message.write("SETTINGS", dump_settings(settings))
+        return message.encoded()
 
 
 def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> ModelRequest:

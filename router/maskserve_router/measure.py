@@ -19,6 +19,7 @@ from maskserve_core.imaging.view import see
 from maskserve_core.kept import Kept
 from maskserve_core.planning.own_anchors import own_count
 from maskserve_core.routing import Edit
+from maskserve_core.worker.values import NO_VALUES, Values
 from maskserve_router.config import RouterConfig
 from maskserve_router.keys import KeyHolder
 from maskserve_router.turns import Turns
@@ -61,7 +62,8 @@ def _least_share(settings: EditSettings, served: Served, own_steps: int) -> floa
 class Measure:
     """Makes edits of requests. Used from the event loop; masks are decoded in turns."""
 
-    def __init__(self, config: RouterConfig, turns: Turns) -> None:
+    def __init__(self, config: RouterConfig, turns: Turns, values: Values = NO_VALUES) -> None:
+        self._values = values
         self._limits = config.limits
         self._tokens: Kept[bytes, MaskTokens] = Kept(_MASKS)
         self._templates: Kept[bytes, str] = Kept(config.routing.remembered_images)
@@ -91,12 +93,15 @@ class Measure:
 
         Raises:
             InvalidRequest: the mask cannot be used.
+            TemplateNotFound: one of them names nothing that is kept.
         """
+        image = memoryview(self._values.read(image, client.scope))
         key = await self._turns.run(client, len(mask), _mask_key, mask, settings, served)
         tokens = self._tokens.get(key)
         if tokens is None:
+            drawn = self._values.read(mask, client.scope)
             tokens = await self._turns.run(
-                client, _LONG, _count, image, mask, settings, served, self._limits
+                client, _LONG, _count, image, drawn, settings, served, self._limits
             )
             self._tokens.put(key, tokens)
         active, total, side = tokens
@@ -160,14 +165,18 @@ def image_digest(image: memoryview) -> bytes:
 
 
 def _count(
-    image: memoryview, mask: bytes, settings: EditSettings, served: Served, limits: LimitsConfig
+    image: memoryview,
+    mask: bytes | memoryview,
+    settings: EditSettings,
+    served: Served,
+    limits: LimitsConfig,
 ) -> MaskTokens:
-    size = read_size(bytes(image), "IMAGE", limits) if image else None
+    size = read_size(image, "IMAGE", limits) if image else None
     return count_tokens(mask, settings, served, limits, size)
 
 
 def count_tokens(
-    mask: bytes,
+    mask: bytes | memoryview,
     settings: EditSettings,
     served: Served,
     limits: LimitsConfig,

@@ -7,7 +7,7 @@ as it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -34,6 +34,10 @@ class ModelRequest:
     """All but the contents."""
     contents: list[Buffer] = field(default_factory=list)
     """Of each input in its order, each element behind its length."""
+    host: str = ""
+    """Where what it names lies (`core.worker.values`)."""
+    elsewhere: Callable[[], ModelRequest] | None = None
+    """Makes the same without names, for a worker of another host; None: it has none."""
 
     @classmethod
     def parse(cls, raw: bytes) -> ModelRequest:

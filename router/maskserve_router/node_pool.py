@@ -6,22 +6,25 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 import msgspec
+from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import EngineFailed
+from maskserve_core.errors import EngineFailed, InvalidRequest, TemplateNotFound
 from maskserve_core.kept import Kept
 from maskserve_core.shares import urgency
 from maskserve_core.worker.step_scheduler import PATIENCE_S
+from maskserve_core.worker.values import NO_VALUES, Values, parse
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.run import Task
+from maskserve_core.workflows.values import Named, changed, named_in
 from maskserve_core.workflows.wire import (
     MOST_ELEMENTS,
     NOT_HOSTED,
@@ -50,6 +53,10 @@ _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one is run, the next is there."""
 _SMALL = 512
 """Bytes that a kept answer takes beside its values."""
+_LONG = 2**30
+"""Bytes that a thread is worth."""
+_KEPT = "kept"
+"""What has the values of kept answers, in place of a run."""
 _REMEMBERED = 0.2
 """Weight of the last call in what a node's calls take."""
 
@@ -74,22 +81,48 @@ class _Asked(NamedTuple):
     digest: bytes
 
 
+class _Message(NamedTuple):
+    """What asks for a node."""
+
+    digest: bytes
+    """Of node, settings and inputs."""
+    whole: bytes
+    """For a server of this host."""
+    plain: Callable[[], bytes] | None
+    """Makes it for any other; None: it is the same."""
+
+
 class NodePool:
     """Calls nodes; used from the event loop only. Keys have the servers in turn: a server answers
     in the order in which it was asked, so no more calls wait there than keep it busy.
 
     A key's answers are kept: an equal call has them, and one that comes meanwhile waits for them.
+    Servers of this host are given names of values, others the values (`core.worker.values`).
 
     Args:
         files: addresses of the servers, and how much is kept.
         turns: makes messages of values, and values of messages.
         order: `[routing] order`, of a key's own calls.
+        values: this host's folder.
     """
 
-    def __init__(self, files: WorkflowFiles, turns: Turns, order: str = "slack") -> None:
+    def __init__(
+        self,
+        files: WorkflowFiles,
+        turns: Turns,
+        order: str = "slack",
+        values: Values = NO_VALUES,
+    ) -> None:
         self._turns, addresses, self._order = turns, files.nodes, order
+        self._values, self._keeping = values, set[str]()
+        self._here: dict[str, bool] = {}
+        """Whether a server shares the folder, by address; unknown of those that were lost."""
         self._kept: Kept[_Asked, Made] = Kept(
-            files.kept_bytes, _nbytes, lambda asked: asked.scope, files.kept_s
+            files.kept_bytes,
+            _nbytes,
+            lambda asked: asked.scope,
+            files.kept_s,
+            gone=lambda asked, made: values.free(_names(made), asked.scope, _KEPT),
         )
         self._coming: dict[_Asked, asyncio.Future[Made]] = {}
         """Answers that are being made."""
@@ -104,6 +137,8 @@ class NodePool:
         """What a call of each node type has taken of late."""
 
     async def close(self) -> None:
+        for scope in self._keeping:
+            self._values.end(scope, _KEPT)
         for server in self._servers.values():
             await server.close()
 
@@ -145,13 +180,16 @@ class NodePool:
             record: dict[str, Any] = msgspec.json.decode(raw)
         except (grpc.aio.AioRpcError, KeyError, ValueError, msgspec.MsgspecError):
             return None
+        self._here[address] = self._values.host == record.get("values", {}).get("host", "")
         return record
 
     def seconds(self, node: str) -> float | None:
         """What a call of a node type has taken of late; None: not known."""
         return self._seconds.get(node)
 
-    async def call(self, task: Task, client: KeyHolder, due: float = math.inf) -> Made:
+    async def call(
+        self, task: Task, client: KeyHolder, due: float = math.inf, run: str = ""
+    ) -> Made:
         """Run a node for a client at the server that has least to do; at the next one where that is
         gone, or at the first that is back.
 
@@ -159,60 +197,120 @@ class NodePool:
             task: the node.
             client: who asks.
             due: when it should be done, on time.monotonic's clock.
+            run: that may have its outputs as files; empty: they are bytes.
 
         Raises:
             Failure: the node's own error.
             EngineFailed: no server runs it; the same call may succeed again.
         """
-        made = await self._had(task, client, due)
+        made = await self._had(task, client, due, run)
         return made._replace(server=self._known(made.server, client))
 
-    async def _had(self, task: Task, client: KeyHolder, due: float) -> Made:
+    async def _had(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
         """A kept answer, or one that is made now; as `call`, with the server's address."""
-        kind = NODE_TYPES[task.call.node]
-        raw, digest = await self._turns.run(client, nbytes(task.inputs), _message, task, kind)
+        kind, size = NODE_TYPES[task.call.node], nbytes(task.inputs)
+        message = await self._turns.run(client, size, self._message, task, kind, client.scope, run)
         if not kind.deterministic:
-            return await self._made(raw, kind, client, due)
-        asked = _Asked(client.scope, digest)
-        while (made := self._kept.get(asked)) is None and asked in self._coming:
-            await asyncio.wait([coming := self._coming[asked]])
-            if not coming.cancelled():
+            return await self._made(message, kind, client, due)
+        asked = _Asked(client.scope, message.digest)
+        while (made := self._kept.get(asked)) is not None or asked in self._coming:
+            if made is None:
+                await asyncio.wait([coming := self._coming[asked]])
+                if coming.cancelled():
+                    continue
                 made = coming.result()
-                break
-        if made is not None:
-            return made._replace(kept=True)
+            if (taken := self._taken(made, client.scope, run)) is not None:
+                return taken._replace(kept=True)
+            self._kept.drop(asked)
         coming = self._coming[asked] = asyncio.get_running_loop().create_future()
         try:
-            made = await self._made(raw, kind, client, due)
-            self._kept.put(asked, made)
+            made = await self._made(message, kind, client, due)
+            self._keep(asked, made)
             coming.set_result(made)
             return made
         finally:
             del self._coming[asked]
             coming.cancel()  # no effect once there is an answer; else whoever waits tries itself
 
-    async def _made(self, raw: bytes, kind: NodeType, client: KeyHolder, due: float) -> Made:
+    def _keep(self, asked: _Asked, made: Made) -> None:
+        if names := _names(made):
+            self._keeping.add(asked.scope)
+            self._values.begin(asked.scope, _KEPT)
+            if not self._values.own(names, asked.scope, _KEPT):
+                return
+        self._kept.put(asked, made)
+
+    def _taken(self, made: Made, scope: str, run: str) -> Made | None:
+        """A kept answer as a run's own; None: what it names is not there any more."""
+
+        def own(part: Any) -> Any:
+            return Named(part.reference) if isinstance(part, Named) else part
+
+        def read(part: Any) -> Any:
+            named = isinstance(part, Named)
+            return bytes(self._values.read(part.reference, scope)) if named else part
+
+        if run and (names := _names(made)) and not self._values.own(names, scope, run):
+            return None
+        try:
+            outputs = {k: changed(v, own if run else read) for k, v in made.outputs.items()}
+        except TemplateNotFound:
+            return None
+        return made._replace(outputs=outputs)
+
+    def _message(self, task: Task, kind: NodeType, scope: str, run: str) -> _Message:
+        layout, elements = laid_out(task.inputs, kind.inputs)
+        asked = NodeTask(kind.name, layout, task.call.settings, scope)
+        digest = hashlib.sha256(msgspec.json.encode(asked, order="sorted"))
+        for each in elements:
+            digest.update(b"%d:" % len(each))
+            digest.update(each)
+        whole = _request(structs.replace(asked, run=run), elements).SerializeToString()
+
+        def plain() -> bytes:
+            def read(part: Any) -> Any:
+                named = isinstance(part, Named)
+                return self._values.read(part.element, scope) if named else part
+
+            values = {name: changed(value, read) for name, value in task.inputs.items()}
+            return bytes(_request(asked, laid_out(values, kind.inputs)[1]).SerializeToString())
+
+        return _Message(digest.digest(), whole, plain if run else None)
+
+    async def _is_here(self, address: str) -> bool:
+        if address not in self._here:
+            await self._record(address)
+        return self._here.get(address, False)
+
+    async def _made(self, message: _Message, kind: NodeType, client: KeyHolder, due: float) -> Made:
         places = max(1, _AT_A_SERVER * len(self._servers))
         line = self._places.setdefault(kind.model, InTurn(places))
         starts_by = due - self._seconds.get(kind.name, kind.price_s)
         async with line.place(client.scope, self._urgency(starts_by)):
-            answer, address, tries = await self._answer(raw, kind)
+            answer, address, tries = await self._answer(message, kind, client)
             return await self._turns.run(client, len(answer), _made, answer, address, tries)
 
     def _urgency(self, starts_by: float) -> float:
         due = None if self._order == "fcfs" else starts_by
         return urgency(time.monotonic(), 0, 0.0, due, PATIENCE_S)
 
-    async def _answer(self, raw: bytes, kind: NodeType) -> tuple[bytes, str, int]:
+    async def _answer(
+        self, message: _Message, kind: NodeType, client: KeyHolder
+    ) -> tuple[bytes, str, int]:
         """A server's answer, which one's it is, and the number of tries; raises as `call`."""
         end, tries = time.monotonic() + _PATIENCE_S, 1
         while True:
             gone = False
             for address in sorted(self._servers, key=lambda each: (self._load[each], each)):
+                raw = message.whole
+                if message.plain is not None and not await self._is_here(address):
+                    raw = await self._turns.run(client, _LONG, message.plain)
                 try:
                     return await self._sent(address, raw, kind), address, tries
                 except grpc.aio.AioRpcError as error:
                     failure = Failure(error.code(), error.details() or "")
+                if failure.code != InvalidRequest.code:
+                    self._here.pop(address, None)  # another may come back in its place
                 unknown = any(words in failure.details for words in _UNKNOWN)
                 if unknown or failure.status is grpc.StatusCode.UNAVAILABLE:
                     gone = gone or not unknown
@@ -239,14 +337,6 @@ class NodePool:
         return answer
 
 
-def _message(task: Task, kind: NodeType) -> tuple[bytes, bytes]:
-    """The message that asks for a node, and its digest: of node, settings and inputs."""
-    layout, elements = laid_out(task.inputs, kind.inputs)
-    request = _request(NodeTask(kind.name, layout, task.call.settings), elements)
-    raw: bytes = request.SerializeToString(deterministic=True)
-    return raw, hashlib.sha256(raw).digest()
-
-
 def _request(task: NodeTask, elements: Sequence[bytes]) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name=_MODEL)
     bytes_tensor.add_input(request, "TASK", [msgspec.json.encode(task, order="sorted")])
@@ -259,6 +349,11 @@ def _contents(answer: bytes) -> dict[str, bytes]:
     response = pb.ModelInferResponse.FromString(answer)
     names = (output.name for output in response.outputs)
     return dict(zip(names, response.raw_output_contents, strict=True))
+
+
+def _names(made: Made) -> list[str]:
+    found = (parse(value.element) for value in named_in(list(made.outputs.values())))
+    return [each[0] for each in found if each is not None]
 
 
 def _nbytes(made: Made) -> int:

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from maskserve_core.config import ConfigError
 from maskserve_core.routing import make_policy
+from maskserve_core.worker.values import Values
 from maskserve_core.workflows.folder import read_plans
 from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.plan import WorkflowPlan
@@ -82,11 +83,12 @@ class Router:
         )
         self.admission = Admission(config.admission, self.metrics)
         self._turns = turns = Turns(config.routing.decoding_threads)
+        values = Values(config.values)
         self._dispatcher = Dispatcher(
-            config, self.pool, self.pending, self.admission, turns, self.metrics
+            config, self.pool, self.pending, self.admission, turns, self.metrics, values
         )
         self._tracing = Tracing(config)
-        self._nodes = NodePool(config.workflows, turns, config.routing.order)
+        self._nodes = NodePool(config.workflows, turns, config.routing.order, values)
         masks = MaskFinder(self._nodes, turns)
         edits = Edits(self._dispatcher, masks, self.metrics, self._tracing)
         times = RunTimes(config, self._nodes.seconds, lambda: len(self.pool.ready()))
@@ -99,6 +101,7 @@ class Router:
             turns,
             config.limits,
             times,
+            values,
         )
         self._control = control = ClusterControl(
             config.name,

@@ -38,7 +38,9 @@ _read_meta = msgspec.json.Decoder(_Meta).decode
 
 async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
     """Send a unary request; its one answer."""
-    under_way = sent.worker.upstream.infer(call.encoded(), call.left(), call.metadata)
+    under_way = sent.worker.upstream.infer(
+        call.encoded(sent.worker.host), call.left(), call.metadata
+    )
     sent.cancel = under_way.cancel
     with _failures(sent):
         try:
@@ -76,7 +78,9 @@ async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
 
     Behind a final event nothing is a failure: the client has its answer, and no second one follows.
     """
-    under_way = sent.worker.upstream.stream(call.encoded(), call.left(), call.metadata)
+    under_way = sent.worker.upstream.stream(
+        call.encoded(sent.worker.host), call.left(), call.metadata
+    )
     sent.cancel = under_way.cancel
     answered = False
     try:

@@ -173,6 +173,11 @@ class Worker:
         return self.status.model if self.status is not None else ""
 
     @property
+    def host(self) -> str:
+        """Whose files it shares; empty: nobody's."""
+        return self.status.values.host if self.status is not None else ""
+
+    @property
     def served(self) -> Served | None:
         return self.status.served if self.status is not None else None
 

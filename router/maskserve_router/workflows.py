@@ -41,15 +41,18 @@ from maskserve_core.errors import (
     EngineFailed,
     InvalidRequest,
     MaskserveError,
+    TemplateNotFound,
     split_code,
 )
+from maskserve_core.imaging.images import as_file
 from maskserve_core.worker.logs import about
+from maskserve_core.worker.values import NO_VALUES, RUN, Values
 from maskserve_core.workflows.node_types import EDIT, WorkflowError
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step, output_kinds
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
-from maskserve_core.workflows.values import Judgement
-from maskserve_core.workflows.wire import nbytes
+from maskserve_core.workflows.values import Judgement, Named, named_in
+from maskserve_core.workflows.wire import drawn, nbytes
 from maskserve_router.admission import Admission
 from maskserve_router.edit_call import MODELS, request_id_of
 from maskserve_router.edits import Edits
@@ -59,6 +62,7 @@ from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import NodePool, hosts
 from maskserve_router.operations import control_request
 from maskserve_router.run_times import RunTime, RunTimes
+from maskserve_router.run_values import RunValues
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
 from maskserve_router.worker import Worker
@@ -96,6 +100,7 @@ class Workflows:
         turns: copies pictures, off the loop.
         limits: of texts.
         times: what runs take.
+        values: this host's folder.
     """
 
     def __init__(
@@ -108,8 +113,9 @@ class Workflows:
         turns: Turns,
         limits: LimitsConfig,
         times: RunTimes,
+        values: Values = NO_VALUES,
     ) -> None:
-        self._times = times
+        self._times, self._values = times, values
         self._admission, self._turns, self._limits = admission, turns, limits
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
@@ -178,6 +184,9 @@ class Workflows:
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
+            files = RunValues(self._values, client.scope)
+            held.callback(files.end)
+            inputs = await turn(message.size, files.given, plan, inputs)
             unread = Unread()
 
             def tell(
@@ -186,7 +195,8 @@ class Workflows:
                 event = _event(plan, {**meta, "request_id": _own(settings)}, outputs)
                 unread.put(Message(event.SerializeToString(), **more))
 
-            run = _timed(plan, inputs, begin, timeout, settings)
+            machine = WorkflowRun(plan, inputs, files.there)
+            run = _timed(plan, machine, begin, timeout, settings)
             self._times.begin(run)
             held.callback(self._times.end, run)
             streams = bool(settings.progress or settings.preview_every)
@@ -196,7 +206,7 @@ class Workflows:
                 begin = time.monotonic()
                 due_s = self._times.due_of(run, task) - begin
                 request = await turn(
-                    nbytes(task.inputs), _edit_request, task, settings, streams, due_s
+                    nbytes(task.inputs), _edit_request, task, settings, streams, due_s, files
                 )
                 left_s = None if run.until == math.inf else max(run.until - begin, 0.001)
                 sent = request, request.size, client, headers, left_s, _ROUTE
@@ -214,7 +224,7 @@ class Workflows:
                 seconds = time.monotonic() - begin
                 told["seconds"] = round(seconds, 4)
                 self._times.learn(run, task, meta, seconds)
-                return {"picture": made["image"]}, told
+                return {"picture": drawn(made["image"])}, told
 
             async def call(task: Task) -> _Called:
                 self._times.check_next(run, task)
@@ -222,13 +232,13 @@ class Workflows:
                     made, told = await edited(task)
                 else:
                     starts_by = self._times.due_of(run, task)
-                    node = await self._nodes.call(task, client, starts_by)
+                    node = await self._nodes.call(task, client, starts_by, files.run)
                     made, told = node.outputs, {name: getattr(node, name) for name in _OF_NODES}
                 held.enter_context(self._admission.hold(client, nbytes(made)))
                 return made, told
 
             early = asyncio.create_task(self._bring(plan.early))
-            driven = _Driven(run.machine, call, tell if settings.progress else lambda told: None)
+            driven = _Driven(machine, call, files, tell if settings.progress else lambda told: None)
             work = asyncio.create_task(driven.run(run.until))
             work.add_done_callback(unread.end)
             self._runs[settings.request_id] = work
@@ -255,6 +265,7 @@ class Workflows:
                     "seconds": round(time.monotonic() - begin, 4),
                     "outputs": output_kinds(plan),
                     "nodes": driven.told,
+                    "values": {"count": files.count, "bytes": files.bytes},
                 }
                 yield await turn(nbytes(outputs), _event, plan, meta, outputs)
             finally:
@@ -299,6 +310,7 @@ class _Driven:
     Args:
         machine: says what is ready.
         call: a task's outputs, and what META says of it.
+        files: what of its values lies in files.
         tell: is told of each node that has ended.
     """
 
@@ -306,33 +318,46 @@ class _Driven:
         self,
         machine: WorkflowRun,
         call: Callable[[Task], Coroutine[Any, Any, _Called]],
+        files: RunValues,
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
         self._call, self._tell = call, tell
-        self._machine = machine
+        self._machine, self._files = machine, files
         self.told: list[dict[str, Any]] = []
         """Of each node, as they ended."""
 
     async def run(self, until: float) -> dict[str, Any]:
-        """The workflow's outputs; nothing is under way any more when this ends, at `until` at the
-        latest.
+        """The workflow's outputs, read; nothing is under way any more when this ends, at `until`
+        at the latest.
         """
         limit_s = None if until == math.inf else until - time.monotonic()
         under_way: dict[asyncio.Task[_Called], Task] = {}
         try:
             async with asyncio.timeout(limit_s):
-                while not self._machine.ended:
+                while (outputs := self._read()) is None:
                     for task in self._machine.ready():
                         under_way[asyncio.create_task(self._call(task))] = task
                     done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                     # In the order of the plan: which of several refusals is told is no draw.
                     for each in [call for call in under_way if call in done]:
                         self._ended(under_way.pop(each), each)
-            return self._machine.outputs
+                    self._files.free(self._machine.needed())
+            return outputs
         finally:
             for each in under_way:
                 each.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _read(self) -> dict[str, Any] | None:
+        """The outputs, once all has ended; of those that are lost the nodes are ready again."""
+        if not self._machine.ended:
+            return None
+        outputs = self._machine.outputs
+        gone = [each for each in named_in(list(outputs.values())) if not self._files.there(each)]
+        if gone:
+            self._machine.again(gone)
+            return None
+        return {name: self._files.read(value) for name, value in outputs.items()}
 
     def _ended(self, task: Task, call: asyncio.Task[_Called]) -> None:
         tries = self._machine.tries[task.key]
@@ -343,15 +368,24 @@ class _Driven:
                 raise
             self._machine.lost(task.key)
             return
-        except (InvalidRequest, Failure) as error:
+        except (TemplateNotFound, InvalidRequest, Failure) as error:
+            if (
+                error.code == TemplateNotFound.code
+                and tries < _TRIES
+                and named_in(list(task.inputs.values()))
+            ):
+                self._machine.lost(task.key)  # what it reads was, too
+                return
             if error.code != InvalidRequest.code:
                 raise
             text = error.details if isinstance(error, Failure) else str(error)
             raise InvalidRequest(task.key, split_code(text)[1]) from None
         asked = said.pop("tries", 1) + tries - 1
         told = {"key": task.key, "node": task.call.node, "tries": asked, **said}
+        self.told[:] = [each for each in self.told if each["key"] != task.key]  # it is made again
         self.told.append(told)
         self._tell({"event": "node", **told})
+        self._files.made(outputs)
         self._machine.done(task.key, outputs)
 
 
@@ -477,7 +511,7 @@ def _asked(
 
 def _timed(
     plan: WorkflowPlan,
-    inputs: Mapping[str, Any],
+    machine: WorkflowRun,
     begin: float,
     timeout: float | None,
     settings: EditSettings,
@@ -486,10 +520,12 @@ def _timed(
     limits = [each for each in (timeout, _seconds(settings.limit_ms)) if each is not None]
     dues = [*limits, *([] if settings.deadline_ms is None else [settings.deadline_ms / 1e3])]
     due, until = (begin + min(each, default=math.inf) for each in (dues, limits))
-    return RunTime(plan, WorkflowRun(plan, inputs), begin, due, until)
+    return RunTime(plan, machine, begin, due, until)
 
 
-def _edit_request(task: Task, settings: EditSettings, streams: bool, due_s: float) -> ModelRequest:
+def _edit_request(
+    task: Task, settings: EditSettings, streams: bool, due_s: float, files: RunValues | None
+) -> ModelRequest:
     """An edit of a run: its node's settings over those of the request.
 
     Args:
@@ -498,6 +534,7 @@ def _edit_request(task: Task, settings: EditSettings, streams: bool, due_s: floa
         streams: whether its progress is wanted.
         due_s: seconds until it is due, infinite where the run is due at no time. It goes on when
             it is late: the run's own time ends it.
+        files: of the run, for a worker of this host; None: all goes as bytes.
     """
     assert settings.request_id is not None
     assert settings.seed is not None
@@ -515,7 +552,19 @@ def _edit_request(task: Task, settings: EditSettings, streams: bool, due_s: floa
     }
     model = f"{EDIT}_stream" if streams else EDIT
     request = ModelRequest(pb.ModelInferRequest(model_name=model))
-    inputs = task.inputs
+    inputs: dict[str, Any] = {
+        name: value.element if isinstance(value, Named) else value
+        for name, value in task.inputs.items()
+    }
+    if files is not None and files.run:
+
+        def elsewhere() -> ModelRequest:
+            values = {name: files.read(value) for name, value in task.inputs.items()}
+            plain = Task(task.key, task.call, values)
+            return _edit_request(plain, settings, streams, due_s, None)
+
+        request.host, request.elsewhere = files.host, elsewhere
+        request.head.parameters[RUN].string_param = files.run
     request.add("IMAGE", [inputs["image"]])
     request.add("MASK", [inputs["mask"]])
     request.add("PROMPT", [inputs["prompt"].encode()])
@@ -546,7 +595,7 @@ def _event(
 def _encoded(value: Any) -> bytes:
     if isinstance(value, Judgement):
         return msgspec.json.encode(value)
-    return value.encode() if isinstance(value, str) else bytes(value)
+    return value.encode() if isinstance(value, str) else as_file(value)
 
 
 def _own(settings: EditSettings) -> str:

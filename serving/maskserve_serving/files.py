@@ -58,6 +58,11 @@ class WorkerFiles:
         """LoRAs in memory, likewise."""
         return self.root.parent / "adapters"
 
+    @property
+    def values(self) -> Path:
+        """Values between the nodes of workflows, likewise."""
+        return self.root.parent / "values"
+
     def prepare(self, tables: dict[str, Any]) -> Config:
         """Clear the folder and write the worker's configuration; returns it as the worker sees it.
 

@@ -28,7 +28,7 @@ class RouterProcess(Process):
     """
 
     def __init__(self, options: ServeOptions, workers: Sequence[str], run_dir: Path) -> None:
-        self._options, self._workers = options, workers
+        self._options, self._workers, self._run_dir = options, workers, run_dir
         base = options.router_port
         self.ports = Ports(base, base + 1, base + 2)
         host = reachable(options.host)
@@ -50,6 +50,7 @@ class RouterProcess(Process):
             command += ["--worker", worker]
         if self._options.nodes is not None:
             command += ["--node", f"127.0.0.1:{Ports.of_nodes(self._options.base_port).grpc}"]
+            command += ["--values", str(self._run_dir / "values")]
         if self._options.workflows is not None:
             command += ["--workflows", str(self._options.workflows.absolute())]
         if self._options.router_config is not None:

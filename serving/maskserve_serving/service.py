@@ -78,6 +78,7 @@ class ServiceProcess(Process):
         if "file" not in given and given.get("format", "json") == "json":
             tables = with_values(tables, "log", file=str(self.output.with_suffix(".jsonl")))
         tables = with_values(tables, "", worker=self.name, runtime_dir=str(self._files.runtime))
+        tables = with_values(tables, "values", folder=str(self._files.values))
         self.config = self._files.prepare(tables)
         self._processes.close()
         self._processes = Processes(self._files.runtime)

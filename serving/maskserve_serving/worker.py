@@ -81,6 +81,8 @@ class WorkerProcess(Process):
         tables = with_stages(options, spec.with_controlnets(tables))
         tables = spec.with_devices(spec.with_model(tables))
         tables = with_values(tables, "", worker=self.name, **folders)
+        if options.router:
+            tables = with_values(tables, "values", folder=str(spec.files.values))
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
             threads = spec.threads(self.config)

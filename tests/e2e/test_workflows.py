@@ -58,6 +58,8 @@ SIDE = 64
 SOURCE = encode(scene(SIDE, SIDE))
 STEPS, SEED = 4, 11
 DRAWN = 30
+BY_NAME = "[values]\nleast_bytes = 1\n"
+"""Every picture and mask lies in a file, however small."""
 
 
 def two_regions() -> bytes:
@@ -187,8 +189,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_segment_2(folder / "segment", films=True)
     (folder / "nodes.toml").write_text(
         f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nfind = "{folder / "find"}"\n'
-        f'enlarge = "{folder / "big"}"\nsegment = "{folder / "segment"}"\nload = "use"\n'
+        f'enlarge = "{folder / "big"}"\nsegment = "{folder / "segment"}"\nload = "use"\n{BY_NAME}'
     )
+    (folder / "values.toml").write_text(BY_NAME)
     for plan in [*plans(), *drawn()]:
         (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
     return folder
@@ -204,6 +207,8 @@ def site(model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         router=True,
         router_port=base + 20,
         nodes=folder / "nodes.toml",
+        config=folder / "values.toml",
+        router_config=folder / "values.toml",
         workflows=folder,
         log_dir=tmp_path_factory.mktemp("workflow-logs"),
     )

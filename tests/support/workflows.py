@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
+from maskserve_core.imaging.images import encode_png
 from maskserve_core.workflows.asked import AskedNode, Nodes
 from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.node_types import WorkflowError
@@ -24,7 +26,7 @@ from maskserve_core.workflows.nodes import (
     split,
 )
 from maskserve_core.workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
-from maskserve_core.workflows.values import Areas
+from maskserve_core.workflows.values import Areas, changed
 
 Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 """Key, node and inputs → outputs."""
@@ -33,11 +35,15 @@ Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 def run_one(
     nodes: Nodes, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What one call gives; raises what it refuses."""
+    """What one call gives, its pictures as files; raises what it refuses."""
     (made,) = nodes.run([AskedNode(node, inputs, settings)])
     if isinstance(made, Exception):
         raise made
-    return made
+
+    def encoded(part: Any) -> Any:
+        return encode_png(part) if isinstance(part, np.ndarray) else part
+
+    return {name: changed(value, encoded) for name, value in made.items()}
 
 
 def interpret(plan: WorkflowPlan, inputs: Mapping[str, Any], node: Node) -> dict[str, Any]:

@@ -93,6 +93,15 @@ class NodeStatus(msgspec.Struct):
     state: State
 
 
+class ValuesHeld(msgspec.Struct, frozen=True):
+    """Values that lie in the folder of a host."""
+
+    host: str = ""
+    """Of all who share the folder; empty: there is none."""
+    count: int = 0
+    bytes: int = 0
+
+
 class AdapterStatus(msgspec.Struct, frozen=True):
     """An adapter that a worker has at hand."""
 
@@ -180,6 +189,8 @@ class WorkerStatus(msgspec.Struct):
     nodes: tuple[NodeStatus, ...] = ()
     """All that an edit passes through by steps; `state` is that of the engine that runs them. Empty
     in the records of writers that know of no nodes."""
+    values: ValuesHeld = ValuesHeld()
+    """As of when the record is handed out."""
     version: int = VERSION
 
     @property

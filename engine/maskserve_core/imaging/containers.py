@@ -21,6 +21,9 @@ from maskserve_core.imaging.colour import CHUNKS, MOST_PROFILE_BYTES, PROFILE, W
 from maskserve_core.imaging.exif import plain, read_orientation
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PIXELS_SIGNATURE = b"\x89PIX\r\n\x1a\n"
+"""Of pictures as they pass between the nodes of a workflow: height and width, 4 bytes each, then
+pixels, RGB or grey."""
 ACCEPTED = "PNG, JPEG or WebP bytes, or their base64 text or data: URI"
 
 # Parts of a file: PNG and WebP chunks, JPEG segments. Real files have some dozens.
@@ -104,7 +107,7 @@ def read_container(encoded: bytes) -> Container:
 
 def is_container(data: bytes) -> bool:
     """Whether `data` begins like an image that `read_container` reads."""
-    return data.startswith((PNG_SIGNATURE, b"\xff\xd8\xff")) or (
+    return data.startswith((PNG_SIGNATURE, PIXELS_SIGNATURE, b"\xff\xd8\xff")) or (
         data[:4] == b"RIFF" and data[8:12] == b"WEBP"
     )
 

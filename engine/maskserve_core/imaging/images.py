@@ -31,6 +31,7 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.colour import SRGB, Colour, chunk, find_colour
 from maskserve_core.imaging.containers import (
     ACCEPTED,
+    PIXELS_SIGNATURE,
     PNG_SIGNATURE,
     BadContainer,
     Container,
@@ -152,6 +153,35 @@ def encode_png(
 
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
+_PIXELS_HEAD = struct.Struct("<8sII")
+
+
+def plain_picture(pixels: Pixels) -> tuple[bytes, memoryview]:
+    """Parts of a file of these pixels, RGB [H, W, 3] or grey [H, W], as they are."""
+    head = _PIXELS_HEAD.pack(PIXELS_SIGNATURE, *pixels.shape[:2])
+    return head, np.ascontiguousarray(pixels).data.cast("B")
+
+
+def as_file(encoded: bytes | memoryview) -> bytes:
+    """A picture as clients know one: of such plain pixels a PNG, and any other as it is."""
+    pixels = _plain(encoded)
+    return bytes(encoded) if pixels is None else encode_png(pixels)
+
+
+def _size(pixels: Pixels) -> Size:
+    return pixels.shape[0], pixels.shape[1]
+
+
+def _plain(encoded: bytes | memoryview) -> Pixels | None:
+    """The pixels of such a file, where they lie; None: it is none."""
+    if len(encoded) < _PIXELS_HEAD.size or encoded[:8] != PIXELS_SIGNATURE:
+        return None
+    _, height, width = _PIXELS_HEAD.unpack_from(encoded)
+    flat = np.frombuffer(encoded, np.uint8, offset=_PIXELS_HEAD.size)
+    for shape in ((height, width), (height, width, 3)):
+        if flat.size == math.prod(shape) > 0:
+            return flat.reshape(shape)
+    return None
 
 
 def split(image: Image.Image, container: Container) -> tuple[Image.Image, Image.Image | None]:
@@ -253,7 +283,7 @@ class Decoded:
     """RGB, uint8 [H, W, 3]."""
     alpha: Pixels | None
     """uint8 [H, W], 255 opaque; None when the file has no transparency."""
-    encoded: bytes
+    encoded: bytes | memoryview
     """The file itself, base64 undone, without what stands behind the picture."""
     colour: Colour = SRGB
     """What `pixels` mean."""
@@ -299,7 +329,7 @@ class Raster:
     """Mode L or RGB."""
     alpha: Image.Image | None
     """Mode L."""
-    encoded: bytes
+    encoded: bytes | memoryview
     colour: Colour = SRGB
     warnings: tuple[str, ...] = ()
     low: Image.Image | None = None
@@ -307,7 +337,7 @@ class Raster:
     exif: bytes = b""
 
 
-def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
+def decode_image(raw: bytes | memoryview, field: str, limits: LimitsConfig) -> Decoded:
     """Decode an untrusted image.
 
     Args:
@@ -318,6 +348,9 @@ def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
     Raises:
         InvalidRequest: naming `field`.
     """
+    if (flat := _plain(raw)) is not None and flat.ndim == 3:
+        check_size(_size(flat), field, limits)
+        return Decoded(flat, None, raw)
     raster = decode_raster(raw, field, limits, low=True)
     pixels = np.asarray(as_mode(raster.image, "RGB"))
     alpha, low = _maybe_array(raster.alpha), _maybe_array(raster.low)
@@ -326,7 +359,7 @@ def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
 
 
 def decode_mask(
-    raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None
+    raw: bytes | memoryview, field: str, limits: LimitsConfig, size: Size | None = None
 ) -> DecodedMask:
     """Decode an untrusted mask to luminance (ITU-R 601) and transparency; see `decode_image`. Its
     numbers count as they are: a mask has no colours.
@@ -342,7 +375,7 @@ def decode_mask(
 
 
 def decode_raster(
-    raw: bytes,
+    raw: bytes | memoryview,
     field: str,
     limits: LimitsConfig,
     size: Size | None = None,
@@ -360,7 +393,12 @@ def decode_raster(
         colours: whether what the file says of its colours counts.
         low: whether the low bytes of 16-bit samples are wanted.
     """
-    encoded, container = _read(raw, field, limits)
+    if (flat := _plain(raw)) is not None:
+        check_size(_size(flat), field, limits)
+        if size is not None and _size(flat) != size:
+            raise wrong_size(field, _size(flat), size)
+        return Raster(Image.fromarray(flat), None, raw)
+    encoded, container = _read(bytes(raw), field, limits)
     if size is not None and container.upright_size != size:
         # Before decoding: a mask of another size may be a bomb.
         raise wrong_size(field, container.upright_size, size)
@@ -390,13 +428,16 @@ def decode_raster(
     return Raster(straight, alpha, encoded, colour, warnings, fine, upright(container.exif))
 
 
-def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
+def read_size(raw: bytes | memoryview, field: str, limits: LimitsConfig) -> Size:
     """(height, width) of an untrusted image as it is shown, read from its headers alone.
 
     Raises:
         InvalidRequest: naming `field`.
     """
-    return _read(raw, field, limits)[1].upright_size
+    if (flat := _plain(raw)) is not None:
+        check_size(_size(flat), field, limits)
+        return _size(flat)
+    return _read(bytes(raw), field, limits)[1].upright_size
 
 
 def encode_image(
@@ -442,9 +483,9 @@ def encode_image(
     return out.getvalue()
 
 
-def came_as_text(raw: bytes) -> bool:
+def came_as_text(raw: bytes | memoryview) -> bool:
     """Whether an image that was decoded came as base64 or a data: URI."""
-    return not is_container(raw)
+    return not is_container(bytes(raw[:16]))
 
 
 def to_base64(data: bytes) -> bytes:

@@ -163,7 +163,9 @@ class Selected:
     """uint8 [H, W], how much of the canvas may change; None: all of what is selected."""
 
 
-def select(raw: bytes, asked: EditSettings, limits: LimitsConfig, size: Size) -> Selected:
+def select(
+    raw: bytes | memoryview, asked: EditSettings, limits: LimitsConfig, size: Size
+) -> Selected:
     """What a mask selects, and all that the canvas grows by.
 
     Args:

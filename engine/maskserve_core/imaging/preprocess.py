@@ -73,13 +73,13 @@ class PreparedEdit:
 
 
 def prepare_edit(
-    image: bytes,
-    mask: bytes,
+    image: bytes | memoryview,
+    mask: bytes | memoryview,
     accepted: AcceptedEdit,
     facts: ModelFacts,
     config: Config,
     find_template: FindTemplate | None = None,
-    control: Sequence[bytes] = (),
+    control: Sequence[bytes | memoryview] = (),
     *,
     decoded_pixels: int = DECODED_PIXELS,
 ) -> PreparedEdit:
@@ -127,7 +127,7 @@ def prepare_edit(
         warnings=(*source.warnings, *selection.warnings),
     )
     fine = source.low is not None and asked.output_format == "png"
-    signed = bool(config.provenance.certificate) and has_manifest(source.encoded)
+    signed = bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
     # What pixels cannot hold travels in the file.
     decoded = paste.size <= decoded_pixels and not (fine or signed or source.exif)
     source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
@@ -182,7 +182,10 @@ def _check_shape(size: Size, facts: ModelFacts) -> None:
 
 
 def _control_pictures(
-    encoded: Sequence[bytes], controls: Sequence[ResolvedControl], view: View, config: Config
+    encoded: Sequence[bytes | memoryview],
+    controls: Sequence[ResolvedControl],
+    view: View,
+    config: Config,
 ) -> npt.NDArray[np.uint8]:
     """Control pictures [pictures, h, w, 3], as the model sees their source.
 
@@ -328,7 +331,10 @@ def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArra
 
 
 def _source(
-    image: bytes, settings: EditSettings, config: Config, find_template: FindTemplate | None
+    image: bytes | memoryview,
+    settings: EditSettings,
+    config: Config,
+    find_template: FindTemplate | None,
 ) -> tuple[Decoded, str]:
     """The source and its template id: from IMAGE, or from the template that the settings name."""
     named = settings.template_id

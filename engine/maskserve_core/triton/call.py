@@ -29,6 +29,8 @@ class Call:
     """What the client bounded the edit by."""
     traceparent: str = ""
     """The span below which the models record what they do for it."""
+    run: str = ""
+    """Of a workflow, for which its answer is put into a file; empty: it is answered."""
     accepted: float = field(default_factory=time.monotonic)
     sent: bool = False
     """Into the pipeline; until then it waits for a thread."""

@@ -42,6 +42,7 @@ from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.stages import StagesAway
 from maskserve_core.worker.status import StatusReader
 from maskserve_core.worker.templates import template_folder
+from maskserve_core.worker.values import Values
 
 log = logging.getLogger("maskserve")
 
@@ -147,7 +148,7 @@ class WorkerControl:
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._admission = Gate(config.runtime_dir)
         self._stages = StagesAway(config)
-        self._templates = template_folder(config)
+        self._templates, self._values = template_folder(config), Values(config.values)
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
         """Held while a template is put or evicted, by its id."""
         self._adapters = AdapterOperations(config)
@@ -238,7 +239,8 @@ class WorkerControl:
         if status is None:
             raise EngineFailed("the engine has not started")
         nodes = (*status.nodes, *self._stages.nodes(status.model))
-        values: dict[str, Any] = json.loads(replace(status, nodes=nodes).to_json())
+        held = self._values.held()
+        values: dict[str, Any] = json.loads(replace(status, nodes=nodes, values=held).to_json())
         age = status.age_s()
         if self._admission.state() != OPEN:
             for each in (values, *values["nodes"]):
@@ -297,7 +299,7 @@ class WorkerControl:
         scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
         owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
         with self._changing[int(name[:2], 16) % _STRIPES]:
-            self._templates.put(name, decoded.encoded, owners)
+            self._templates.put(name, bytes(decoded.encoded), owners)
         height, width = decoded.size
         size = {"width": width, "height": height}
         if not operation.get("prime", True):

@@ -40,13 +40,14 @@ from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
 from maskserve_core.triton.pipeline import Event, run_edit
 from maskserve_core.triton.request_log import RequestLog
 from maskserve_core.triton.results import Results
-from maskserve_core.triton.tensor_io import read_bytes, read_elements
+from maskserve_core.triton.tensor_io import parameters, read_bytes, read_elements
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.triton.traffic import Traffic, is_probe
 from maskserve_core.triton.watcher import Watcher
 from maskserve_core.worker.admission import OPEN, Gate, InFlight
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.stages import NO_ANSWER, StagesAway
+from maskserve_core.worker.values import RUN
 
 
 class EditFront:
@@ -144,7 +145,8 @@ class EditFront:
             return
         for lora in edit.loras:
             self._adapters.begin(lora.name, lora.version)
-        call = Call(edit, pictures, answer, asked.limit_name, request_log.span.traceparent)
+        run = str(parameters(request).get(RUN, ""))
+        call = Call(edit, pictures, answer, asked.limit_name, request_log.span.traceparent, run)
         self._calls.add(call)
         self._watcher.wake()
         self._pool.submit(self._run, call, request_log)
@@ -165,11 +167,13 @@ class EditFront:
             self._calls.remove(call)
 
     def _relay(self, call: Call, request_log: RequestLog) -> None:
-        settings, parameters = call.edit.settings, {TRACEPARENT: call.traceparent}
+        settings, told = call.edit.settings, {TRACEPARENT: call.traceparent}
+        if call.run:
+            told[RUN] = call.run
         more = settings.progress or settings.preview_every
         acks = AckSender(self._config.runtime_dir) if more else None
         call.sent = True
-        for event in run_edit(self._api, call.inputs(), parameters, call.request_id, acks):
+        for event in run_edit(self._api, call.inputs(), told, call.request_id, acks):
             call.heard = time.monotonic()
             self._traffic.returned()
             if event.kind == "final":

@@ -12,15 +12,18 @@ from maskserve_core.errors import InvalidRequest, guarded
 from maskserve_core.reading import Misread
 from maskserve_core.triton.answer import Answer, answer_each
 from maskserve_core.triton.tensor_io import read_bytes, read_elements
+from maskserve_core.worker.values import Values
 from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.node_models import NodeModels
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.values import Named, changed
 from maskserve_core.workflows.wire import (
     NOT_HOSTED,
     RECORD,
     NodeResult,
     NodeTask,
+    Put,
     laid_out,
     picked_up,
 )
@@ -32,10 +35,11 @@ class NodeFront:
     Args:
         api: Triton's (maskserve_core.triton).
         models: that run nodes.
+        values: that pass by name.
     """
 
-    def __init__(self, api: Any, models: NodeModels) -> None:
-        self._api, self._models = api, models
+    def __init__(self, api: Any, models: NodeModels, values: Values) -> None:
+        self._api, self._models, self._values = api, models, values
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in."""
@@ -50,7 +54,8 @@ class NodeFront:
         except (msgspec.MsgspecError, ValueError) as error:
             raise InvalidRequest("TASK", f"cannot be read ({error})", "a node's task") from None
         if task.node == RECORD:
-            answer.finish({"RESULT": msgspec.json.encode(self._models.record()), "MADE": [b""]})
+            record = {**self._models.record(), "values": self._values.held()}
+            answer.finish({"RESULT": msgspec.json.encode(record), "MADE": [b""]})
             return
         kind = NODE_TYPES.get(task.node)
         if kind is None or not self._models.hosts(kind.model):
@@ -63,17 +68,24 @@ class NodeFront:
         except Misread as error:
             raise InvalidRequest(f"TASK.{error.path}", error.problem, error.accepted) from None
         every = {name: getattr(settings, name) for name in kind.settings.__struct_fields__}
+
+        def read(part: Any) -> Any:
+            named = isinstance(part, Named)
+            return self._values.read(part.reference, task.scope) if named else part
+
+        inputs = {name: changed(value, read) for name, value in inputs.items()}
+        put = partial(self._values.put, scope=task.scope, run=task.run)
         asked = AskedNode(task.node, inputs, every)
-        self._models.call(kind.model, asked, partial(_answer, answer, kind))
+        self._models.call(kind.model, asked, partial(_answer, answer, kind, put))
 
 
 def _answer(
-    answer: Answer, kind: NodeType, made: dict[str, Any] | Exception, seconds: float
+    answer: Answer, kind: NodeType, put: Put, made: dict[str, Any] | Exception, seconds: float
 ) -> None:
     try:
         if isinstance(made, Exception):
             raise made
-        layout, parts = laid_out(made, kind.outputs)
+        layout, parts = laid_out(made, kind.outputs, put)
         result = msgspec.json.encode(NodeResult(layout, round(seconds, 6)))
         answer.finish({"RESULT": result, "MADE": parts})
     except Exception as error:

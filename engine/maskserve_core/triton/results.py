@@ -51,7 +51,7 @@ class Results:
         try:
             decoded = decode_image(image, "IMAGE", self._config.limits)
             name, scope = decoded.template_id, scope_of(request_id)
-            self._templates.put_result(name, decoded.encoded, [scope] if scope else [])
+            self._templates.put_result(name, bytes(decoded.encoded), [scope] if scope else [])
         except (MaskserveError, OSError) as error:
             log.warning("a result is not kept: %s", error, extra=about(request_id))
             return None

@@ -9,18 +9,14 @@ import math
 import os
 import time
 from collections.abc import Iterable, Set
-from pathlib import Path
 
 from maskserve_core.config import Config, templates_folder
-from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID
+from maskserve_core.contracts.keys import NO_SCOPE, SHARED, TEMPLATE_ID
 from maskserve_core.errors import Overloaded
-from maskserve_core.files.store import FileStore, make_private, size_of
-from maskserve_core.shares import EVERYBODY, Shares, room
+from maskserve_core.shares import EVERYBODY, Shares
+from maskserve_core.worker.named_files import UNSCOPED, NamedFiles, checked
 
 _RESULT = ".result-"
-UNSCOPED = "unscoped"
-"""The owner that stands for those who are not told apart: a worker's own callers, and a router's
-without keys."""
 
 
 def template_folder(config: Config) -> TemplateFolder:
@@ -34,15 +30,9 @@ def template_folder(config: Config) -> TemplateFolder:
     )
 
 
-class TemplateFolder:
-    """One file per template: the image as it was encoded. Beside it an empty file `<id>.<owner>`
-    for each owner, a client's scope or UNSCOPED, and for SHARED, who stands for every client but
-    owns nothing; and `.result-<id>` where it is a result that nobody has registered, whose time of
-    change is that of its last use. A template goes with its last owner.
-
-    Of registered images, and of results, each owner has a share (`core.shares`).
-
-    Several processes may share the folder (`FileStore`); one at a time adds or removes any.
+class TemplateFolder(NamedFiles):
+    """One file per template: the image as it was encoded; and `.result-<id>` where it is a result
+    that nobody has registered, whose time of change is that of its last use.
 
     Args:
         path: of the folder, which is made.
@@ -50,6 +40,9 @@ class TemplateFolder:
         max_result_bytes: of all kept results.
         result_expires_s: time after its last use when a result goes.
     """
+
+    what, setting = "registered images", "[limits] max_template_bytes"
+    advice = "; evict templates first"
 
     def __init__(
         self,
@@ -59,10 +52,8 @@ class TemplateFolder:
         max_result_bytes: int = 2**63,
         result_expires_s: float = math.inf,
     ) -> None:
-        self._store = FileStore(path)
-        self._max_bytes, self._max_result_bytes = max_bytes, max_result_bytes
-        self._result_expires_s = result_expires_s
-        make_private(self._store.folder)
+        super().__init__(path, max_bytes)
+        self._max_result_bytes, self._result_expires_s = max_result_bytes, result_expires_s
 
     def get(self, template_id: str, scope: str = NO_SCOPE) -> bytes | None:
         """The encoded image; None if there is none, or none that a client of `scope` may see. A
@@ -81,12 +72,6 @@ class TemplateFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._store.folder / _mark(template_id))
         return encoded
-
-    def shows(self, template_id: str, scope: str) -> bool:
-        """Whether a client of `scope` may see the template, if it is there."""
-        return scope == NO_SCOPE or any(
-            self._store.marked(_owned(template_id, owner)) is not None for owner in (scope, SHARED)
-        )
 
     def owners(self, template_id: str) -> list[str]:
         """Scopes of those whose it is, SHARED among them if it is for every client; sorted."""
@@ -113,7 +98,7 @@ class TemplateFolder:
                 self._check_room(len(encoded), owners)
             if not there:
                 self._add(template_id, encoded)
-            self._own(template_id, owners, there=there)
+            self._own_too(template_id, owners, there=there)
             self._store.mark(_mark(template_id), there=False)
 
     def put_result(self, template_id: str, encoded: bytes, owners: Iterable[str] = ()) -> None:
@@ -136,7 +121,7 @@ class TemplateFolder:
                 self._store.mark(_mark(template_id))  # before the file: no result is without one
             if not there:
                 self._add(template_id, encoded)
-            self._own(template_id, owners, there=there)
+            self._own_too(template_id, owners, there=there)
 
     def keep(self, template_id: str) -> None:
         """What is a result is to expire no more.
@@ -154,40 +139,19 @@ class TemplateFolder:
         with self._store.alone():
             self._make_room(0, EVERYBODY)
 
-    def remove(self, template_id: str) -> bool:
-        """Forget a template, whoever owns it; False when there was none."""
-        with self._store.alone():
-            return self._remove(template_id)
-
-    def disown(self, template_id: str, scope: str) -> bool | None:
-        """A client gives its template up; whether that was the last owner, with whom it has gone.
-        None: it was none of that client's.
-        """
-        owned = _owned(template_id, scope)
-        with self._store.alone():
-            if self._store.marked(owned) is None:
-                return None
-            self._store.mark(owned, there=False)
-            if self._marks(template_id) - {SHARED}:
-                return False
-            self._remove(template_id)
-            return True
-
-    def ids(self) -> list[str]:
-        """Ids of all templates, sorted."""
-        return sorted(p.name for p in self._store.folder.iterdir() if TEMPLATE_ID.fullmatch(p.name))
-
-    def _own(self, template_id: str, owners: Set[str], *, there: bool) -> None:
+    def _own_too(self, template_id: str, owners: Set[str], *, there: bool) -> None:
         """Write down whose a template is; without a name it is whose that are not told apart."""
         if there and not self._marks(template_id):
             owners = owners | {UNSCOPED}  # it was there before owners were written down
-        for owner in owners if owners - {SHARED} else owners | {UNSCOPED}:
-            self._store.mark(_owned(template_id, owner))
+        self._own(template_id, owners if owners - {SHARED} else owners | {UNSCOPED})
 
-    def _marks(self, template_id: str) -> set[str]:
-        """Its owners, as they are written down."""
-        found = self._store.folder.glob(f"{_checked(template_id)}.*")
-        return {file.suffix[1:] for file in found}
+    def _remove(self, name: str) -> bool:
+        found = super()._remove(name)
+        self._store.mark(_mark(name), there=False)
+        return found
+
+    def _counted(self) -> dict[str, int]:
+        return {name: self._size(name) for name in self.ids() if self._used(name) is None}
 
     def _first_owners(self) -> dict[str, str]:
         """Of each template that is somebody's by name the first of these names."""
@@ -197,31 +161,6 @@ class TemplateFolder:
             if name and dot and owner not in (SHARED, UNSCOPED):
                 found[name] = min(owner, found.get(name, owner))
         return found
-
-    def _remove(self, template_id: str) -> bool:
-        found = self._file(template_id).exists()
-        owned = (_owned(template_id, owner) for owner in self._marks(template_id))
-        for name in (*owned, template_id, _mark(template_id)):
-            self._store.mark(name, there=False)
-        return found
-
-    def _check_room(self, more: int, owners: Set[str]) -> None:
-        """Raises Overloaded: so many bytes are too many, in all or of one of these owners."""
-        held = {name: self._size(name) for name in self.ids() if self._used(name) is None}
-        total = sum(held.values())
-        if total + more > self._max_bytes:
-            raise Overloaded(
-                f"registered images take {total} bytes, and {more} more exceed "
-                f"[limits] max_template_bytes, {self._max_bytes}; evict templates first"
-            )
-        for owner in owners - {SHARED, UNSCOPED}:
-            files = self._store.folder.glob(f"*.{owner}")
-            own = sum(held.get(file.name.partition(".")[0], 0) for file in files)
-            if own and more > room(self._max_bytes, total, own, owner):
-                raise Overloaded(
-                    f"images registered with this key take {own} bytes, and {more} more exceed its "
-                    "share of [limits] max_template_bytes; evict templates first"
-                )
 
     def _make_room(self, more: int, owner: str) -> None:
         """Remove the results whose time is over, and then others until there is room for so many
@@ -255,24 +194,6 @@ class TemplateFolder:
         """Wall clock of a result's last use; None of what is no result."""
         return self._store.marked(_mark(template_id))
 
-    def _size(self, template_id: str) -> int:
-        return size_of(self._file(template_id))
-
-    def _file(self, template_id: str) -> Path:
-        return self._store.folder / _checked(template_id)
-
-
-def _checked(template_id: str) -> str:
-    if TEMPLATE_ID.fullmatch(template_id) is None:
-        raise ValueError(f"{template_id!r} is not a template id")
-    return template_id
-
 
 def _mark(template_id: str) -> str:
-    return f"{_RESULT}{_checked(template_id)}"
-
-
-def _owned(template_id: str, owner: str) -> str:
-    if SCOPE.fullmatch(owner) is None:
-        raise ValueError(f"{owner!r} is not a scope")
-    return f"{_checked(template_id)}.{owner}"
+    return f"{_RESULT}{checked(template_id)}"

@@ -1,9 +1,11 @@
-"""The nodes that only compose pictures and masks, with numpy and Pillow."""
+"""The nodes that only compose pictures and masks, with numpy and Pillow. What nodes make they give
+as pixels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ from maskserve_core.workflows.values import Areas, Judgement
 
 Pixels = npt.NDArray[np.uint8]
 Grey = npt.NDArray[np.bool_]
+Encoded: TypeAlias = bytes | memoryview
+"""A picture's file, or what `imaging.images.plain_picture` makes."""
 Box = tuple[int, int, int, int]
 """First and last + 1 row, first and last + 1 column."""
 _MOST_RUNS: Final = 2**17
@@ -52,13 +56,13 @@ class PictureNodes:
         made = self._nodes[asked.node](**asked.inputs, **asked.settings)
         return dict(made) if isinstance(made, dict) else {next(iter(kind.outputs)): made}
 
-    def _picture(self, encoded: bytes) -> Pixels:
+    def _picture(self, encoded: Encoded) -> Pixels:
         return read_picture(encoded, self._limits)
 
-    def _mask(self, encoded: bytes) -> Grey:
+    def _mask(self, encoded: Encoded) -> Grey:
         return read_mask(encoded, self._limits)
 
-    def _split(self, mask: bytes, smallest: float, apart: int) -> Areas:
+    def _split(self, mask: Encoded, smallest: float, apart: int) -> Areas:
         white = self._mask(mask)
         parts = [part for part in components(white) if part.area >= smallest * white.size]
         if len(parts) > MOST:
@@ -68,21 +72,21 @@ class PictureNodes:
         for i, part in enumerate(parts):
             near = [waves[j] for j in range(i) if _near(parts[j].box, part.box, apart)]
             waves.append(max(near) + 1 if near else 0)
-        return Areas(tuple(encode_mask(part.white(white.shape)) for part in parts), tuple(waves))
+        return Areas(tuple(mask_pixels(part.white(white.shape)) for part in parts), tuple(waves))
 
-    def _outline(self, picture: bytes) -> bytes:
+    def _outline(self, picture: Encoded) -> Pixels:
         grey = self._picture(picture).astype(np.int16).max(axis=2)
         rims = np.zeros(grey.shape, np.bool_)
         across, down = np.abs(np.diff(grey, axis=1)), np.abs(np.diff(grey, axis=0))
         rims[:, 1:] |= across > _RIM
         rims[1:] |= down > _RIM
         line = Image.fromarray(rims.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(3))
-        return encode_png(np.repeat(np.asarray(line)[..., None], 3, axis=2))
+        return np.repeat(np.asarray(line)[..., None], 3, axis=2)
 
-    def _invert(self, mask: bytes) -> bytes:
-        return encode_mask(~self._mask(mask))
+    def _invert(self, mask: Encoded) -> Pixels:
+        return mask_pixels(~self._mask(mask))
 
-    def _compose(self, picture: bytes, parts: tuple[bytes, ...]) -> bytes:
+    def _compose(self, picture: Encoded, parts: tuple[Encoded, ...]) -> Pixels:
         before = self._picture(picture)
         made = before.copy()
         for part in parts:
@@ -90,26 +94,28 @@ class PictureNodes:
             _same_size("parts", pixels, before)
             changed = (pixels != before).any(axis=2)
             made[changed] = pixels[changed]
-        return encode_png(made)
+        return made
 
-    def _crop(self, picture: bytes, mask: bytes, around: int) -> bytes:
+    def _crop(self, picture: Encoded, mask: Encoded, around: int) -> Pixels:
         pixels, white = self._picture(picture), self._mask(mask)
         _same_size("mask", white, pixels)
-        return encode_png(np.ascontiguousarray(pixels[_window(white, around)]))
+        return np.ascontiguousarray(pixels[_window(white, around)])
 
-    def _paste(self, picture: bytes, part: bytes, mask: bytes, around: int) -> bytes:
+    def _paste(self, picture: Encoded, part: Encoded, mask: Encoded, around: int) -> Pixels:
         pixels, white, own = self._picture(picture).copy(), self._mask(mask), self._picture(part)
         _same_size("mask", white, pixels)
         window = _window(white, around)
         _same_size("part", own, pixels[window])
         pixels[window] = own
-        return encode_png(pixels)
+        return pixels
 
-    def _pad(self, picture: bytes, left: int, top: int, right: int, bottom: int) -> bytes:
+    def _pad(self, picture: Encoded, left: int, top: int, right: int, bottom: int) -> Pixels:
         rim = ((top, bottom), (left, right), (0, 0))
-        return encode_png(np.pad(self._picture(picture), rim, mode="edge"))
+        return np.pad(self._picture(picture), rim, mode="edge")
 
-    def _best(self, pictures: tuple[bytes, ...], verdicts: tuple[Judgement, ...]) -> dict[str, Any]:
+    def _best(
+        self, pictures: tuple[Encoded, ...], verdicts: tuple[Judgement, ...]
+    ) -> dict[str, Any]:
         if len(pictures) != len(verdicts) or not pictures:
             raise InvalidRequest(
                 "verdicts", f"are {len(verdicts)} for {len(pictures)} pictures", "one for each"
@@ -119,7 +125,7 @@ class PictureNodes:
         return {"picture": pictures[place], "verdict": verdicts[place]}
 
 
-def read_picture(encoded: bytes, limits: LimitsConfig) -> Pixels:
+def read_picture(encoded: Encoded, limits: LimitsConfig) -> Pixels:
     """RGB of a picture, [H, W, 3].
 
     Raises:
@@ -128,7 +134,7 @@ def read_picture(encoded: bytes, limits: LimitsConfig) -> Pixels:
     return decode_image(encoded, "picture", limits).pixels
 
 
-def read_mask(encoded: bytes, limits: LimitsConfig, size: tuple[int, ...] | None = None) -> Grey:
+def read_mask(encoded: Encoded, limits: LimitsConfig, size: tuple[int, ...] | None = None) -> Grey:
     """What of a mask is white, [H, W]; `size` is the picture's.
 
     Raises:
@@ -138,9 +144,14 @@ def read_mask(encoded: bytes, limits: LimitsConfig, size: tuple[int, ...] | None
     return decode_mask(encoded, "mask", limits, wanted).luminance > 127
 
 
+def mask_pixels(white: Grey) -> Pixels:
+    """A mask [H, W], 255 where it is True."""
+    return np.where(white, np.uint8(255), np.uint8(0))
+
+
 def encode_mask(white: Grey) -> bytes:
-    """A mask [H, W] as a PNG, white where it is True."""
-    return encode_png(np.where(white, np.uint8(255), np.uint8(0)))
+    """The same as a PNG."""
+    return encode_png(mask_pixels(white))
 
 
 class Component(NamedTuple):

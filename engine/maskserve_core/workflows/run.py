@@ -1,5 +1,5 @@
 """A run of a plan, as a state machine: what is ready, done and lost. It calls nothing, and values
-are opaque to it but for regions and verdicts.
+are opaque to it but for regions, verdicts, and what of them lies in files (`Named`).
 
     run = WorkflowRun(plan, {"image": …})
     while not run.ended:
@@ -7,16 +7,19 @@ are opaque to it but for regions and verdicts.
         run.done(task.key, outputs)       # or run.lost(task.key): it is ready again
 
 A task's key says where in the plan and in which rounds it stands; what a task draws follows from
-it (`seed_of`), so that a task that runs again is the same.
+it (`seed_of`), so that a task that runs again is the same. So a value that is not there any more,
+while something still reads it, is made again: by the task that made it, and where that one's own
+inputs are gone, too, by those that made these first. No other task runs again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskserve_core.errors import EngineFailed
 from maskserve_core.workflows.lengths import COMPOSE, Price, length, tails, work
 from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.plan import (
@@ -29,7 +32,7 @@ from maskserve_core.workflows.plan import (
     all_kinds,
     taken,
 )
-from maskserve_core.workflows.values import Areas, Judgement
+from maskserve_core.workflows.values import Areas, Judgement, Named, named_in, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,11 @@ class _Scope:
         if ref in self.values or self.outer is None:
             return self.values[ref]
         return self.outer.value(ref)
+
+    def read(self, more: Iterable[str]) -> Iterator[Any]:
+        """Values that steps which have not ended take, and these, as far as they are known."""
+        taking = (ref for step in self.steps if step.id not in self.ended for ref in taken(step))
+        return (self.value(ref) for ref in (*taking, *more) if self.knows(ref))
 
     def to_begin(self, price: Price) -> float:
         """Seconds of all calls of the steps that have not begun."""
@@ -114,15 +122,29 @@ class WorkflowRun:
     Args:
         plan: as `check_plan` passed it.
         inputs: of the workflow, name → value.
+        there: whether what lies in a file still does; always so of the workflow's own inputs.
     """
 
-    def __init__(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        plan: WorkflowPlan,
+        inputs: Mapping[str, Any],
+        there: Callable[[Named], bool] = lambda value: True,
+    ) -> None:
+        self._plan, self._there = plan, there
         self._kinds = all_kinds(plan)
         self._ready: list[Task] = []
         self._under_way: dict[str, tuple[Task, _Scope | _Rounds]] = {}
         self.tries: dict[str, int] = {}
         """Of each task."""
+        self._made: dict[str, tuple[Task, _Scope | _Rounds, Mapping[str, Any]]] = {}
+        """Tasks that were answered, and by what."""
+        self._maker: dict[Named, str] = {}
+        """Whose output each is."""
+        self._blocked: dict[str, Task] = {}
+        """Tasks that wait until their inputs are made again."""
+        self._loops: list[_Rounds] = []
+        """Those that have begun and not ended."""
         given = {f"{INPUTS}.{name}": value for name, value in inputs.items()}
         self._top = _Scope("", plan.steps, given)
         self._advance(self._top)
@@ -135,16 +157,52 @@ class WorkflowRun:
         return found
 
     def lost(self, key: str) -> None:
-        """A task will not be answered: it is ready again."""
-        self._ready.append(self._under_way[key][0])
+        """A task will not be answered: it is ready again, once all that it takes is there."""
+        self._begin(self._under_way[key][0])
+
+    def again(self, values: Iterable[Named]) -> None:
+        """Have values made again that are there no more."""
+        for value in values:
+            key = self._maker[value]
+            if key not in self._under_way:  # else it is being made
+                task, place, _ = self._made[key]
+                self._under_way[key] = (task, place)
+                self._begin(task)
+
+    def _begin(self, task: Task) -> None:
+        gone = [value for value in named_in(list(task.inputs.values())) if not self._there(value)]
+        if gone:
+            self._blocked[task.key] = task
+            self.again(gone)
+        else:
+            self._ready.append(task)
+
+    def _made_again(self, key: str, outputs: Mapping[str, Any]) -> None:
+        for name, before in self._made[key][2].items():
+            old, new = list(parts_of(before)), list(parts_of(outputs[name]))
+            if len(old) != len(new):
+                raise EngineFailed(f"{key}: gave {len(old)} values, and now {len(new)}")
+            for each, now in zip(old, new, strict=True):
+                if isinstance(each, Named):
+                    each.is_now(now)
+        waiting, self._blocked = self._blocked, {}
+        for task in waiting.values():
+            self._begin(task)
 
     def done(self, key: str, outputs: Mapping[str, Any]) -> None:
         """A task was answered.
 
         Raises:
             WorkflowError: the run cannot go on.
+            EngineFailed: it gives something else than it did.
         """
         task, place = self._under_way.pop(key)
+        if key in self._made:
+            self._made_again(key, outputs)
+            return
+        self._made[key] = task, place, outputs
+        for value in named_in(list(outputs.values())):
+            self._maker.setdefault(value, key)
         if isinstance(place, _Rounds):
             place.current = outputs["picture"]
             self._next_wave(place)
@@ -156,12 +214,30 @@ class WorkflowRun:
     @property
     def ended(self) -> bool:
         """Whether all is done."""
-        return len(self._top.ended) == len(self._plan.steps)
+        return len(self._top.ended) == len(self._plan.steps) and not self._under_way
 
     @property
     def outputs(self) -> dict[str, Any]:
         """What the workflow answers with, once it has ended."""
         return {name: self._top.value(ref) for name, ref in self._plan.outputs.items()}
+
+    def needed(self) -> Iterator[Any]:
+        """All values that something of the run still reads."""
+        for task, _ in self._under_way.values():
+            yield from task.inputs.values()
+        outputs = self._plan.outputs.values()
+        yield from self._top.read(outputs)
+        for loop in self._loops:
+            yield loop.current
+            if loop.areas is not None:
+                yield [loop.areas.masks[number] for wave in loop.waves for number in wave]
+            step = loop.step
+            ahead = [step.until] if isinstance(step, Repeat) else []
+            if isinstance(step, Each) and step.carried is not None and loop.left:
+                ahead = [step.carried]
+            for number, scope in loop.rounds.items():
+                carried = ahead if number in loop.under_way else []
+                yield from scope.read([*step.gives.values(), *carried])
 
     def behind(self, key: str, price: Price) -> float:
         """Seconds of the longest chain that lies behind a task which has not ended: it is due so
@@ -197,9 +273,10 @@ class WorkflowRun:
                 inputs = {name: scope.value(ref) for name, ref in step.inputs.items()}
                 self._start(Task(key, step, inputs | step.texts), scope)
             elif isinstance(step, Each):
-                self._begin_each(_Rounds(step, scope, key), step)
+                self._loops.append(rounds := _Rounds(step, scope, key))
+                self._begin_each(rounds, step)
             else:
-                rounds = _Rounds(step, scope, key)
+                self._loops.append(rounds := _Rounds(step, scope, key))
                 self._open(rounds, [0])
 
     def _start(self, task: Task, place: _Scope | _Rounds) -> None:
@@ -306,6 +383,7 @@ class WorkflowRun:
         return rounds.rounds[max(rounds.rounds, key=rank)]
 
     def _loop_ended(self, rounds: _Rounds, counts: _Scope | None) -> None:
+        self._loops.remove(rounds)
         step, values = rounds.step, rounds.scope.values
         for name, ref in step.gives.items():
             if counts is not None:

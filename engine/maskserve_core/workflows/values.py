@@ -1,9 +1,11 @@
-"""What values are as a workflow runs: bytes of pictures and masks, text, and these."""
+"""What values are as a workflow runs: bytes of pictures and masks, text, and these. Whoever makes a
+picture or mask gives its pixels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -20,6 +22,54 @@ class Areas:
     def in_turn(cls, masks: Sequence[Any]) -> Areas:
         """Regions of which nothing is known: each is painted behind the one before it."""
         return cls(tuple(masks), tuple(range(len(masks))))
+
+
+@dataclass(slots=True, eq=False)
+class Named:
+    """A picture or mask that lies in a file of the host (`core.worker.values`)."""
+
+    reference: bytes
+    data: bytes | None = None
+    """In place of the file, where it was made again and found no room."""
+
+    @property
+    def element(self) -> bytes:
+        """What stands for it in a tensor."""
+        return self.reference if self.data is None else self.data
+
+    def is_now(self, made: Any) -> None:
+        """It was made again: under the same name, unless its node gives something else now."""
+        if isinstance(made, Named):
+            self.reference, self.data = made.reference, made.data
+        else:
+            self.data = bytes(made)
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """A value's single pictures, masks, texts and verdicts, or those of several."""
+    match value:
+        case Areas():
+            yield from value.masks
+        case tuple() | list():
+            for each in value:
+                yield from parts_of(each)
+        case _:
+            yield value
+
+
+def named_in(values: Any) -> list[Named]:
+    """What of a value, or of several, lies in files."""
+    return [part for part in parts_of(values) if isinstance(part, Named)]
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with other parts in the places of its own."""
+    match value:
+        case Areas():
+            return replace(value, masks=tuple(map(change, value.masks)))
+        case tuple() | list():
+            return tuple(map(change, value))
+    return change(value)
 
 
 @dataclass(frozen=True, slots=True)

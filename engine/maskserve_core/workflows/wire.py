@@ -6,13 +6,16 @@ and answers with RESULT (the layout of its outputs) and MADE.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
-from maskserve_core.workflows.values import Areas, Judgement
+from maskserve_core.imaging.images import encode_png, plain_picture
+from maskserve_core.worker.values import parse
+from maskserve_core.workflows.values import Areas, Judgement, Named
 
 RECORD = "record"
 """In place of a node: what the server hosts (`NodeModels.record`), as RESULT."""
@@ -20,6 +23,8 @@ NOT_HOSTED = "is not run by this node server"
 """Words of a server whose `[nodes]` lack the node's model."""
 MOST_ELEMENTS = 256
 """Of a call, one way."""
+Put: TypeAlias = Callable[[Sequence[bytes | memoryview]], bytes | None]
+"""Makes a file of these parts and gives its reference; None: it goes as bytes."""
 
 
 class Laid(msgspec.Struct, frozen=True):
@@ -38,6 +43,11 @@ class NodeTask(msgspec.Struct, frozen=True):
     node: str
     inputs: tuple[Laid, ...]
     settings: dict[str, Any]
+    scope: str = ""
+    """Of who asks."""
+    run: str = ""
+    """That what is made is put for, where the server shares files with the router; empty: it is
+    answered as bytes."""
 
 
 class NodeResult(msgspec.Struct, frozen=True):
@@ -53,6 +63,9 @@ def nbytes(value: Any) -> int:
     match value:
         case bytes() | bytearray() | memoryview() | str():
             return len(value)
+        case Named():
+            found = parse(value.element)
+            return len(value.element) if found is None else found[1]
         case Areas():
             return nbytes(value.masks)
         case tuple() | list():
@@ -63,20 +76,22 @@ def nbytes(value: Any) -> int:
 
 
 def laid_out(
-    values: Mapping[str, Any], kinds: Mapping[str, str]
+    values: Mapping[str, Any], kinds: Mapping[str, str], put: Put = lambda parts: None
 ) -> tuple[tuple[Laid, ...], list[bytes]]:
-    """Values by name as a layout and elements; `kinds` names more than there are."""
+    """Values by name as a layout and elements; `kinds` names more than there are. What of them is
+    drawn goes by `put`.
+    """
     layout, elements = [], []
     for name, value in values.items():
         kind = kinds[name]
         waves: tuple[int, ...] = ()
         match value:
             case Areas():
-                parts, waves = [bytes(each) for each in value.masks], value.waves
+                parts, waves = [_encoded(each, put) for each in value.masks], value.waves
             case tuple() | list():
-                parts = [_encoded(each) for each in value]
+                parts = [_encoded(each, put) for each in value]
             case _:
-                parts = [_encoded(value)]
+                parts = [_encoded(value, put)]
         layout.append(Laid(name, kind, len(parts), waves))
         elements += parts
     return tuple(layout), elements
@@ -98,17 +113,24 @@ def picked_up(layout: Sequence[Laid], elements: Sequence[bytes]) -> dict[str, An
     return values
 
 
-def _encoded(value: Any) -> bytes:
-    if isinstance(value, Judgement):
-        return msgspec.json.encode(value)
-    return value.encode() if isinstance(value, str) else bytes(value)
+def _encoded(value: Any, put: Put) -> bytes:
+    match value:
+        case Judgement():
+            return msgspec.json.encode(value)
+        case str():
+            return value.encode()
+        case Named():
+            return value.element
+        case np.ndarray():
+            return put(plain_picture(value)) or encode_png(value)
+    return put([value]) or bytes(value)
 
 
 def _decoded(laid: Laid, parts: Sequence[bytes]) -> Any:
     if laid.kind == "regions":
         if len(laid.waves) != len(parts):
             raise ValueError(f"{laid.name}: {len(laid.waves)} waves for {len(parts)} regions")
-        return Areas(tuple(parts), laid.waves)
+        return Areas(tuple(map(drawn, parts)), laid.waves)
     many = laid.kind in ("pictures", "verdicts")
     kind = laid.kind[:-1] if many else laid.kind
     if not many and len(parts) != 1:
@@ -120,4 +142,9 @@ def _decoded(laid: Laid, parts: Sequence[bytes]) -> Any:
 def _one(kind: str, raw: bytes) -> Any:
     if kind == "verdict":
         return msgspec.json.decode(raw, type=Judgement)
-    return raw.decode() if kind == "text" else raw
+    return raw.decode() if kind == "text" else drawn(raw)
+
+
+def drawn(element: bytes) -> bytes | Named:
+    """A picture or mask of this element."""
+    return element if parse(element) is None else Named(element)

@@ -11,7 +11,6 @@ from msgspec import structs
 from transformers import Swin2SRForImageSuperResolution
 
 from maskserve_core.config import Config
-from maskserve_core.imaging.images import encode_png
 from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.pictures import read_picture
 from maskserve_engine.stages.loader import device_of
@@ -44,4 +43,4 @@ class EnlargeNodes:
         small = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)[None].float() / 255
         large = self._model(small).reconstruction[0].clamp(0, 1)
         made = (255 * large).round().permute(1, 2, 0).to(torch.uint8).cpu().numpy()
-        return {"picture": encode_png(np.ascontiguousarray(made))}
+        return {"picture": np.ascontiguousarray(made)}

@@ -12,7 +12,7 @@ from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 from maskserve_core.config import Config
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.asked import AskedNode, one_by_one
-from maskserve_core.workflows.pictures import Grey, Pixels, encode_mask, read_mask, read_picture
+from maskserve_core.workflows.pictures import Grey, Pixels, mask_pixels, read_mask, read_picture
 from maskserve_core.workflows.values import Judgement
 from maskserve_engine.stages.loader import device_of
 
@@ -45,7 +45,7 @@ class FindNodes:
         if asked.node == "find":
             if not found.any():
                 raise InvalidRequest("name", f"{name[:60]!r} is not found in the picture")
-            return {"mask": encode_mask(found)}
+            return {"mask": mask_pixels(found)}
         mask = read_mask(asked.inputs["mask"], self._limits, pixels.shape[:2])
         score = float(found[mask].mean()) if mask.any() else 0.0
         return {"verdict": Judgement(round(score, 4), score >= asked.settings["enough"])}

@@ -15,7 +15,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from maskserve_core.config import Config
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.asked import AskedNode, one_by_one
-from maskserve_core.workflows.pictures import Grey, Pixels, encode_mask, read_picture
+from maskserve_core.workflows.pictures import Grey, Pixels, mask_pixels, read_picture
 from maskserve_core.workflows.values import Judgement
 from maskserve_engine.stages.loader import device_of
 
@@ -56,7 +56,7 @@ class SegmentNodes:
         found, score = self.found(pixels, points, box)
         if not found.any():
             raise InvalidRequest("points" if points else "box", "show nothing in the picture")
-        return {"mask": encode_mask(found), "verdict": Judgement(round(score, 4), passed=True)}
+        return {"mask": mask_pixels(found), "verdict": Judgement(round(score, 4), passed=True)}
 
     @torch.inference_mode()
     def found(self, pixels: Pixels, points: Points, box: Sequence[float]) -> tuple[Grey, float]:

@@ -1,5 +1,6 @@
 """postprocess: the edited pixels over the source, encoded; progress events carry no image."""
 
+import json
 import time
 from typing import Any
 
@@ -7,16 +8,19 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.keys import scope_of
 from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import PostprocessContext
+from maskserve_core.contracts.request import EditRequest
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.provenance import make_mark
 from maskserve_core.imaging.safety import load_check
 from maskserve_core.triton.safety_model import check_by_model
 from maskserve_core.triton.sync_execute import failed_event, respond
-from maskserve_core.triton.tensor_io import read_bytes, view_array
+from maskserve_core.triton.tensor_io import parameters, read_bytes, view_array
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_core.worker.values import RUN, Values
 
 
 class TritonPythonModel(WorkerModel):
@@ -24,6 +28,7 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         self._mark, self._check = make_mark(config), load_check(config)
+        self._values = Values(config.values)
         if config.safety.model:
             self._check = check_by_model(pb_utils, config.safety.model)
         self._tracer = make_tracer(config, "postprocess")
@@ -45,8 +50,21 @@ class TritonPythonModel(WorkerModel):
             view_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
         )
         image = finish_edit(pixels, context, self._mark, self._check)
+        image = self._put(image, request, context, meta) or image
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
+
+    def _put(
+        self, image: bytes, request: Any, context: PostprocessContext, meta: bytes
+    ) -> bytes | None:
+        """The answer's reference, where a run wants one; None: it is answered itself."""
+        run = parameters(request).get(RUN)
+        if run is None or json.loads(meta)["event"] != "final":
+            return None
+        edit = EditRequest.from_json(context.request)
+        if edit.settings.keep_result:  # the front reads it
+            return None
+        return self._values.put([image], scope_of(edit.request_id), run)
 
     def _failed(self, request: Any, error: Exception) -> dict[str, Any]:
         return {"IMAGE": b"", "META": failed_event(read_bytes(pb_utils, request, "META"), error)}

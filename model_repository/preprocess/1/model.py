@@ -5,6 +5,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.keys import scope_of
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.tensors import CONTROL
 from maskserve_core.imaging.preprocess import prepare_edit
@@ -14,6 +15,7 @@ from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_core.worker.templates import template_folder
+from maskserve_core.worker.values import Values
 
 
 class TritonPythonModel(WorkerModel):
@@ -22,7 +24,7 @@ class TritonPythonModel(WorkerModel):
     def open(self, config: Config) -> None:
         model = config.model
         self._facts = load_facts(model.path, model.native_resolution)
-        self._templates = template_folder(config)
+        self._templates, self._values = template_folder(config), Values(config.values)
         self._tracer = make_tracer(config, "preprocess")
         self._work = self._tracer.recorded("preprocess", self._prepare)
 
@@ -33,14 +35,20 @@ class TritonPythonModel(WorkerModel):
         self._tracer.close()
 
     def _prepare(self, request: Any) -> dict[str, Any]:
+        accepted = AcceptedEdit.from_json(read_bytes(pb_utils, request, "ACCEPTED"))
+        scope = scope_of(accepted.settings.request_id or "")
+
+        def read(element: bytes) -> bytes | memoryview:
+            return self._values.read(element, scope)
+
         prepared = prepare_edit(
-            read_bytes(pb_utils, request, "IMAGE"),
-            read_bytes(pb_utils, request, "MASK"),
-            AcceptedEdit.from_json(read_bytes(pb_utils, request, "ACCEPTED")),
+            read(read_bytes(pb_utils, request, "IMAGE")),
+            read(read_bytes(pb_utils, request, "MASK")),
+            accepted,
             self._facts,
             self._config,
             self._templates.get,
-            read_elements(pb_utils, request, CONTROL),
+            [read(each) for each in read_elements(pb_utils, request, CONTROL)],
         )
         return {
             "PIXELS": prepared.pixels,

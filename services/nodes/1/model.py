@@ -7,6 +7,7 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.config import Config
 from maskserve_core.triton.nodes import NodeFront
 from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_core.worker.values import Values
 from maskserve_core.workflows.node_models import NodeModels
 from maskserve_engine.nodes.registry import open_nodes, thread_of
 
@@ -16,7 +17,7 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         self._models = NodeModels(config, open_nodes, thread_of)
-        self._front = NodeFront(pb_utils, self._models)
+        self._front = NodeFront(pb_utils, self._models, Values(config.values))
 
     def execute(self, requests: list[Any]) -> None:
         self._front.execute(requests)

@@ -61,7 +61,9 @@ class Nodes:
     async def check(self, nodes: Any) -> None:
         assert nodes <= {"shows", "best", "enlarge"}
 
-    async def call(self, task: Any, client: KeyHolder, due: float = math.inf) -> Made:
+    async def call(
+        self, task: Any, client: KeyHolder, due: float = math.inf, run: str = ""
+    ) -> Made:
         self.keys.append(task.key)
         await asyncio.sleep(0)
         if self.fails.get(task.call.node, 0):
@@ -204,7 +206,7 @@ async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() 
 
 async def test_what_a_node_refuses_names_the_node() -> None:
     class Refusing(Nodes):
-        async def call(self, task: Any, client: KeyHolder, due: float) -> Made:
+        async def call(self, task: Any, client: KeyHolder, due: float, run: str) -> Made:
             text = "[INVALID_REQUEST] name: 'a boat' is not found in the picture"
             raise Failure(grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -388,7 +390,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
     await asyncio.gather(*runs, return_exceptions=True)
 
     class Large(Nodes):
-        async def call(self, task: Any, client: KeyHolder, due: float) -> Made:
+        async def call(self, task: Any, client: KeyHolder, due: float, run: str) -> Made:
             made = await super().call(task, client)
             return made._replace(outputs={**made.outputs, "more": bytes(300_000)})
 

@@ -237,7 +237,7 @@ def test_one_key_may_not_fill_the_room_for_templates(tmp_path: Path) -> None:
     folder = TemplateFolder(tmp_path, max_bytes=12)
     folder.put(A, b"123", ["greedy"])
     folder.put(B, b"123", ["greedy"])
-    with pytest.raises(Overloaded, match="registered with this key take 6 bytes"):
+    with pytest.raises(Overloaded, match="registered images of this key take 6 bytes"):
         folder.put(C, b"123", ["greedy"])
     folder.put(C, b"123", ["modest"])
     folder.put(D, b"123")  # an operator's own may take what is left

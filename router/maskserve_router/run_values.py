@@ -1,0 +1,99 @@
+"""The values of one run that lie in files of this host."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from maskserve_core.worker.values import Values, parse
+from maskserve_core.workflows.plan import WorkflowPlan
+from maskserve_core.workflows.values import Named, changed, named_in
+from maskserve_core.workflows.wire import drawn
+
+_DRAWN = ("picture", "mask")
+
+
+class RunValues:
+    """From when the run begins until `end`. Without a folder nothing is named.
+
+    Args:
+        values: the folder.
+        scope: of whose run it is.
+    """
+
+    def __init__(self, values: Values, scope: str) -> None:
+        self._values, self._scope = values, scope
+        self.run = secrets.token_hex(16) if values.host else ""
+        self.host = values.host
+        self._given: dict[Named, bytes] = {}
+        self._names: dict[str, int] = {}
+        """Those that are held, and their bytes."""
+        self.count = self.bytes = 0
+        """Of all that were held."""
+        values.begin(scope, self.run)
+
+    def end(self) -> None:
+        """Nothing of it is left."""
+        if self.run:
+            self._values.end(self._scope, self.run)
+
+    def given(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, pictures among them put into files; they are read for each node anew."""
+        kinds = {each.name: each.kind for each in plan.inputs}
+        return {
+            name: self._put(value) if kinds[name] in _DRAWN else value
+            for name, value in inputs.items()
+        }
+
+    def made(self, outputs: Mapping[str, Any]) -> None:
+        """A node has put these into files."""
+        for value in named_in(list(outputs.values())):
+            if (found := parse(value.element)) is not None and found[0] not in self._names:
+                self._names[found[0]] = found[1]
+                self.count, self.bytes = self.count + 1, self.bytes + found[1]
+
+    def free(self, needed: Iterable[Any]) -> None:
+        """All that is not needed any more goes."""
+        if self._names:
+            left = {_name(value) for value in named_in(list(needed))}
+            gone = [name for name in self._names if name not in left]
+            for name in gone:
+                del self._names[name]
+            if gone:
+                self._values.free(gone, self._scope, self.run)
+
+    def there(self, value: Named) -> bool:
+        """Whether a value can be read; one that the client gave always can."""
+        if parse(value.element) is None or self._values.own([_name(value)], self._scope, self.run):
+            return True
+        if value in self._given:
+            value.is_now(self._put(self._given[value]))
+            return True
+        return False
+
+    def read(self, value: Any) -> Any:
+        """A value with what it names in place of names.
+
+        Raises:
+            TemplateNotFound: it is not there any more.
+        """
+        return changed(value, self._read)
+
+    def _read(self, part: Any) -> Any:
+        return self._values.read(part.element, self._scope) if isinstance(part, Named) else part
+
+    def _put(self, value: bytes) -> bytes | Named:
+        reference = self._values.put([value], self._scope, self.run)
+        if reference is None:
+            return value
+        put = drawn(reference)
+        assert isinstance(put, Named)
+        self._given[put] = value
+        self.made({"": put})
+        return put
+
+
+def _name(value: Named) -> str:
+    found = parse(value.element)
+    return "" if found is None else found[0]
