@@ -311,6 +311,8 @@ def _show_status(values: dict[str, Any]) -> None:
             f"predicted times were off by {error['median']:.0%} (median) and {error['p95']:.0%} "
             f"(P95), last {error['edits']} edits"
         )
+    for held in values.get("values", []):
+        print(f"values   {held['count']}, {held['bytes'] / 2**20:.1f} MiB in files of a host")
     for address, worker in sorted(workers.items()):
         _show_worker(f"{address} {worker.get('worker', '')}".strip(), worker)
     for address, record in sorted(values.get("nodes", {}).items()):

@@ -244,9 +244,16 @@ def cluster_status(
         },
         "tier_bytes": _summed(status.get("tier_bytes", {}) for status in up),
         "counters": _summed(status.get("counters", {}) for status in up),
+        "values": _of_hosts(status["values"] for status in up if "values" in status),
         "prediction": msgspec.to_builtins(predictions.error()),
         "workers": each,
     }
+
+
+def _of_hosts(held: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Values that each host holds, as one of its workers has told."""
+    hosts = {each["host"]: each for each in held if each["host"]}
+    return [each for _, each in sorted(hosts.items())]
 
 
 def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:

@@ -369,12 +369,10 @@ class _Driven:
             self._machine.lost(task.key)
             return
         except (TemplateNotFound, InvalidRequest, Failure) as error:
-            if (
-                error.code == TemplateNotFound.code
-                and tries < _TRIES
-                and named_in(list(task.inputs.values()))
-            ):
-                self._machine.lost(task.key)  # what it reads was, too
+            if error.code == TemplateNotFound.code and named_in(list(task.inputs.values())):
+                if tries == _TRIES:
+                    raise EngineFailed(f"{task.key}: what it reads was lost each time") from None
+                self._machine.lost(task.key)
                 return
             if error.code != InvalidRequest.code:
                 raise

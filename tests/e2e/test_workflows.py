@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import queue
@@ -149,6 +150,18 @@ class Site:
             process = (running or self.supervisor.workers)[0]
         os.kill(process.pid, signal.SIGKILL)
 
+    @property
+    def values(self) -> Path:
+        """Their folder."""
+        return self.supervisor.workers[0].spec.files.values
+
+    def lose(self) -> int:
+        """All of them that lie there now, under whoever reads them; how many."""
+        files = [path for path in self.values.iterdir() if "." not in path.name]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(files)
+
     def whole(self) -> bool:
         """Whether all that were killed are back."""
         with Client(self.url) as client:
@@ -266,6 +279,7 @@ def test_a_run_gives_the_bytes_of_an_interpreter_in_process(site: Site, folder: 
     assert sorted(keys) == [
         "each-1/compose[0]", "each-1[0]/edit-1", "each-1[1]/edit-1", "split-1",
     ]  # fmt: skip
+    assert meta["values"]["count"] == 2 + 2 + 2 + 1  # inputs, regions, edits, and both in one
     assert (meta["workflow"], meta["digest"]) == ("regions", by_name["regions"].digest)
     asked = {"image": SOURCE, "mask": two_regions()}
     found, meta = site.run("tries", **asked, **exact)
@@ -353,6 +367,11 @@ def test_the_status_says_who_hosts_what(site: Site) -> None:
     assert models["find"]["bytes"] > 0
     assert models["enlarge"]["ended"] >= 1
     assert record["device_bytes"] == 8 * 2**30
+    [held] = status(site.url)["values"]
+    assert held == record["values"]
+    assert held["count"] > 0  # what nodes gave is kept for the next run
+    files = [path for path in site.values.iterdir() if "." not in path.name]
+    assert (held["count"], held["bytes"]) == (len(files), sum(f.stat().st_size for f in files))
 
 
 def test_a_sam_2_masks_what_is_clicked_on(site: Site, folder: Path) -> None:
@@ -482,6 +501,44 @@ def test_what_a_killed_server_had_alone_runs_again(
     keys = [told["key"] for told in meta["nodes"]]
     assert len(keys) == len(set(keys))
     assert meta["nodes"][: len(before)] == before  # what had ended did not run again
+
+
+def test_values_that_are_lost_are_made_again(site: Site, folder: Path) -> None:
+    """All that lies in files is removed under a run, twice."""
+    [plan] = [plan for plan in plans() if plan.name == "tries"]
+    asked = {"image": SOURCE, "mask": two_regions()}
+    seed = int(np.random.default_rng().integers(2**31))
+    settings = {"seed": seed, "reproducible": True, "progress": True}
+    seen, lost = set[str](), 0
+    for event in site.stream("tries", **asked, settings=settings):
+        found, meta = event
+        if meta["event"] == "node" and meta["key"] not in seen:
+            seen.add(meta["key"])
+            lost += site.lose() if len(seen) in (2, 6) else 0
+    assert found["IMAGE"] == interpret(plan, asked, InProcess(site, folder, seed))["image"]
+    assert lost
+    keys = [told["key"] for told in meta["nodes"]]
+    assert len(keys) == len(set(keys))
+
+
+def test_nothing_is_left_of_runs(site: Site) -> None:
+    """But for kept answers: also of runs that were cancelled, refused or killed above."""
+
+    def left() -> set[str]:
+        owned = {p.name for p in site.values.iterdir() if p.name not in (".lock", ".host")}
+        return {name for name in owned if "." in name and not name.endswith("unscoped-kept")}
+
+    site.run("tries", image=SOURCE, mask=two_regions())
+    eventually("all is gone", lambda: not left())
+    assert {p.name for p in site.values.glob("*.unscoped-kept")} >= {
+        f"{p.name}.unscoped-kept" for p in site.values.iterdir() if "." not in p.name
+    }
+    places = [str(site.values).encode()]
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            eventually(
+                f"{maps} maps no value", lambda maps=maps: places[0] not in maps.read_bytes()
+            )
 
 
 _OF_EVENTS = ("event", "request_id")

@@ -10,6 +10,7 @@ picture encoded; memory and processes with three workflows at once, beside those
 own judge sees; beside the first tries, which a verifier that says yes to all would have given.
 `stages`: what two workers with a stage service save of memory, as a share of one encoder's and one
 decoder's processes.
+`by-name`: 16 MiB from node to node by name, beside through the caller.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
 
     python scripts/bench workflows --json workflows.json
@@ -44,6 +45,7 @@ from maskserve_core.workflows.nodes import compose, crop, edit, find, outline, s
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.pictures import encode_mask
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
+from maskserve_harness.benchmarks.by_name import by_name
 from maskserve_harness.benchmarks.shared_stages import stages_memory
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
@@ -108,8 +110,10 @@ def _mask(boxes: tuple[tuple[int, int], ...]) -> bytes:
 class Rivals:
     """Both sides, at one router."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, supervisor: Supervisor) -> None:
+        assert supervisor.router is not None
+        self._url, self.nodes = supervisor.router.grpc_url, supervisor.services[0]
+        self.values = supervisor.workers[0].spec.files.values
         self._rng = np.random.default_rng(time.time_ns())
 
     def picture(self) -> bytes:
@@ -323,8 +327,7 @@ def served(find: Path, *, own_anchors: bool = True) -> Iterator[Rivals]:
             log_dir=folder / "logs",
         )
         with Supervisor(options) as supervisor:
-            assert supervisor.router is not None
-            yield Rivals(supervisor.router.grpc_url)
+            yield Rivals(supervisor)
 
 
 def rivals(args: argparse.Namespace) -> dict[str, Any]:
@@ -374,9 +377,15 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
     return stages_memory(DEMO_MODEL)
 
 
+def named(args: argparse.Namespace) -> dict[str, Any]:
+    with served(args.find) as sides:
+        address = f"127.0.0.1:{sides.nodes.ports.grpc}"
+        return by_name(address, sides.values, 4 * args.rounds)
+
+
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "rivals": rivals, "added": added, "shared": shared, "models": models, "verified": verified,
-    "stages": stages,
+    "stages": stages, "by-name": named,
 }  # fmt: skip
 
 

@@ -36,8 +36,8 @@ One TOML file, named by `maskserve serve --config` or `MASKSERVE_CONFIG`. A mode
 ROUTER = """
 # Router
 
-One TOML file, named by `maskserve-router --config`. `[limits]`, `[log]` and `[trace]` are those of
-the worker, above.
+One TOML file, named by `maskserve-router --config`. `[limits]`, `[values]`, `[log]` and `[trace]`
+are those of the worker, above.
 """
 COLUMNS = "| key | default | accepted | |\n|---|---|---|---|\n"
 SETTINGS = re.compile(r"^\| setting \| default .*\n(?:\|.*\n)+", re.MULTILINE)

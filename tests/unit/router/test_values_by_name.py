@@ -1,0 +1,252 @@
+"""Runs whose values lie in files: who shares them is given names, any other the values."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.config import LimitsConfig, ValuesConfig
+from maskserve_core.contracts import bytes_tensor
+from maskserve_core.contracts.settings import parse_settings
+from maskserve_core.errors import TemplateNotFound
+from maskserve_core.worker.values import RUN, Values
+from maskserve_core.workflows.definition import Workflow
+from maskserve_core.workflows.nodes import edit, invert, outline
+from maskserve_core.workflows.passes import compiled
+from maskserve_core.workflows.plan import NodeCall
+from maskserve_core.workflows.run import Task
+from maskserve_core.workflows.values import Named
+from maskserve_router.admission import Admission
+from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
+from maskserve_router.edit_call import make_edit_call
+from maskserve_router.keys import KeyHolder
+from maskserve_router.metrics import Metrics
+from maskserve_router.model_request import ModelRequest
+from maskserve_router.node_pool import Made, NodePool
+from maskserve_router.run_times import RunTimes
+from maskserve_router.run_values import RunValues
+from maskserve_router.turns import Turns
+from maskserve_router.workflows import Workflows, _edit_request
+
+CLIENT = KeyHolder("somebody", 64, admin=False, scope="k1")
+PICTURE, MASK = b"a picture of some size", b"and its mask"
+
+with Workflow("inverted") as flow:
+    image, mask = flow.picture("image"), flow.mask("mask")
+    flow.gives(image=edit(image, invert(mask), "a star"))
+PLAN = compiled(flow.plan)
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Values:
+    return Values(ValuesConfig(str(tmp_path / "values"), least_bytes=1))
+
+
+def left(values: Values) -> int:
+    return values.held().count
+
+
+class Served(NodePool):
+    """Servers that answer in this process: `here:1` shares the folder, `far:1` has none."""
+
+    def __init__(self, address: str, values: Values, kept_bytes: int = 2**20) -> None:
+        files = WorkflowFiles(nodes=(address,), kept_bytes=kept_bytes)
+        super().__init__(files, Turns(1), values=values)
+        self.theirs, self.asked = values, list[list[bytes]]()
+
+    async def _record(self, address: str) -> dict[str, Any]:
+        self._here[address] = address == "here:1"
+        return {}
+
+    async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+        request = pb.ModelInferRequest.FromString(raw)
+        raw_task, raw_values = request.raw_input_contents
+        task = json.loads(bytes(bytes_tensor.only(raw_task)))
+        elements = bytes_tensor.elements(raw_values, 16)
+        self.asked.append(elements)
+        assert bool(task["run"]) == (address == "here:1")
+        [given] = [bytes(self.theirs.read(each, task["scope"])) for each in elements]
+        made = given[::-1]
+        put = self.theirs.put([made], task["scope"], task["run"]) or made
+        answer = pb.ModelInferResponse()
+        result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
+        bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+        bytes_tensor.add_output(answer, "MADE", [put])
+        return bytes(answer.SerializeToString())
+
+
+def call(mask: Any) -> Task:
+    return Task("invert-1", NodeCall("invert-1", "invert"), {"mask": mask})
+
+
+async def inverted(pool: NodePool, files: RunValues) -> Made:
+    inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
+    return await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
+
+
+async def test_a_server_of_another_host_is_given_values_and_gives_them(values: Values) -> None:
+    files, far = RunValues(values, "k1"), Served("far:1", values)
+    assert (await inverted(far, files)).outputs == {"mask": MASK[::-1]}
+    assert far.asked == [[MASK]]
+    here = Served("here:1", values)
+    made = (await inverted(here, files)).outputs["mask"]
+    assert isinstance(made, Named)
+    assert bytes(files.read(made)) == MASK[::-1]
+    [[asked]] = here.asked
+    assert asked.startswith(b"value:")
+    files.end()
+    for pool in (far, here):
+        await pool.close()
+    assert left(values) == 0
+
+
+async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
+    values: Values,
+) -> None:
+    pool = Served("here:1", values)
+    for kept in (False, True):
+        files = RunValues(values, "k1")
+        made = await inverted(pool, files)
+        assert made.kept is kept
+        files.end()
+    assert left(values) == 1  # the kept one
+    files = RunValues(values, "k1")
+    plain = await pool.call(call(files.given(PLAN, {"mask": MASK})["mask"]), CLIENT)
+    assert plain.outputs == {"mask": MASK[::-1]}  # who has no run is given the value itself
+    for name in values.ids():
+        values.remove(name)
+    made = await inverted(pool, files)
+    assert not made.kept
+    assert bytes(files.read(made.outputs["mask"])) == MASK[::-1]
+    files.end()
+    other = RunValues(values, "k2")
+    inputs = other.given(PLAN, {"mask": MASK})
+    made = await pool.call(
+        call(inputs["mask"]), KeyHolder("b", 64, admin=False, scope="k2"), run=other.run
+    )
+    assert not made.kept
+    other.end()
+    await pool.close()
+    assert left(values) == 0
+
+
+async def test_kept_answers_that_make_room_leave_no_files(values: Values) -> None:
+    pool, files = Served("here:1", values, kept_bytes=2000), RunValues(values, "k1")
+    for i in range(12):
+        given = files.given(PLAN, {"mask": b"mask %d" % i})
+        await pool.call(call(given["mask"]), CLIENT, run=files.run)
+    files.end()
+    assert 0 < left(values) < 12
+    await pool.close()
+    assert left(values) == 0
+
+
+def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -> None:
+    files = RunValues(values, "k1")
+    inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
+    settings = structs.replace(parse_settings(b"{}"), request_id="k1!run", seed=7)
+    task = Task("edit-1", NodeCall("edit-1", "edit"), {**inputs, "prompt": "a star"})
+    message = _edit_request(task, settings, False, math.inf, files)
+    edited = make_edit_call(message, message.size, scope="k1")
+
+    def sent(host: str) -> tuple[ModelRequest, bytes, bytes]:
+        request = ModelRequest.parse(edited.encoded(host))
+        return request, request.read("IMAGE"), request.read("MASK")
+
+    here, *names = sent(values.host)
+    assert all(name.startswith(b"value:") for name in names)
+    assert here.head.parameters[RUN].string_param == files.run
+    for host in ("", "another"):
+        far, *pictures = sent(host)
+        assert pictures == [PICTURE, MASK]
+        assert RUN not in far.head.parameters
+        assert far.read("SETTINGS") == here.read("SETTINGS")
+    files.end()
+    with pytest.raises(TemplateNotFound):
+        sent("another")
+
+
+async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Values) -> None:
+    """The rims are made before the edit and read behind it; under the edit they are removed."""
+    with Workflow("late") as late:
+        image, mask = late.picture("image"), late.mask("mask")
+        rims = outline(image)
+        turned = invert(mask)
+        late.gives(image=edit(rims, turned, "a star"), rims=outline(rims), turned=turned)
+    called = list[str]()
+
+    class Nodes:
+        seconds = staticmethod(lambda node: None)
+
+        async def check(self, nodes: Any) -> None: ...
+
+        async def call(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
+            called.append(task.key)
+            [given] = task.inputs.values()
+            raw = bytes(values.read(given.element, "k1"))
+            put = values.put([task.key.encode() + raw], "k1", run)
+            assert put is not None
+            kind = "mask" if task.call.node == "invert" else "picture"
+            return Made({kind: Named(put)}, "here:1", 0.1, 1)
+
+    class Edits:
+        async def infer(self, message: ModelRequest, *_: Any) -> bytes:
+            called.append("edit-1")
+            run = message.head.parameters[RUN].string_param
+            given = [bytes(values.read(message.read(name), "k1")) for name in ("IMAGE", "MASK")]
+            put = values.put([b"of ".join(given)], "k1", run)
+            for name in values.ids():
+                if put is not None and name.encode() not in put:
+                    values.remove(name)
+            answer = pb.ModelInferResponse(model_name="edit")
+            bytes_tensor.add_output(answer, "IMAGE", [put or b""])
+            bytes_tensor.add_output(answer, "META", [b"{}"])
+            return bytes(answer.SerializeToString())
+
+    plan, config, nodes = compiled(late.plan), RouterConfig(), Nodes()
+    served = Workflows(
+        [plan], Edits(), nodes, list, Admission(AdmissionBounds(), Metrics()), Turns(2),  # type: ignore[arg-type]
+        LimitsConfig(), RunTimes(config, nodes.seconds, lambda: 1), values,
+    )  # fmt: skip
+    message = ModelRequest(pb.ModelInferRequest(model_name="late"))
+    for name, value in {"IMAGE": PICTURE, "MASK": MASK, "SETTINGS": b"{}"}.items():
+        message.add(name, [value])
+    raw = await served.infer(message, {}, None, CLIENT)
+    found = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
+    first = b"outline-1" + PICTURE
+    assert bytes(found["RIMS"]) == b"outline-2" + first
+    assert bytes(found["TURNED"]) == b"invert-1" + MASK
+    assert bytes(found["IMAGE"]) == first + b"of invert-1" + MASK
+    meta = json.loads(bytes(found["META"]))
+    tries = {each["key"]: each["tries"] for each in meta["nodes"]}
+    assert tries.pop("edit-1") == called.count("edit-1") == 1
+    assert {key: called.count(key) for key in tries} == tries
+    assert tries["invert-1"] == 2
+    assert meta["values"]["count"] >= 6
+    assert left(values) == 0
+    assert not list(values._store.folder.glob(".open-*"))
+
+
+def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
+    files = RunValues(values, "k1")
+    inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
+    assert (files.count, files.bytes) == (2, len(PICTURE) + len(MASK))
+    for name in values.ids():
+        values.remove(name)
+    assert all(map(files.there, inputs.values()))
+    assert bytes(files.read(inputs["image"])) == PICTURE
+    files.free([inputs["mask"]])
+    assert left(values) == 1
+    full = Values(ValuesConfig(str(values._store.folder), least_bytes=1, max_bytes=0))
+    files._values = full
+    assert files.there(inputs["image"])  # in memory, where there is no room for a file
+    assert files.read(inputs["image"]) == PICTURE
+    files.end()
+    assert left(values) == 0
+    assert not RunValues(Values(ValuesConfig()), "k1").run
