@@ -304,7 +304,7 @@ class Supervisor:
         for process in self._processes():
             process.remove_files()
         for folder in folders_of(self._files()):
-            for shared in ("entries", "adapters"):
+            for shared in ("entries", "adapters", "values"):
                 shutil.rmtree(folder / shared, ignore_errors=True)
             try:
                 folder.rmdir()
