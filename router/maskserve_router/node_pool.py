@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import EngineFailed, InvalidRequest, TemplateNotFound
+from maskserve_core.imaging.images import as_file
 from maskserve_core.kept import Kept
 from maskserve_core.shares import urgency
 from maskserve_core.worker.step_scheduler import PATIENCE_S
@@ -34,6 +35,7 @@ from maskserve_core.workflows.wire import (
     laid_out,
     nbytes,
     picked_up,
+    read_all,
 )
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.failures import Failure
@@ -246,17 +248,17 @@ class NodePool:
         def own(part: Any) -> Any:
             return Named(part.reference) if isinstance(part, Named) else part
 
-        def read(part: Any) -> Any:
-            named = isinstance(part, Named)
-            return bytes(self._values.read(part.reference, scope)) if named else part
-
-        if run and (names := _names(made)) and not self._values.own(names, scope, run):
-            return None
+        if not (names := _names(made)):
+            return made
+        if run:
+            if not self._values.own(names, scope, run):
+                return None
+            return made._replace(outputs={k: changed(v, own) for k, v in made.outputs.items()})
         try:
-            outputs = {k: changed(v, own if run else read) for k, v in made.outputs.items()}
+            files = read_all(made.outputs, self._values, scope)
         except TemplateNotFound:
             return None
-        return made._replace(outputs=outputs)
+        return made._replace(outputs={k: changed(v, _as_sent) for k, v in files.items()})
 
     def _message(self, task: Task, kind: NodeType, scope: str, run: str) -> _Message:
         layout, elements = laid_out(task.inputs, kind.inputs)
@@ -268,11 +270,7 @@ class NodePool:
         whole = _request(structs.replace(asked, run=run), elements).SerializeToString()
 
         def plain() -> bytes:
-            def read(part: Any) -> Any:
-                named = isinstance(part, Named)
-                return self._values.read(part.element, scope) if named else part
-
-            values = {name: changed(value, read) for name, value in task.inputs.items()}
+            values = read_all(task.inputs, self._values, scope)
             return bytes(_request(asked, laid_out(values, kind.inputs)[1]).SerializeToString())
 
         return _Message(digest.digest(), whole, plain if run else None)
@@ -354,6 +352,11 @@ def _contents(answer: bytes) -> dict[str, bytes]:
 def _names(made: Made) -> list[str]:
     found = (parse(value.element) for value in named_in(list(made.outputs.values())))
     return [each[0] for each in found if each is not None]
+
+
+def _as_sent(part: Any) -> Any:
+    """What a server would have answered to one without files."""
+    return as_file(part) if isinstance(part, memoryview) else part
 
 
 def _nbytes(made: Made) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 from maskserve_core.worker.values import Values, parse
 from maskserve_core.workflows.plan import WorkflowPlan
-from maskserve_core.workflows.values import Named, changed, named_in
-from maskserve_core.workflows.wire import drawn
+from maskserve_core.workflows.values import Named, named_in
+from maskserve_core.workflows.wire import drawn, read_all
 
 _DRAWN = ("picture", "mask")
 
@@ -72,16 +72,9 @@ class RunValues:
             return True
         return False
 
-    def read(self, value: Any) -> Any:
-        """A value with what it names in place of names.
-
-        Raises:
-            TemplateNotFound: it is not there any more.
-        """
-        return changed(value, self._read)
-
-    def _read(self, part: Any) -> Any:
-        return self._values.read(part.element, self._scope) if isinstance(part, Named) else part
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """As `wire.read_all`."""
+        return read_all(given, self._values, self._scope)
 
     def _put(self, value: bytes) -> bytes | Named:
         reference = self._values.put([value], self._scope, self.run)

@@ -357,7 +357,7 @@ class _Driven:
         if gone:
             self._machine.again(gone)
             return None
-        return {name: self._files.read(value) for name, value in outputs.items()}
+        return self._files.read(outputs)
 
     def _ended(self, task: Task, call: asyncio.Task[_Called]) -> None:
         tries = self._machine.tries[task.key]
@@ -557,8 +557,7 @@ def _edit_request(
     if files is not None and files.run:
 
         def elsewhere() -> ModelRequest:
-            values = {name: files.read(value) for name, value in task.inputs.items()}
-            plain = Task(task.key, task.call, values)
+            plain = Task(task.key, task.call, files.read(task.inputs))
             return _edit_request(plain, settings, streams, due_s, None)
 
         request.host, request.elsewhere = files.host, elsewhere

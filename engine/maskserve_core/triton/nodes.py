@@ -17,7 +17,6 @@ from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.node_models import NodeModels
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.values import Named, changed
 from maskserve_core.workflows.wire import (
     NOT_HOSTED,
     RECORD,
@@ -26,6 +25,7 @@ from maskserve_core.workflows.wire import (
     Put,
     laid_out,
     picked_up,
+    read_all,
 )
 
 
@@ -68,12 +68,7 @@ class NodeFront:
         except Misread as error:
             raise InvalidRequest(f"TASK.{error.path}", error.problem, error.accepted) from None
         every = {name: getattr(settings, name) for name in kind.settings.__struct_fields__}
-
-        def read(part: Any) -> Any:
-            named = isinstance(part, Named)
-            return self._values.read(part.reference, task.scope) if named else part
-
-        inputs = {name: changed(value, read) for name, value in inputs.items()}
+        inputs = read_all(inputs, self._values, task.scope)
         put = partial(self._values.put, scope=task.scope, run=task.run)
         asked = AskedNode(task.node, inputs, every)
         self._models.call(kind.model, asked, partial(_answer, answer, kind, put))

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Meta
 
 from maskserve_core.imaging.images import encode_png, plain_picture
-from maskserve_core.worker.values import parse
-from maskserve_core.workflows.values import Areas, Judgement, Named
+from maskserve_core.worker.values import Values, parse
+from maskserve_core.workflows.values import Areas, Judgement, Named, changed
 
 RECORD = "record"
 """In place of a node: what the server hosts (`NodeModels.record`), as RESULT."""
@@ -56,6 +56,19 @@ class NodeResult(msgspec.Struct, frozen=True):
     outputs: tuple[Laid, ...]
     seconds: float
     """That the node ran."""
+
+
+def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, Any]:
+    """Values by name, with what lies in files in place of its names.
+
+    Raises:
+        TemplateNotFound: a file is not there, or not the client's.
+    """
+
+    def read(part: Any) -> Any:
+        return values.read(part.element, scope) if isinstance(part, Named) else part
+
+    return {name: changed(value, read) for name, value in given.items()}
 
 
 def nbytes(value: Any) -> int:

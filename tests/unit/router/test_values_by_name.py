@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
@@ -15,6 +16,7 @@ from maskserve_core.config import LimitsConfig, ValuesConfig
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import TemplateNotFound
+from maskserve_core.imaging.images import encode_png, plain_picture
 from maskserve_core.worker.values import RUN, Values
 from maskserve_core.workflows.definition import Workflow
 from maskserve_core.workflows.nodes import edit, invert, outline
@@ -97,7 +99,7 @@ async def test_a_server_of_another_host_is_given_values_and_gives_them(values: V
     here = Served("here:1", values)
     made = (await inverted(here, files)).outputs["mask"]
     assert isinstance(made, Named)
-    assert bytes(files.read(made)) == MASK[::-1]
+    assert bytes(files.read({"": made})[""]) == MASK[::-1]
     [[asked]] = here.asked
     assert asked.startswith(b"value:")
     files.end()
@@ -119,11 +121,17 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     files = RunValues(values, "k1")
     plain = await pool.call(call(files.given(PLAN, {"mask": MASK})["mask"]), CLIENT)
     assert plain.outputs == {"mask": MASK[::-1]}  # who has no run is given the value itself
+    drawn = np.zeros((3, 5), np.uint8)
+    put = b"".join(plain_picture(drawn))[::-1]
+    first = await pool.call(call(files.given(PLAN, {"mask": put})["mask"]), CLIENT, run=files.run)
+    assert not first.kept
+    plain = await pool.call(call(files.given(PLAN, {"mask": put})["mask"]), CLIENT)
+    assert (plain.kept, plain.outputs) == (True, {"mask": encode_png(drawn)})  # as a file
     for name in values.ids():
         values.remove(name)
     made = await inverted(pool, files)
     assert not made.kept
-    assert bytes(files.read(made.outputs["mask"])) == MASK[::-1]
+    assert bytes(files.read(made.outputs)["mask"]) == MASK[::-1]
     files.end()
     other = RunValues(values, "k2")
     inputs = other.given(PLAN, {"mask": MASK})
@@ -240,13 +248,13 @@ def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
     for name in values.ids():
         values.remove(name)
     assert all(map(files.there, inputs.values()))
-    assert bytes(files.read(inputs["image"])) == PICTURE
+    assert bytes(files.read(inputs)["image"]) == PICTURE
     files.free([inputs["mask"]])
     assert left(values) == 1
     full = Values(ValuesConfig(str(values._store.folder), least_bytes=1, max_bytes=0))
     files._values = full
     assert files.there(inputs["image"])  # in memory, where there is no room for a file
-    assert files.read(inputs["image"]) == PICTURE
+    assert files.read({"": inputs["image"]})[""] == PICTURE
     files.end()
     assert left(values) == 0
     assert not RunValues(Values(ValuesConfig()), "k1").run
