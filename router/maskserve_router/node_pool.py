@@ -227,8 +227,9 @@ class NodePool:
         coming = self._coming[asked] = asyncio.get_running_loop().create_future()
         try:
             made = await self._made(message, kind, client, due)
-            self._keep(asked, made)
-            coming.set_result(made)
+            own = _copied(made)  # what a run has may be made again, and under another name
+            self._keep(asked, own)
+            coming.set_result(own)
             return made
         finally:
             del self._coming[asked]
@@ -244,16 +245,10 @@ class NodePool:
 
     def _taken(self, made: Made, scope: str, run: str) -> Made | None:
         """A kept answer as a run's own; None: what it names is not there any more."""
-
-        def own(part: Any) -> Any:
-            return Named(part.reference) if isinstance(part, Named) else part
-
         if not (names := _names(made)):
             return made
         if run:
-            if not self._values.own(names, scope, run):
-                return None
-            return made._replace(outputs={k: changed(v, own) for k, v in made.outputs.items()})
+            return _copied(made) if self._values.own(names, scope, run) else None
         try:
             files = read_all(made.outputs, self._values, scope)
         except TemplateNotFound:
@@ -296,13 +291,13 @@ class NodePool:
         self, message: _Message, kind: NodeType, client: KeyHolder
     ) -> tuple[bytes, str, int]:
         """A server's answer, which one's it is, and the number of tries; raises as `call`."""
-        end, tries = time.monotonic() + _PATIENCE_S, 1
+        end, tries, plain = time.monotonic() + _PATIENCE_S, 1, b""
         while True:
             gone = False
             for address in sorted(self._servers, key=lambda each: (self._load[each], each)):
                 raw = message.whole
                 if message.plain is not None and not await self._is_here(address):
-                    raw = await self._turns.run(client, _LONG, message.plain)
+                    raw = plain = plain or await self._turns.run(client, _LONG, message.plain)
                 try:
                     return await self._sent(address, raw, kind), address, tries
                 except grpc.aio.AioRpcError as error:
@@ -352,6 +347,13 @@ def _contents(answer: bytes) -> dict[str, bytes]:
 def _names(made: Made) -> list[str]:
     found = (parse(value.element) for value in named_in(list(made.outputs.values())))
     return [each[0] for each in found if each is not None]
+
+
+def _copied(made: Made) -> Made:
+    def own(part: Any) -> Any:
+        return Named(part.reference) if isinstance(part, Named) else part
+
+    return made._replace(outputs={k: changed(v, own) for k, v in made.outputs.items()})
 
 
 def _as_sent(part: Any) -> Any:
