@@ -25,7 +25,7 @@ from maskserve_core.worker.values import NO_VALUES, Values, parse
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import Named, changed, named_in
+from maskserve_core.workflows.values import NamedValue, changed, named_in
 from maskserve_core.workflows.wire import (
     MOST_ELEMENTS,
     NOT_HOSTED,
@@ -351,7 +351,7 @@ def _names(made: Made) -> list[str]:
 
 def _copied(made: Made) -> Made:
     def own(part: Any) -> Any:
-        return Named(part.reference) if isinstance(part, Named) else part
+        return NamedValue(part.reference) if isinstance(part, NamedValue) else part
 
     return made._replace(outputs={k: changed(v, own) for k, v in made.outputs.items()})
 

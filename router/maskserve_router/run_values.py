@@ -8,7 +8,7 @@ from typing import Any
 
 from maskserve_core.worker.values import Values, parse
 from maskserve_core.workflows.plan import WorkflowPlan
-from maskserve_core.workflows.values import Named, named_in
+from maskserve_core.workflows.values import NamedValue, named_in
 from maskserve_core.workflows.wire import drawn, read_all
 
 _DRAWN = ("picture", "mask")
@@ -26,7 +26,7 @@ class RunValues:
         self._values, self._scope = values, scope
         self.run = secrets.token_hex(16) if values.host else ""
         self.host = values.host
-        self._given: dict[Named, bytes] = {}
+        self._given: dict[NamedValue, bytes] = {}
         self._names: dict[str, int] = {}
         """Those that are held, and their bytes."""
         self.count = self.bytes = 0
@@ -63,7 +63,7 @@ class RunValues:
             if gone:
                 self._values.free(gone, self._scope, self.run)
 
-    def there(self, value: Named) -> bool:
+    def there(self, value: NamedValue) -> bool:
         """Whether a value can be read; one that the client gave always can."""
         if parse(value.element) is None or self._values.own([_name(value)], self._scope, self.run):
             return True
@@ -76,17 +76,17 @@ class RunValues:
         """As `wire.read_all`."""
         return read_all(given, self._values, self._scope)
 
-    def _put(self, value: bytes) -> bytes | Named:
+    def _put(self, value: bytes) -> bytes | NamedValue:
         reference = self._values.put([value], self._scope, self.run)
         if reference is None:
             return value
         put = drawn(reference)
-        assert isinstance(put, Named)
+        assert isinstance(put, NamedValue)
         self._given[put] = value
         self.made({"": put})
         return put
 
 
-def _name(value: Named) -> str:
+def _name(value: NamedValue) -> str:
     found = parse(value.element)
     return "" if found is None else found[0]

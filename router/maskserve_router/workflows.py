@@ -51,7 +51,7 @@ from maskserve_core.workflows.node_types import EDIT, WorkflowError
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step, output_kinds
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
-from maskserve_core.workflows.values import Judgement, Named, named_in
+from maskserve_core.workflows.values import Judgement, NamedValue, named_in
 from maskserve_core.workflows.wire import drawn, nbytes
 from maskserve_router.admission import Admission
 from maskserve_router.edit_call import MODELS, request_id_of
@@ -551,7 +551,7 @@ def _edit_request(
     model = f"{EDIT}_stream" if streams else EDIT
     request = ModelRequest(pb.ModelInferRequest(model_name=model))
     inputs: dict[str, Any] = {
-        name: value.element if isinstance(value, Named) else value
+        name: value.element if isinstance(value, NamedValue) else value
         for name, value in task.inputs.items()
     }
     if files is not None and files.run:

@@ -1,5 +1,5 @@
 """A run of a plan, as a state machine: what is ready, done and lost. It calls nothing, and values
-are opaque to it but for regions, verdicts, and what of them lies in files (`Named`).
+are opaque to it but for regions, verdicts, and what of them lies in files (`NamedValue`).
 
     run = WorkflowRun(plan, {"image": …})
     while not run.ended:
@@ -32,7 +32,7 @@ from maskserve_core.workflows.plan import (
     all_kinds,
     taken,
 )
-from maskserve_core.workflows.values import Areas, Judgement, Named, named_in, parts_of
+from maskserve_core.workflows.values import Areas, Judgement, NamedValue, named_in, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class WorkflowRun:
         self,
         plan: WorkflowPlan,
         inputs: Mapping[str, Any],
-        there: Callable[[Named], bool] = lambda value: True,
+        there: Callable[[NamedValue], bool] = lambda value: True,
     ) -> None:
         self._plan, self._there = plan, there
         self._kinds = all_kinds(plan)
@@ -139,7 +139,7 @@ class WorkflowRun:
         """Of each task."""
         self._made: dict[str, tuple[Task, _Scope | _Rounds, Mapping[str, Any]]] = {}
         """Tasks that were answered, and by what."""
-        self._maker: dict[Named, str] = {}
+        self._maker: dict[NamedValue, str] = {}
         """Whose output each is."""
         self._blocked: dict[str, Task] = {}
         """Tasks that wait until their inputs are made again."""
@@ -160,7 +160,7 @@ class WorkflowRun:
         """A task will not be answered: it is ready again, once all that it takes is there."""
         self._begin(self._under_way[key][0])
 
-    def again(self, values: Iterable[Named]) -> None:
+    def again(self, values: Iterable[NamedValue]) -> None:
         """Have values made again that are there no more."""
         for value in values:
             key = self._maker[value]
@@ -183,7 +183,7 @@ class WorkflowRun:
             if len(old) != len(new):
                 raise EngineFailed(f"{key}: gave {len(old)} values, and now {len(new)}")
             for each, now in zip(old, new, strict=True):
-                if isinstance(each, Named):
+                if isinstance(each, NamedValue):
                     each.is_now(now)
         waiting, self._blocked = self._blocked, {}
         for task in waiting.values():

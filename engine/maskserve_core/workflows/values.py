@@ -25,7 +25,7 @@ class Areas:
 
 
 @dataclass(slots=True, eq=False)
-class Named:
+class NamedValue:
     """A picture or mask that lies in a file of the host (`core.worker.values`)."""
 
     reference: bytes
@@ -39,7 +39,7 @@ class Named:
 
     def is_now(self, made: Any) -> None:
         """It was made again: under the same name, unless its node gives something else now."""
-        if isinstance(made, Named):
+        if isinstance(made, NamedValue):
             self.reference, self.data = made.reference, made.data
         else:
             self.data = bytes(made)
@@ -57,9 +57,9 @@ def parts_of(value: Any) -> Iterator[Any]:
             yield value
 
 
-def named_in(values: Any) -> list[Named]:
+def named_in(values: Any) -> list[NamedValue]:
     """What of a value, or of several, lies in files."""
-    return [part for part in parts_of(values) if isinstance(part, Named)]
+    return [part for part in parts_of(values) if isinstance(part, NamedValue)]
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:

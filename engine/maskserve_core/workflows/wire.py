@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from maskserve_core.imaging.images import encode_png, plain_picture
 from maskserve_core.worker.values import Values, parse
-from maskserve_core.workflows.values import Areas, Judgement, Named, changed
+from maskserve_core.workflows.values import Areas, Judgement, NamedValue, changed
 
 RECORD = "record"
 """In place of a node: what the server hosts (`NodeModels.record`), as RESULT."""
@@ -66,7 +66,7 @@ def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, 
     """
 
     def read(part: Any) -> Any:
-        return values.read(part.element, scope) if isinstance(part, Named) else part
+        return values.read(part.element, scope) if isinstance(part, NamedValue) else part
 
     return {name: changed(value, read) for name, value in given.items()}
 
@@ -76,7 +76,7 @@ def nbytes(value: Any) -> int:
     match value:
         case bytes() | bytearray() | memoryview() | str():
             return len(value)
-        case Named():
+        case NamedValue():
             found = parse(value.element)
             return len(value.element) if found is None else found[1]
         case Areas():
@@ -132,7 +132,7 @@ def _encoded(value: Any, put: Put) -> bytes:
             return msgspec.json.encode(value)
         case str():
             return value.encode()
-        case Named():
+        case NamedValue():
             return value.element
         case np.ndarray():
             return put(plain_picture(value)) or encode_png(value)
@@ -158,6 +158,6 @@ def _one(kind: str, raw: bytes) -> Any:
     return raw.decode() if kind == "text" else drawn(raw)
 
 
-def drawn(element: bytes) -> bytes | Named:
+def drawn(element: bytes) -> bytes | NamedValue:
     """A picture or mask of this element."""
-    return element if parse(element) is None else Named(element)
+    return element if parse(element) is None else NamedValue(element)

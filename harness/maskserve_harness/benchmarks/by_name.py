@@ -15,7 +15,7 @@ from maskserve_core.imaging.images import as_file, encode_png, plain_picture
 from maskserve_core.worker.values import Values
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import Named
+from maskserve_core.workflows.values import NamedValue
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.keys import KeyHolder
 from maskserve_router.node_pool import NodePool
@@ -55,7 +55,7 @@ async def _by_name(address: str, values: Values, rounds: int) -> dict[str, Any]:
             puts = [
                 values.put(plain_picture(each), _CLIENT.scope, _RUN) for each in (pixels, white)
             ]
-            references = [Named(put) for put in puts if put is not None]
+            references = [NamedValue(put) for put in puts if put is not None]
             by_name_s, made = await _two(named, *references, _RUN)
             by_value_s, expected = await _two(plain, encode_png(pixels), encode_png(white), "")
             picture = made if isinstance(made, bytes) else values.read(made.element, _CLIENT.scope)

@@ -23,7 +23,7 @@ from maskserve_core.workflows.nodes import edit, invert, outline
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import Named
+from maskserve_core.workflows.values import NamedValue
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.edit_call import make_edit_call
@@ -98,7 +98,7 @@ async def test_a_server_of_another_host_is_given_values_and_gives_them(values: V
     assert far.asked == [[MASK]]
     here = Served("here:1", values)
     made = (await inverted(here, files)).outputs["mask"]
-    assert isinstance(made, Named)
+    assert isinstance(made, NamedValue)
     assert bytes(files.read({"": made})[""]) == MASK[::-1]
     [[asked]] = here.asked
     assert asked.startswith(b"value:")
@@ -201,7 +201,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
             put = values.put([task.key.encode() + raw], "k1", run)
             assert put is not None
             kind = "mask" if task.call.node == "invert" else "picture"
-            return Made({kind: Named(put)}, "here:1", 0.1, 1)
+            return Made({kind: NamedValue(put)}, "here:1", 0.1, 1)
 
     class Edits:
         async def infer(self, message: ModelRequest, *_: Any) -> bytes:

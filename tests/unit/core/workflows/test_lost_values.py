@@ -20,7 +20,7 @@ from maskserve_core.workflows.nodes import NODE_TYPES, edit, invert, outline
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
-from maskserve_core.workflows.values import Areas, Judgement, Named, changed, named_in
+from maskserve_core.workflows.values import Areas, Judgement, NamedValue, changed, named_in
 from tests.support.examples import examples
 from tests.support.workflows import interpret, plans
 
@@ -51,14 +51,14 @@ class Folder:
         self._salt = salt
         """Of calls that do not give the same names again."""
 
-    def there(self, value: Named) -> bool:
+    def there(self, value: NamedValue) -> bool:
         return value.data is not None or value.reference in self.files
 
     def called(self, task: Task) -> dict[str, Any]:
         """The outputs of a call, as files; all that it takes must be there."""
 
         def read(part: Any) -> Any:
-            if not isinstance(part, Named):
+            if not isinstance(part, NamedValue):
                 return part
             assert self.there(part), f"{task.key} reads {part.reference!r}, which is gone"
             return part.reference.decode().partition("#")[0]
@@ -68,7 +68,7 @@ class Folder:
                 return part
             salt = "" if self._salt is None else f"#{self._salt.random()}"
             self.files.add(name := f"{part}{salt}".encode())
-            return Named(name)
+            return NamedValue(name)
 
         given = {name: changed(value, read) for name, value in task.inputs.items()}
         made = node(task.key, task.call, given)
@@ -76,7 +76,7 @@ class Folder:
 
     def seen(self, value: Any) -> Any:
         def name(part: Any) -> Any:
-            if not isinstance(part, Named):
+            if not isinstance(part, NamedValue):
                 return part
             assert self.there(part)
             return part.reference.decode().partition("#")[0]
@@ -194,8 +194,8 @@ def test_what_gives_something_else_when_it_is_made_again_ends_the_run() -> None:
         flow.gives(image=edit(picture, invert(flow.mask("mask")), "a star"))
     run = WorkflowRun(compiled(flow.plan), INPUTS, lambda value: value.data is not None)
     first, second = sorted(run.ready(), key=lambda task: task.call.node)
-    run.done(first.key, {"mask": Named(b"m")})
-    run.done(second.key, {"picture": Named(b"p")})
+    run.done(first.key, {"mask": NamedValue(b"m")})
+    run.done(second.key, {"picture": NamedValue(b"p")})
     [painted] = run.ready()
     run.lost(painted.key)
     again = {task.key for task in run.ready()}
