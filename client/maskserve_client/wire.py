@@ -279,7 +279,7 @@ def _event(response: service_pb2.ModelInferResponse) -> Event:
             return Preview(int(meta["step"]), int(meta["steps"]), image, restarts)
         case "final":
             picture = _picture(outputs)
-            return Final(EditResult(picture.image, picture.encoded, meta))
+            return Final(EditResult(picture.image, bytes(picture.encoded), meta))
     raise EngineFailed(f"the server sent an unknown event {meta.get('event')!r}")
 
 

@@ -55,11 +55,11 @@ async def _by_name(address: str, values: Values, rounds: int) -> dict[str, Any]:
             puts = [
                 values.put(plain_picture(each), _CLIENT.scope, _RUN) for each in (pixels, white)
             ]
-            references = [NamedValue(put) for put in puts if put is not None]
-            by_name_s, made = await _two(named, *references, _RUN)
+            picture, mask = (NamedValue(put) for put in puts if put is not None)
+            by_name_s, made = await _two(named, picture, mask, _RUN)
             by_value_s, expected = await _two(plain, encode_png(pixels), encode_png(white), "")
-            picture = made if isinstance(made, bytes) else values.read(made.element, _CLIENT.scope)
-            assert as_file(picture) == as_file(expected)
+            cut = made if isinstance(made, bytes) else values.read(made.element, _CLIENT.scope)
+            assert as_file(cut) == as_file(expected)
             seconds["named"].append(round(by_name_s, 4))
             seconds["plain"].append(round(by_value_s, 4))
             values.end(_CLIENT.scope, _RUN)

@@ -195,7 +195,8 @@ def test_plain_pictures_are_what_their_png_is(shape: tuple[int, ...]) -> None:
     for read in (decode_image, decode_mask):
         a, b = (read(each, "IMAGE", LIMITS) for each in (memoryview(plain), png))
         for name in ("pixels", "alpha", "luminance"):
-            np.testing.assert_array_equal(getattr(a, name, None), getattr(b, name, None))
+            ours: Any = getattr(a, name, None)
+            np.testing.assert_array_equal(ours, getattr(b, name, None))
     assert decode_image(plain, "IMAGE", LIMITS).template_id == (
         decode_image(png, "IMAGE", LIMITS).template_id
     )

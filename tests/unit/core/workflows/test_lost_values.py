@@ -131,7 +131,7 @@ def test_a_run_whose_values_are_lost_gives_what_it_would_have_given(
 
 def fewest(made: Mapping[str, tuple[Task, Any, Any]], gone: Collection[Any], wanted: Any) -> int:
     """Of all sets of ended calls the size of the smallest that brings these back, by search."""
-    maker = {}
+    maker: dict[Any, str] = {}
     for key, (_, _, outputs) in made.items():
         for value in named_in(list(outputs.values())):
             maker.setdefault(value, key)
