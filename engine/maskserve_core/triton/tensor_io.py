@@ -131,9 +131,11 @@ def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes | list[bytes]) -
 
 
 def parameters(request: Any) -> dict[str, Any]:
-    """The parameters of a Triton request."""
-    raw = request.parameters()
-    found: dict[str, Any] = json.loads(raw) if raw else {}
+    """The parameters of a Triton request; none where a client's are no text."""
+    try:
+        found: dict[str, Any] = json.loads(request.parameters() or "{}")
+    except ValueError:
+        return {}
     return found
 
 
