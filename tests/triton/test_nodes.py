@@ -1,0 +1,112 @@
+"""A node server's front: what it is given by name and by value, and what it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from maskserve_core.config import Config, ValuesConfig
+from maskserve_core.imaging.images import as_file, encode_png, plain_picture
+from maskserve_core.triton.nodes import NodeFront
+from maskserve_core.worker.values import Values
+from maskserve_core.workflows.node_models import NodeModels
+from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.values import Judgement, NamedValue, parts_of
+from maskserve_core.workflows.wire import RECORD, NodeResult, NodeTask, laid_out, picked_up
+from tests.fakes.pb_utils import FakeTriton
+
+Ask = Callable[..., Any]
+VERDICTS = (Judgement(0.2, passed=False), Judgement(0.9, passed=True))
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Values:
+    found = Values(ValuesConfig(str(tmp_path / "values"), least_bytes=1))
+    found.begin("k1", "run")
+    return found
+
+
+@pytest.fixture
+def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
+    models = NodeModels(config, lambda kind, config, loaded: pytest.fail(kind))
+    front = NodeFront(api, models, values)
+
+    def asked(node: str, inputs: dict[str, Any], run: str = "", scope: str = "k1") -> Any:
+        """The outputs by name, or the error's text."""
+        layout, elements = laid_out(inputs, NODE_TYPES[node].inputs)
+        task = NodeTask(node, layout, {}, scope, run)
+        request = api.request(TASK=msgspec.json.encode(task), VALUES=elements)
+        front.execute([request])
+        answer = request.sender.wait()
+        if (error := answer.error()) is not None:
+            return error.message()
+        result = msgspec.json.decode(answer.text("RESULT"), type=NodeResult)
+        [made] = [each for each in answer.output_tensors() if each.name() == "MADE"]
+        return picked_up(result.outputs, list(made.as_numpy()))
+
+    yield asked
+    models.close()
+
+
+@pytest.mark.parametrize("node", ["invert", "split", "outline", "compose", "crop", "best"])
+def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node: str) -> None:
+    rng = np.random.default_rng()
+    drawn = rng.integers(0, 256, (24, 32, 3), np.uint8)
+    white = np.zeros((24, 32), np.uint8)
+    white[2:9, 3:9] = white[14:20, 20:30] = 255
+    kinds: dict[str, Any] = {"picture": drawn, "mask": white, "pictures": (drawn, drawn[::-1])}
+
+    def given(kind: str, change: Callable[[Any], Any]) -> Any:
+        made = kinds[kind]
+        return tuple(map(change, made)) if isinstance(made, tuple) else change(made)
+
+    def named(pixels: Any) -> NamedValue:
+        reference = values.put(plain_picture(pixels), "k1", "run")
+        assert reference is not None
+        return NamedValue(reference)
+
+    def inputs(change: Callable[[Any], Any]) -> dict[str, Any]:
+        found = {
+            name: given(kind, change)
+            for name, kind in NODE_TYPES[node].inputs.items()
+            if kind != "verdicts"
+        }
+        return found | ({"verdicts": VERDICTS} if node == "best" else {})
+
+    plain = ask(node, inputs(encode_png))
+    for run in ("run", ""):
+        made = ask(node, inputs(named), run)
+        assert made.keys() == plain.keys()
+        for name, value in made.items():
+            pairs = zip(parts_of(value), parts_of(plain[name]), strict=True)
+            for ours, theirs in pairs:
+                if isinstance(ours, NamedValue):
+                    assert run
+                    ours = as_file(values.read(ours.element, "k1"))
+                assert (as_file(ours) if isinstance(ours, bytes) else ours) == theirs
+
+
+def test_a_name_that_is_another_keys_or_gone_is_not_known(ask: Ask, values: Values) -> None:
+    reference = values.put([encode_png(np.full((8, 8), 255, np.uint8))], "k1", "run")
+    assert reference is not None
+    mask = {"mask": NamedValue(reference)}
+    assert set(ask("invert", mask, "run")) == {"mask"}
+    told = ask("invert", mask, "run", "k2")
+    assert told.startswith("[TEMPLATE_NOT_FOUND] value ")
+    values.end("k1", "run")
+    assert ask("invert", mask, "run") == told
+
+
+def test_the_record_says_what_the_host_holds(api: FakeTriton, values: Values) -> None:
+    models = NodeModels(Config(), lambda kind, config, loaded: pytest.fail(kind))
+    request = api.request(TASK=msgspec.json.encode(NodeTask(RECORD, (), {})), VALUES=[])
+    values.put([b"something"], "k1", "run")
+    NodeFront(api, models, values).execute([request])
+    record = msgspec.json.decode(request.sender.wait().text("RESULT"))
+    assert record["values"] == {"host": values.host, "count": 1, "bytes": 9}
+    models.close()
