@@ -24,6 +24,13 @@ Ask = Callable[..., Any]
 VERDICTS = (Judgement(0.2, passed=False), Judgement(0.9, passed=True))
 
 
+def cells(elements: list[bytes]) -> Any:
+    """A BYTES tensor of these."""
+    made = np.empty(len(elements), np.object_)
+    made[:] = elements
+    return made
+
+
 @pytest.fixture
 def values(tmp_path: Path) -> Values:
     found = Values(ValuesConfig(str(tmp_path / "values"), least_bytes=1))
@@ -40,7 +47,7 @@ def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
         """The outputs by name, or the error's text."""
         layout, elements = laid_out(inputs, NODE_TYPES[node].inputs)
         task = NodeTask(node, layout, {}, scope, run)
-        request = api.request(TASK=msgspec.json.encode(task), VALUES=elements)
+        request = api.request(TASK=msgspec.json.encode(task), VALUES=cells(elements))
         front.execute([request])
         answer = request.sender.wait()
         if (error := answer.error()) is not None:
@@ -104,7 +111,7 @@ def test_a_name_that_is_another_keys_or_gone_is_not_known(ask: Ask, values: Valu
 
 def test_the_record_says_what_the_host_holds(api: FakeTriton, values: Values) -> None:
     models = NodeModels(Config(), lambda kind, config, loaded: pytest.fail(kind))
-    request = api.request(TASK=msgspec.json.encode(NodeTask(RECORD, (), {})), VALUES=[])
+    request = api.request(TASK=msgspec.json.encode(NodeTask(RECORD, (), {})), VALUES=cells([]))
     values.put([b"something"], "k1", "run")
     NodeFront(api, models, values).execute([request])
     record = msgspec.json.decode(request.sender.wait().text("RESULT"))
