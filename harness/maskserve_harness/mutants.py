@@ -417,8 +417,8 @@ MUTATIONS = (
     Mutation(
         "what a text encoder is shown stands ahead of the picture in an entry",
         f"{_ENGINE}/cache/entries.py",
-        "torch.roll(x, -self._shown, 0) if self._shown else x",
-        "x",
+        "own = [torch.cat((x[self._text :], x[: self._shown])) for x in own]",
+        "own = [torch.cat((x[: self._shown], x[self._text :])) for x in own]",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
     ),
     Mutation(

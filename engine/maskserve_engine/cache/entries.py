@@ -237,14 +237,21 @@ class Recorder:
         kinds: per block, what to keep: any of "h", "kv". Ends are kept wherever they are told.
         format: storage format.
         maps: feature maps that are kept.
-        shown: text tokens, all of which are the source's as the text encoder has it: their keys and
-            values are kept behind the image's.
+        shown: the first text tokens, which are the source's as the text encoder has it: their keys
+            and values are kept behind the image's.
+        words: the text tokens behind these, of which nothing is kept.
     """
 
     def __init__(
-        self, kinds: Sequence[frozenset[str]], format: str, maps: int = 0, shown: int = 0
+        self,
+        kinds: Sequence[frozenset[str]],
+        format: str,
+        maps: int = 0,
+        shown: int = 0,
+        words: int = 0,
     ) -> None:
         self.kinds, self.format, self.maps, self._shown = kinds, format, maps, shown
+        self._text = shown + words
         self.text = shown > 0
         """Whether entries are of text tokens, too."""
         self._hidden: dict[int, Coded] = {}
@@ -263,7 +270,9 @@ class Recorder:
         text's where that is kept.
         """
         if "kv" in self.kinds[block]:
-            own = [torch.roll(x, -self._shown, 0) if self._shown else x for x in (keys, values)]
+            own = [keys, values]
+            if self._shown:
+                own = [torch.cat((x[self._text :], x[: self._shown])) for x in own]
             self._keys[block] = (
                 encode(own[0].flatten(1), self.format),
                 encode(own[1].flatten(1), self.format),

@@ -315,11 +315,13 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         kinds: Sequence[frozenset[str]],
         format: str,
     ) -> FlowPrimingRow:
-        """As of `Adapter`; a prompt that is about a picture is primed with that alone."""
+        """As of `Adapter`; entries that serve every prompt about a picture are primed with the
+        picture alone.
+        """
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
             own, shown = self._preparation.template(job, noise_seed), self._preparation.shown(job)
-            if self.facts.shown:  # without a word, which would be another for each prompt
+            if self.facts.shown and not self.facts.primed_by_prompt:
                 prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
             there = (own, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)

@@ -526,7 +526,7 @@ class FlowPrimingRow:
     pads: int = 0
     """As of `FlowRow`."""
     shown: int = 0
-    """Text tokens whose keys and values are recorded: all or none."""
+    """Text tokens whose keys and values are recorded, the first ones."""
     timeless: bool = False
     """As of `FlowRow`."""
     step: int = 0
@@ -590,7 +590,8 @@ class FlowPrimingRow:
                 fixed=own.sees,
             )  # fmt: skip
         tokens = self.template.at(self.sigmas[self.step])
-        self.recorder = Recorder(self.kinds, self.format, shown=self.shown)
+        words = len(self.text) - self.shown
+        self.recorder = Recorder(self.kinds, self.format, shown=self.shown, words=words)
         context = self.template.context
         made = RowInput(
             tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder,
