@@ -36,6 +36,14 @@ def test_a_mask_is_edited_too(grpc: Grpc) -> None:
     assert not np.array_equal(edited[mask > 0], SOURCE[mask > 0])
 
 
+def test_a_mask_that_touches_all_sides_grows_with_the_picture(grpc: Grpc) -> None:
+    mask = np.full((48, 64), 255, np.uint8)
+    mask[4:-4, 4:-4] = 0
+    edited = edit(grpc, mask, expand=(3, 5, 7, 9))
+    assert edited.shape == (48 + 14, 64 + 10, 3)
+    assert np.array_equal(edited[5:53, 3:67][mask == 0], SOURCE[mask == 0])
+
+
 def test_it_is_the_edit_of_the_grown_picture(grpc: Grpc) -> None:
     grown = np.pad(SOURCE, ((0, 0), (16, 0), (0, 0)), "edge")
     mask = np.zeros(grown.shape[:2], np.uint8)

@@ -69,7 +69,11 @@ def test_a_signed_answer_is_valid_until_someone_changes_it(
     signer: tuple[Path, Path], output_format: OutputFormat
 ) -> None:
     mark = make_mark(config_of(certificate=str(signer[0]), private_key=str(signer[1])))
-    signed = answer(mark, output_format)
+    exif = Image.Exif()
+    exif[0x010F] = "a camera"
+    signed = answer(mark, output_format, encode(scene(40, 56), exif=exif))
+    with Image.open(io.BytesIO(signed)) as opened:
+        assert opened.getexif()[0x010F] == "a camera"
     told = _read(signed, output_format)
     # The authority is one that nobody trusts; all else holds.
     assert told["validation_state"] == "Valid"
