@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from maskserve_core.imaging.colour import CHUNKS, MOST_PROFILE_BYTES, PROFILE, Words
-from maskserve_core.imaging.exif import plain, read_orientation
+from maskserve_core.imaging.exif import read_orientation, tiff_of
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PIXELS_SIGNATURE = b"\x89PIX\r\n\x1a\n"
@@ -167,7 +167,7 @@ def _read_png(data: bytes) -> Container:
         end = len(data)
     found = b"".join(kept)
     xmp, old = (_text(*texts[each]) if each in texts else b"" for each in (_PNG_XMP, _PNG_EXIF))
-    exif = plain(exif or _from_hex(old))
+    exif = tiff_of(exif or _from_hex(old))
     words = dict[bytes, bytes]()
     for name, body in said.items():
         words |= _colour_chunk(name, body)
@@ -249,7 +249,7 @@ def _read_jpeg(data: bytes) -> Container:
                 raise BadContainer("is a damaged JPEG")
             size = (int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big"))
         if marker == 0xE1 and body.startswith(b"Exif\x00\x00") and not exif:
-            exif = plain(body)
+            exif = tiff_of(body)
         if marker == 0xE1 and body.startswith(_JPEG_XMP):
             xmp = body
         if marker == 0xE2 and body.startswith(b"ICC_PROFILE\0") and len(body) > 14:
@@ -314,7 +314,7 @@ def _read_webp(data: bytes) -> Container:
         raise BadContainer("is a damaged WebP")
     if name != b"VP8X":
         beside = {}  # stray chunks
-    exif = plain(beside.get(b"EXIF", b"")) if body[0] & 0x08 else b""
+    exif = tiff_of(beside.get(b"EXIF", b"")) if body[0] & 0x08 else b""
     xmp = beside.get(b"XMP ", b"") if body[0] & 0x04 else b""
     orientation = _orientation(exif, xmp)
     profile = beside.get(b"ICCP", b"")

@@ -48,7 +48,7 @@ def _directory(tiff: bytes, order: str, pointer: int) -> _Directory | None:
     return _Directory(range(at + 2, min(end, len(tiff) - 11), 12), end)
 
 
-def plain(exif: bytes) -> bytes:
+def tiff_of(exif: bytes) -> bytes:
     """The block without what some writers put before it."""
     heads = _HEADS.match(exif)
     return exif[heads.end() :] if heads else exif

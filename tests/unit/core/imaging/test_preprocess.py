@@ -267,6 +267,25 @@ def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
     np.testing.assert_array_equal(done.controls[0], done.pixels)
 
 
+def test_control_pictures_are_seen_through_the_edit_s_window() -> None:
+    facts, mask = replace(FILL_FACTS, native_resolution=64), np.zeros((500, 700), np.uint8)
+    mask[180:215, 333:371] = 255
+    source, outlines = scene(500, 700, 1), scene(500, 700, 2)
+    accepted = replace(
+        accept_edit(EditSettings(crop_to_mask="on"), b"x", facts, CONFIG),
+        controls=(ResolvedControl(name="outline", image=0),),
+    )
+    done = prepare_edit(
+        encode(source), encode(mask), accepted, facts, CONFIG, control=[encode(outlines)]
+    )
+    assert done.request.window is not None
+    top, left, height, width = done.request.window
+    assert done.request.model_size == (height, width)
+    seen = slice(top, top + height), slice(left, left + width)
+    np.testing.assert_array_equal(done.pixels, source[seen])
+    np.testing.assert_array_equal(done.controls[0], outlines[seen])
+
+
 def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
     config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, first_block_threshold=0.2))
 
