@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 
 from maskserve_core.config import Config
@@ -53,7 +54,8 @@ class FindNodes:
     @torch.inference_mode()
     def seen(self, pixels: Pixels) -> Any:
         """What the decoder takes of a picture [H, W, 3]: activations of some layers."""
-        given = self._processor.image_processor(images=[pixels], return_tensors="pt")
+        picture = Image.fromarray(pixels)  # of an array three rows would be taken for channels
+        given = self._processor.image_processor(images=[picture], return_tensors="pt")
         states = self._model.clip.vision_model(
             given["pixel_values"].to(self._device), output_hidden_states=True
         ).hidden_states

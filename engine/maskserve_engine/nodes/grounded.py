@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoProcessor, GroundingDinoForObjectDetection
 
 from maskserve_core.config import Config
@@ -42,7 +43,7 @@ class GroundedNodes(FindNodes):
         """Where the named thing is, [H, W]: all boxes whose score is over the threshold."""
         words = f"{name.lower().strip().rstrip('.')}."  # as it was trained
         given = self._processor(
-            images=[seen], text=[words], return_tensors="pt", truncation=True
+            images=[Image.fromarray(seen)], text=[words], return_tensors="pt", truncation=True
         ).to(self._device)
         [said] = self._processor.post_process_grounded_object_detection(
             self._model(**given), given["input_ids"], threshold, 0.0, target_sizes=[size[:2]]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 
 from maskserve_core.config import Config
@@ -37,8 +38,8 @@ class LikenessNodes:
     def _run(self, asked: AskedNode) -> dict[str, Any]:
         pixels = read_picture(asked.inputs["picture"], self._limits)
         given = self._processor(
-            text=[asked.inputs["text"]], images=[pixels], return_tensors="pt", padding=True,
-            truncation=True,
+            text=[asked.inputs["text"]], images=[Image.fromarray(pixels)],
+            return_tensors="pt", padding=True, truncation=True,
         )  # fmt: skip
         made = self._model(**{name: x.to(self._device) for name, x in given.items()})
         # Both are of length 1; below 0 they say no more than at it (CLIPScore, Hessel et al. 2021).

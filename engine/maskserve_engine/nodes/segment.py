@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoModelForMaskGeneration, Sam2Processor, SamProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -93,7 +94,13 @@ class SegmentNodes:
         return white
 
     def _given(self, pixels: Pixels, asked: dict[str, Any]) -> _Given:
-        made = self._processor(images=[pixels], return_tensors="pt", **asked)
+        """Raises InvalidRequest: of a picture so thin the model would see nothing."""
+        height, width = pixels.shape[:2]
+        longest = self._processor.image_processor.size.get("longest_edge")  # SAM 2 has squares
+        if longest and 2 * longest * min(height, width) < max(height, width):
+            told = f"is {width}x{height} pixels"
+            raise InvalidRequest("picture", told, f"sides of up to 1:{2 * longest}")
+        made = self._processor(images=[Image.fromarray(pixels)], return_tensors="pt", **asked)
         sizes = {name: made.pop(name) for name in _SIZES if name in made}
         return _Given(made.to(self._device, torch.float32), partial(self._whole, sizes))
 
@@ -113,11 +120,11 @@ class Sam2Pictures(ViTImageProcessorPil):
     image_mean, image_std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     def preprocess(
-        self, images: Sequence[Pixels], segmentation_maps: None = None, **asked: Any
+        self, images: Sequence[Image.Image], segmentation_maps: None = None, **asked: Any
     ) -> Any:
-        """`pixel_values` of pictures [H, W, 3], and their sizes."""
+        """`pixel_values` of pictures, and their sizes."""
         made = super().preprocess(images, **asked)
-        made["original_sizes"] = [pixels.shape[:2] for pixels in images]
+        made["original_sizes"] = [(picture.height, picture.width) for picture in images]
         return made
 
     def post_process_masks(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 
 from maskserve_core.config_file import config_of
@@ -53,3 +54,16 @@ def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path
     for found, verdict, right in zip(made[::2], made[1::2], expected, strict=True):
         assert ((found["mask"] == 255) == right).mean() > 0.99  # type: ignore[index]
         assert abs(verdict["verdict"].score - right[mask].mean()) < 0.01  # type: ignore[index]
+
+
+def test_three_rows_of_pixels_are_no_channels(tmp_path: Path) -> None:
+    build_find(tmp_path)
+    config = config_of({"nodes": {"find": str(tmp_path)}, "model": {"device": "cpu"}})
+    pixels = np.random.default_rng().integers(0, 256, (3, 40, 3), dtype=np.uint8)
+    nodes = FindNodes(config)
+    processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
+    seen: list[Any] = []
+    nodes._model.clip.vision_model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    nodes.seen(pixels)
+    right = processor.image_processor(images=[Image.fromarray(pixels)], return_tensors="pt")
+    assert torch.equal(seen[0], right["pixel_values"])

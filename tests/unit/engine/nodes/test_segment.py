@@ -60,7 +60,7 @@ def expected(folder: Path, picture: Any, points: Any, box: Any) -> tuple[Any, fl
 def _said(folder: Path, picture: Any, asked: dict[str, Any]) -> tuple[Any, Any]:
     model: Any = SamModel.from_pretrained(folder)
     processor: Any = SamProcessor.from_pretrained(folder)
-    given = processor(images=picture, return_tensors="pt", **asked)
+    given = processor(images=Image.fromarray(picture), return_tensors="pt", **asked)
     sizes = given["original_sizes"], given["reshaped_input_sizes"]
     names = ("pixel_values", "input_points", "input_labels", "input_boxes")
     with torch.no_grad():
@@ -130,6 +130,26 @@ def test_boxes_are_the_masks_of_each_and_take_the_memory_of_one(
     assert differs.mean() < 0.002  # last digits, of numbers near 0
     nodes.found(picture, ((10.0, 12.0, 1),), ())
     assert largest == SIZE[0] * SIZE[1]
+
+
+@pytest.mark.parametrize("size", [(1, 80), (3, 80), (80, 3), (1, 1)])
+def test_a_picture_of_any_shape_is_seen_as_it_is(folder: Path, size: tuple[int, int]) -> None:
+    """Three rows of pixels were taken for three channels."""
+    nodes, picture, click = nodes_of(folder), scene(*size), ((0.0, 0.0, 1),)
+    mask, score = nodes.found(picture, click, ())
+    right, its_score = expected(folder, picture, click, ())
+    assert np.array_equal(mask, right)
+    assert score == pytest.approx(its_score, abs=1e-4)
+
+
+@pytest.mark.parametrize("folder", ["sam"], indirect=True)
+def test_a_picture_too_thin_to_be_seen_is_refused(folder: Path) -> None:
+    """One that had no width any more ended a call with an error of the server's."""
+    nodes = nodes_of(folder)
+    with pytest.raises(InvalidRequest, match="picture: is 3000x2 pixels; accepted: sides of"):
+        nodes.found(scene(2, 3000), ((0.0, 0.0, 1),), ())
+    mask, _ = nodes.found(scene(2, 256), ((0.0, 0.0, 1),), ())
+    assert mask.shape == (2, 256)
 
 
 @pytest.mark.parametrize(
