@@ -27,8 +27,14 @@ from tests.fakes.collector import Collector, collector
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
 
-SHARED = re.compile(r"\b(demo|unet_worker): ")
-"""What a test takes that few files share, and that would start anew in each process."""
+GROUPS = {
+    "the demo": ("demo",),
+    "other models": ("unet_worker", "klein_worker"),
+    "one worker": ("worker", "grpc"),
+}
+"""Fixtures of servers that files share, and that would start anew in each process. A file is of the
+first group of which it has one.
+"""
 
 
 class ByServer(LoadFileScheduling):
@@ -38,8 +44,9 @@ class ByServer(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        shared = SHARED.search((Path(__file__).parent / Path(file).name).read_text("utf-8"))
-        return shared[1] if shared else file
+        text = (Path(__file__).parent / Path(file).name).read_text("utf-8")
+        taken = set(re.findall(r"\b(\w+): ", text))
+        return next((group for group, of in GROUPS.items() if not taken.isdisjoint(of)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,6 +134,26 @@ def unet_worker(
         name="unet",
         base_port=free_base_port(),
         log_dir=tmp_path_factory.mktemp("unet-logs"),
+    )
+    with Supervisor(options) as running:
+        yield running.workers[0]
+        assert running.workers[0].restarts == 0
+
+
+@pytest.fixture(scope="session")
+def klein_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """Of a FLUX.2 klein whose references keep rows of their own."""
+    from tests.fakes.tiny_flux2 import build_tiny_flux2
+
+    folder = tmp_path_factory.mktemp("klein")
+    config = folder / "worker.toml"
+    config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
+    options = ServeOptions(
+        config=config,
+        model=str(build_tiny_flux2(folder / "klein-kv", exact=True)),
+        name="klein",
+        base_port=free_base_port(),
+        log_dir=folder,
     )
     with Supervisor(options) as running:
         yield running.workers[0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -18,18 +19,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from diffusers import FluxControlNetInpaintPipeline, FluxMultiControlNetModel
 from openai import BadRequestError, NotFoundError, OpenAI
 from PIL import Image
 
 from maskserve_client.client import Client
+from maskserve_core.config_file import config_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.control_nets import random_net
-from tests.fakes.jobs import config_of
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
@@ -42,12 +42,6 @@ SOURCE = scene(SIDE, SIDE)
 MASK = np.kron(
     blob_mask(SIDE // VAE_FACTOR, SIDE // VAE_FACTOR), np.ones((VAE_FACTOR,) * 2, np.uint8)
 )
-# As deep as one another: of several, diffusers drops what only the deeper one has.
-NETS = {
-    "plain": random_net(11, 1, 1),
-    "union": random_net(12, 1, 1, num_mode=3),
-    "other": random_net(13, 1, 1, attention_head_dim=8, axes_dims_rope=(2, 2, 4)),
-}
 Asked = tuple[dict[str, Any], ...]
 MIX: tuple[Asked, ...] = (
     (),
@@ -57,6 +51,16 @@ MIX: tuple[Asked, ...] = (
     ({"name": "plain", "scale": 0.0},),
 )
 """What the edits of one batch carry."""
+
+
+@cache
+def made_nets() -> dict[str, Any]:
+    """As deep as one another: of several, diffusers drops what only the deeper one has."""
+    return {
+        "plain": random_net(11, 1, 1),
+        "union": random_net(12, 1, 1, num_mode=3),
+        "other": random_net(13, 1, 1, attention_head_dim=8, axes_dims_rope=(2, 2, 4)),
+    }
 
 
 class Site:
@@ -91,9 +95,9 @@ def picture(seed: int, side: int = SIDE) -> Pixels:
 @pytest.fixture(scope="module")
 def site(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     nets = tmp_path_factory.mktemp("nets")
-    for name, net in NETS.items():
+    for name, net in made_nets().items():
         net.save_pretrained(nets / name)
-    NETS["plain"].save_pretrained(nets / "cut")
+    made_nets()["plain"].save_pretrained(nets / "cut")
     [weights] = (nets / "cut").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-64])
     config = tmp_path_factory.mktemp("controls") / "worker.toml"
@@ -113,13 +117,15 @@ def site(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def expected(site: Site, seed: int, controls: Asked, pictures: list[Pixels]) -> Pixels:
-    nets = [NETS[each["name"]] for each in controls]
+    from diffusers import FluxControlNetInpaintPipeline, FluxMultiControlNetModel
+
+    nets = [made_nets()[each["name"]] for each in controls]
     one = len(nets) == 1
     pipeline = FluxControlNetInpaintPipeline.from_pretrained(
         site.model, controlnet=nets[0] if one else FluxMultiControlNetModel(nets)
     )
     pipeline.set_progress_bar_config(disable=True)
-    model = config_of(site.model).model
+    model = config_of({"model": {"path": str(site.model)}}).model
 
     def each(key: str, default: Any) -> Any:
         found = [control.get(key, default) for control in controls]
@@ -379,7 +385,7 @@ def test_the_record_and_the_metrics_say_which_nets_are_on_the_device(site: Site)
     site.edit(({"name": "plain"},), [picture(0)])
     held = {each["name"]: each for each in site.status()["controlnets"]}
     assert held["plain"]["tier"] == "device"
-    numbers = sum(weight.numel() for weight in NETS["plain"].parameters())
+    numbers = sum(weight.numel() for weight in made_nets()["plain"].parameters())
     assert held["plain"]["nbytes"] == numbers * 4  # float32
     with Client(site.url) as client:
         listed = client.control("adapters")["controlnets"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from safetensors.numpy import load
@@ -23,7 +22,6 @@ from tritonclient.utils import np_to_triton_dtype
 
 from maskserve_core.contracts.meta import STAGES, TIMINGS
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
@@ -234,6 +232,8 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
 
 def test_the_encoder_takes_what_waits_together(worker: WorkerProcess) -> None:
     """Triton gives it all that came while it was busy; each still gets what it gets alone."""
+    from maskserve_harness.benchmarks.direct import request_of
+
     rng = np.random.default_rng()
 
     def inputs(side: int, prompt: str) -> list[triton_grpc.InferInput]:
@@ -301,6 +301,8 @@ def test_a_worker_serves_no_shared_memory_repository_or_log(worker: WorkerProces
 
 
 def test_comfyui_s_node_gives_each_picture_s_edit(worker: WorkerProcess, grpc: Grpc) -> None:
+    import torch
+
     pack = load_node_pack(CHECKOUT / "clients" / "comfyui")
     node = pack.NODE_CLASS_MAPPINGS["MaskserveEdit"]
     wanted = {**node.INPUT_TYPES()["required"], **node.INPUT_TYPES()["optional"]}

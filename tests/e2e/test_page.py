@@ -27,7 +27,7 @@ from tests.support.page import (
     served,
 )
 
-pytestmark = [needs_browser, pytest.mark.timeout(180)]
+pytestmark = needs_browser
 SIDE = 256
 STROKE = [(100 + 5 * step, 128 + 4 * (step % 3)) for step in range(12)]
 """Where the mouse goes, in pixels of the picture."""

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 from maskserve_core.config import ModelConfig
+from maskserve_core.config_file import config_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.runtime import find_runtime
-from tests.fakes.jobs import config_of
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
@@ -128,7 +128,7 @@ def test_edits_are_those_of_the_pipeline_and_spare_the_outside(
     """All at once, so that rows with and without a negative prompt share a batch."""
     inputs = [edit_inputs(SOURCE, MASK, **{"num_inference_steps": 4, **asked}) for asked in ASKED]
     pending = [client.begin(each) for each in inputs]
-    edit, model = MASK > 0, config_of(tiny_inpaint).model
+    edit, model = MASK > 0, config_of({"model": {"path": str(tiny_inpaint)}}).model
     for asked, answer in zip(ASKED, pending, strict=True):
         image, meta = answer.wait(120)
         edited, expected = pixels(image), diffusers_picture(pipeline, model, asked)

@@ -1,4 +1,4 @@
-"""Families of which no other file starts a worker, each model through a Triton of its own."""
+"""Models with references, and families of which no other file starts a worker."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import (
     blended_edit,
@@ -85,10 +86,17 @@ fifth axis too; what Triton carries is told by the family's adapter in one way.
     params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS],
 )
 def served(
-    request: pytest.FixtureRequest, tiny_kontext: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    klein_worker: WorkerProcess,
+    tiny_kontext: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Path, Grpc]]:
     """A model's folder, and a client of its worker."""
     root, name = tmp_path_factory.mktemp("serving"), request.param
+    if name == "klein-kv":
+        with closing(Grpc(klein_worker.grpc_url)) as client:
+            yield Path(klein_worker.spec.options.model), client
+        return
     build = MODELS[name].build
     folder = tiny_kontext if build is None else build(root / name)
     config = root / "worker.toml"

@@ -58,7 +58,7 @@ from tests.support.faults.judged_load import LOST, WRONG, known_edits
 LONG = {"num_inference_steps": 1000}
 SOON_S = 3.0
 SHORT = ("clients that leave at random", "router killed and started again")
-"""Faults that are tried in each run; test_workflows.py kills a worker behind a router."""
+"""Faults that are tried in each run; tests/unit/router loses workers, test_serve.py kills one."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One router in front of workers of three families: SETTINGS.model chooses."""
+"""One router in front of workers of two families: SETTINGS.model chooses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ import pytest
 
 from maskserve_client import Client
 from maskserve_harness.router_site import RouterSite
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
-from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support.calls import (
     Grpc,
     InferenceServerException,
@@ -31,24 +27,13 @@ from tests.support.calls import (
     plain_edit,
 )
 
-MODELS = ("tiny-fill", "sdxl-base", "z-image")
+MODELS = ("sdxl-base", "klein-kv")
 
 
 @pytest.fixture(scope="module")
-def z_image_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    folder = tmp_path_factory.mktemp("z-image")
-    model = build_tiny_z_image(folder / MODELS[2])
-    options = ServeOptions(model=str(model), base_port=free_base_port(), log_dir=folder)
-    with Supervisor(options) as running:
-        yield running.workers[0]
-
-
-@pytest.fixture(scope="module")
-def workers(
-    worker: WorkerProcess, unet_worker: WorkerProcess, z_image_worker: WorkerProcess
-) -> dict[str, WorkerProcess]:
+def workers(unet_worker: WorkerProcess, klein_worker: WorkerProcess) -> dict[str, WorkerProcess]:
     """By the model that each serves."""
-    return dict(zip(MODELS, (worker, unet_worker, z_image_worker), strict=True))
+    return dict(zip(MODELS, (unet_worker, klein_worker), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +99,8 @@ def test_openais_model_is_the_one_that_edits(
 def test_each_model_has_its_own_settings(grpc: Grpc) -> None:
     guided = {"negative_prompt": "a blue circle", "guidance_scale": 5.0}
     grpc.edit(plain_edit(model="sdxl-base", **guided))
-    grpc.edit(plain_edit(model="z-image", **guided))
     with pytest.raises(InferenceServerException, match=r"\[INVALID_REQUEST\] SETTINGS"):
-        grpc.edit(plain_edit(model="tiny-fill", **guided))
+        grpc.edit(plain_edit(model="klein-kv", **guided))
 
 
 @pytest.mark.parametrize("asked", [{"model": "demo-video"}, {}])
@@ -126,13 +110,13 @@ def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
     with pytest.raises(InferenceServerException) as refused:
         grpc.edit(plain_edit(**asked))
     assert "[INVALID_REQUEST] SETTINGS.model" in refused.value.message()
-    assert "accepted: sdxl-base, tiny-fill, z-image" in refused.value.message()
+    assert "accepted: klein-kv, sdxl-base" in refused.value.message()
 
 
 def test_the_command_line_shows_all(router: RouterSite, workers: dict[str, WorkerProcess]) -> None:
     command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", router.grpc_url]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "3 of 3 workers answer" in shown
+    assert "2 of 2 workers answer" in shown
     for name, worker in workers.items():
         assert f"{worker.grpc_url} {worker.name}: {name}, ready" in shown
 

@@ -467,7 +467,8 @@ def moments(count: int) -> list[Any]:
     """What is killed, and behind how many events of the run; None: drawn where the test runs, as
     processes that share the tests have to find the same ones.
     """
-    few = [("nodes", 3), ("worker", 2)]
+    # Of a lost worker: tests/unit/router/test_router_faults.py, and test_serve.py kills a real one.
+    few = [("nodes", 3), pytest.param("worker", 2, marks=pytest.mark.slow)]
     more = [
         pytest.param(
             ("nodes", "worker")[number % 2], None, id=f"drawn-{number}", marks=pytest.mark.slow

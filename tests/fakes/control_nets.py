@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from diffusers import ControlNetModel, FluxControlNetModel
+if TYPE_CHECKING:
+    from diffusers import ControlNetModel, FluxControlNetModel
 
 CHANNELS = 16
 """Of a latents' token."""
@@ -13,6 +13,9 @@ CHANNELS = 16
 
 def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxControlNetModel:
     """Of the tiny models' size; nothing in it is zero."""
+    import torch
+    from diffusers import FluxControlNetModel
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = FluxControlNetModel(
@@ -38,6 +41,9 @@ def random_unet_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
     """Of a UNet's sizes; nothing in it is zero. The tiny VAE shrinks 4 times, not 8: so does the
     part that reads pictures.
     """
+    import torch
+    from diffusers import ControlNetModel
+
     names = (
         "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups",
         "cross_attention_dim", "attention_head_dim", "use_linear_projection",

@@ -1,23 +1,26 @@
-"""diffusers' own pipelines, asked for what our edits ask."""
+"""diffusers' own pipelines, asked for what our edits ask. Torch is imported by who runs one: not
+every process that collects tests does.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_engine.families.qwen_image.encode import picture_processor
-from tests.fakes.jobs import Case
+
+if TYPE_CHECKING:
+    import torch
+
+    from tests.fakes.jobs import Case
 
 
 def diffusers_edit(
@@ -33,6 +36,8 @@ def diffusers_edit(
 
     `asked` are further arguments of the pipeline, such as `output_type`.
     """
+    import torch
+
     height, width = mask.shape
     if settings.negative_prompt is not None:
         # For SDXL no negative prompt is another thing than an empty one; with us they are the same.
@@ -68,6 +73,8 @@ def blended_edit(
     """The same of Flux2KleinKVPipeline, which knows no mask: blended after each step as
     Flux2KleinInpaintPipeline has it.
     """
+    import torch
+    import torch.nn.functional as F
     from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
     pipeline.image_processor.check_image_input = lambda image: None  # of pictures of 32 pixels
@@ -115,6 +122,8 @@ def qwen_edit_pipeline(folder: Path) -> Any:
         Qwen2VLProcessor,
         Qwen3VLProcessor,
     )
+
+    from maskserve_engine.families.qwen_image.encode import picture_processor
 
     apart = (folder / "tokenizer").is_dir()
     processor = picture_processor(
@@ -177,6 +186,9 @@ def _blended_start(
     """Of QwenImageEditPlusPipeline or QwenImage21Pipeline, by QwenImageEditInpaintPipeline's rule:
     what it begins with, what it does after each step, and its steps.
     """
+    import torch
+    import torch.nn.functional as F
+
     steps, (height, width), sampler = settings.num_inference_steps, mask.shape, pipeline.scheduler
     assert steps is not None
     source = Image.fromarray(pixels)

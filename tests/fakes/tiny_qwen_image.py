@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from maskserve_engine.families.qwen_image.encode import picture_processor
 from tests.fakes.tiny_flux2 import chat_tokenizer
 from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS
 
@@ -107,6 +106,8 @@ def _as_edit_model(folder: Path, pipeline: str, tokenizer: Any) -> None:
     as the models are published, else beside the rest, as transformers saves processors since 5.
     """
     from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
+
+    from maskserve_engine.families.qwen_image.encode import picture_processor
 
     pictures = Qwen2VLImageProcessorPil(max_pixels=12_845_056)
     whole = picture_processor(Qwen2VLProcessor, pictures, tokenizer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from maskserve_engine.families.qwen_image.encode import picture_processor
 from tests.fakes.tiny_flux2 import chat_tokenizer
 from tests.fakes.tiny_model import CONFIG, LATENT_CHANNELS
 
@@ -34,6 +33,8 @@ def build_tiny_qwen_image21(folder: Path) -> Path:
         Qwen3VLForConditionalGeneration,
         Qwen3VLProcessor,
     )
+
+    from maskserve_engine.families.qwen_image.encode import picture_processor
 
     tokenizer = chat_tokenizer([_SPOKEN], _VISION)
     tokenizer.chat_template = _TEMPLATE

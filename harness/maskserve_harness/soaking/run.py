@@ -31,7 +31,6 @@ from maskserve_harness.soaking.judge import (
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.load import Load
 from maskserve_harness.soaking.pictures import Album
-from maskserve_harness.soaking.plots import plot
 from maskserve_harness.soaking.sampler import Sample, Sampler
 from maskserve_harness.soaking.visitor import Keepsakes, Visitor
 from maskserve_serving.errors import ServeError
@@ -279,6 +278,8 @@ def _judge(
             f"{options.model.name}: {options.visitors} visitors, {served:.0f} edits in "
             f"{samples[-1].time_s / 60:.0f} min"
         )
+        from maskserve_harness.soaking.plots import plot
+
         plot(samples, late[0].time_s, title, options.out / "soak.png")
     return report
 

@@ -5,7 +5,6 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
-from maskserve_core.triton.controlnet_calls import ControlNetCalls
 from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
@@ -22,7 +21,11 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         hide_unused_libraries(config, text=False)
-        calls = ControlNetCalls(config.controls.service) if config.controls.service else None
+        calls = None
+        if config.controls.service:  # what brings gRPC
+            from maskserve_core.triton.controlnet_calls import ControlNetCalls
+
+            calls = ControlNetCalls(config.controls.service)
         self._engine = load_engine(config, calls=calls)
         self._engine.start()
         self._engine.warm_up()

@@ -63,6 +63,8 @@ SMALL = {
     "layers_per_block": 1,
 }
 """A UNet with two levels of SD 2.1, for what is the same in each of its layers."""
+LAUNCHES_SMALL = 29
+"""Of its step with a halo, of any number of rows."""
 ONE_OF_A_SORT = (
     "kv int4, 4 rows, mixed",
     "kv int8, 3 rows beside a dense one",
@@ -70,12 +72,11 @@ ONE_OF_A_SORT = (
     "kv int8, 1 guided row",
     "kv int8, 2 rows beside a priming one",
     "kv int8, 1 row, fp8, graphs",
-    "kv int8, 2 rows, mixed, graphs",
     "SD 2.1, kv int8, 4 rows, mixed",
-    "SD 2.1, kv int8, 1 row, halo 4",
 )
 """Of the table's cases those that are counted in each run; the others, whose rows, weights and
-formats are each in one of these, where slow tests run.
+formats are each in one of these, where slow tests run. Rows of one graph that differ, and a UNet's
+halo, are counted below, of fewer blocks.
 """
 
 
@@ -162,11 +163,10 @@ def test_a_step_between_own_anchors_copies_nothing_and_adds_a_kernel_a_block() -
         assert log.copies == []
         return log.launches
 
-    (own, double, single), (plain, plain_double, plain_single) = (
-        [launches(blocks, own=own) for blocks in ((1, 1), (2, 1), (1, 2))] for own in (True, False)
+    (own, more), (plain, more_plain) = (
+        [launches(blocks, own=own) for blocks in ((1, 1), (2, 2))] for own in (True, False)
     )
-    assert double - own <= plain_double - plain + 1
-    assert single - own <= plain_single - plain + 1
+    assert more - own <= more_plain - plain + 2
 
 
 def test_flux_steps_with_a_way_of_their_own_are_not_recorded() -> None:
@@ -196,9 +196,8 @@ def test_any_number_of_loras_adds_two_kernels_per_product(kind: str) -> None:
         return steady.launches
 
     one, four = replace(plain, loras=1), replace(plain, loras=4)
-    added = [launches(one, each) - launches(plain, each) for each in ((1, 1), (2, 1), (1, 2))]
-    assert (added[1] - added[0], added[2] - added[0]) == (16 + more, 4)
-    assert added[0] == 20 + more
+    added = [launches(one, each) - launches(plain, each) for each in ((1, 1), (2, 1))]
+    assert added == [20 + more, 36 + 2 * more]
     assert launches(four, (1, 1)) == launches(one, (1, 1))
 
 
@@ -279,6 +278,7 @@ def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
     case = UnetCase("tiles", small, MIXED[:2], halo=4, recorded=recorded)
     steady, turned = unet_turn(case)
     assert steady.copies == []
+    assert steady.launches <= LAUNCHES_SMALL
     assert turned.launches == steady.launches + 2
     assert turned.kernels["maskserve.read_rings.default"] == 2
     assert len(turned.copies) == 2
