@@ -92,7 +92,7 @@ def finish_edit(
     return to_base64(encoded) if asked.output_encoding == "base64" else encoded
 
 
-class Kept(NamedTuple):
+class OfSource(NamedTuple):
     """What an edit's answer has of its source."""
 
     canvas: Image.Image
@@ -104,7 +104,7 @@ class Kept(NamedTuple):
     exif: bytes
 
 
-def source_and_weights(context: PostprocessContext, request: EditRequest) -> Kept:
+def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfSource:
     """What an edit's answer has of its source, and where."""
     left, top, right, bottom = margins = request.settings.expand
     height, width = request.source_size
@@ -127,7 +127,7 @@ def source_and_weights(context: PostprocessContext, request: EditRequest) -> Kep
     if any(margins):
         source = Image.fromarray(grown(np.asarray(source), margins))
         fine = None if fine is None else grown(fine, margins)
-    return Kept(source, weights, fine, exif)
+    return OfSource(source, weights, fine, exif)
 
 
 def _samples(high: Pixels, low: Pixels) -> Fine:
