@@ -133,7 +133,7 @@ def _tensor(pictures: list[Picture]) -> torch.Tensor:
 
 
 def main() -> int:
-    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=30, rate=1e-3)
+    parser = node_options(__doc__.split("\n\n")[0], FOLDER, minutes=18, rate=1e-3)
     parser.add_argument("--judge", action="store_true", help="train nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)

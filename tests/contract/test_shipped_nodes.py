@@ -10,10 +10,12 @@ from maskserve_core.workflows.pictures import read_mask
 from maskserve_engine.nodes.registry import open_nodes
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.demo_model.named import held_out_clicks, held_out_scenes, iou
+from maskserve_harness.demo_model.node_judges import enlarged_db
 from tests.support.workflows import run_one
 
 FIND = CHECKOUT / "assets" / "nodes" / "find"
 SEGMENT = FIND.with_name("segment")
+ENLARGE = FIND.with_name("enlarge")
 
 
 def test_find_masks_what_is_named_in_scenes_that_it_never_saw() -> None:
@@ -44,3 +46,9 @@ def test_segment_masks_what_is_clicked_on_in_scenes_that_it_never_saw() -> None:
             found.append(iou(read_mask(answer["mask"], config.limits), thing.covers))
     assert np.mean(clicked) >= 0.75
     assert np.mean(elsewhere) < 0.3  # what is clicked on matters
+
+
+def test_enlarge_doubles_a_photograph_that_it_never_saw_better_than_a_filter() -> None:
+    assert sum(file.stat().st_size for file in ENLARGE.iterdir()) <= 4 * 2**20
+    ours, lanczos = enlarged_db(ENLARGE)
+    assert ours >= lanczos + 0.5

@@ -78,7 +78,7 @@ def enlarged_db(folder: Path) -> tuple[float, float]:
         right = np.asarray(photo.convert("RGB"))
     right = right[: right.shape[0] // 16 * 16, : right.shape[1] // 16 * 16]
     small = halved(right)
-    given = torch.from_numpy(small).permute(2, 0, 1)[None].float() / 255
+    given = torch.from_numpy(small.copy()).permute(2, 0, 1)[None].float() / 255
     made = model(given).reconstruction[0].clamp(0, 1)
     ours = (255 * made).round().permute(1, 2, 0).numpy().astype(np.uint8)
     size = (right.shape[1], right.shape[0])
