@@ -540,11 +540,13 @@ def test_nothing_is_left_of_runs(site: Site) -> None:
     assert {p.name for p in site.values.glob("*.unscoped-kept")} >= {
         f"{p.name}.unscoped-kept" for p in site.values.iterdir() if "." not in p.name
     }
-    places = [str(site.values).encode()]
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    folder = str(site.values).encode()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
+            said = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:400]
             eventually(
-                f"{maps} maps no value", lambda maps=maps: places[0] not in maps.read_bytes()
+                f"no value is mapped by {said}",
+                lambda maps=process / "maps": folder not in maps.read_bytes(),
             )
 
 

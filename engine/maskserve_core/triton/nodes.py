@@ -77,9 +77,10 @@ class NodeFront:
 def _answer(
     answer: Answer, kind: NodeType, put: Put, made: dict[str, Any] | Exception, seconds: float
 ) -> None:
+    if isinstance(made, Exception):
+        answer.fail(guarded("", made))  # raised here it would hold itself, and the call's values
+        return
     try:
-        if isinstance(made, Exception):
-            raise made
         layout, parts = laid_out(made, kind.outputs, put)
         result = msgspec.json.encode(NodeResult(layout, round(seconds, 6)))
         answer.finish({"RESULT": result, "MADE": parts})
