@@ -51,7 +51,7 @@ def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, fr
     best: dict[str, frozenset[str]] | None = None
     worth = -1.0
     for spread in (True, False):
-        for weigh in (_by_bytes, _by_load):
+        for weigh in (_by_bytes, _by_load, _by_load_of_a_byte):
             first = _each_once(sorted(models, key=weigh), rooms, spread=spread)
             if first is None:
                 continue
@@ -73,6 +73,10 @@ def _by_bytes(model: ModelLoad) -> float:
 
 def _by_load(model: ModelLoad) -> float:
     return -model.load
+
+
+def _by_load_of_a_byte(model: ModelLoad) -> float:
+    return -model.load / max(1, model.nbytes)
 
 
 def _each_once(
@@ -173,7 +177,7 @@ def _changes(
 
 
 def _sets(
-    held: frozenset[str], over: int, by_name: Mapping[str, ModelLoad]
+    held: Iterable[str], over: int, by_name: Mapping[str, ModelLoad]
 ) -> Iterator[frozenset[str]]:
     """One or two of those held that make so much room."""
     for count in (1, 2):
@@ -189,14 +193,25 @@ def _moved(
     placed: Placed,
     change: dict[str, frozenset[str]],
 ) -> bool:
-    """Whether another device has room for a model, which `change` then says."""
-    for name, held in placed.items():
-        held = change.get(name, held)
-        if model in held:
-            return True
-        if _size(by_name, held) + by_name[model].nbytes <= rooms[name]:
-            change[name] = held | {model}
-            return True
+    """Whether another device has room for a model, or copies that make room for it, which `change`
+    then says.
+    """
+    now = {name: change.get(name, held) for name, held in placed.items()}
+    if any(model in held for held in now.values()):
+        return True
+    copies = Counter(each for held in now.values() for each in held)
+    for spare in (False, True):
+        for name, held in now.items():
+            over = _size(by_name, held) + by_name[model].nbytes - rooms[name]
+            gone: frozenset[str] | None = frozenset()
+            if over > 0:
+                others = held if spare and name not in change else ()
+                gone = next(
+                    _sets({each for each in others if copies[each] > 1}, over, by_name), None
+                )
+            if gone is not None:
+                change[name] = held - gone | {model}
+                return True
     return False
 
 

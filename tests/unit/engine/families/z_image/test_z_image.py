@@ -143,8 +143,8 @@ def test_a_first_edit_has_anchors_of_its_own_where_that_is_asked_for(model: Mode
         found = edit(engine, job)
     finally:
         engine.close(5.0)
-    assert (found.meta["cache"], found.meta["anchors"]) == ("own", [0, 2, 4])
-    expected = own_rows.result(model.adapter, job, own_rows.plan(0, 2, 4, text=False))
+    assert (found.meta["cache"], found.meta["anchors"]) == ("own", [0, 4, 5])
+    expected = own_rows.result(model.adapter, job, own_rows.plan(0, 4, 5, text=False))
     assert_equal(found.latents, expected)
 
 
