@@ -53,7 +53,7 @@ def own_steps(count: int, sigmas: Sequence[float], evenly_over: float) -> frozen
     """Which steps so many anchors are: the first, and those nearest to equal parts of the way.
 
     Args:
-        count: of the anchors.
+        count: of the anchors, at least one.
         sigmas: of the edit's steps, falling.
         evenly_over: the power of sigma that the parts are equal of. A sampler that is shifted to
             large sigmas goes most of the way in its last steps, so anchors lie there, too. 0: parts
@@ -62,7 +62,7 @@ def own_steps(count: int, sigmas: Sequence[float], evenly_over: float) -> frozen
     steps = len(sigmas)
     if not evenly_over:
         return frozenset(-(-number * steps // count) for number in range(count))
-    way, chosen = np.asarray(sigmas) ** evenly_over, [0][:count]
+    way, chosen = np.asarray(sigmas) ** evenly_over, [0]
     for number in range(1, count):
         ahead = way[chosen[-1] + 1 : steps - count + number + 1]
         wanted = way[0] * (1 - number / count)
