@@ -14,6 +14,8 @@ LIGHT = ("preprocess", "postprocess", "edit", "edit_stream", "control")
 STAGES = ("encoder", "decoder")
 OWN_STAGES = "maskserve_engine.triton.stages"
 """What these import as they open, where a worker has its own."""
+ENGINE = ("maskserve_engine.start.assembly", "maskserve_engine.triton.frontend")
+"""What the denoiser imports as it opens."""
 SENDING_ON = ("maskserve_core.triton.stages", "maskserve_engine.stages.revision")
 """Where a service runs them."""
 HEAVY = ("torch", "diffusers", "transformers", "scipy")
@@ -32,9 +34,9 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 
 def imported(model: str, *later: str) -> set[str]:
     """Top-level packages that loading a model's Python file brings in, and these modules then."""
-    file = str(ROOT / "model_repository" / model / "1" / "model.py")
+    [file] = ROOT.glob(f"*/{model}/1/model.py")
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, file, *later],
+        [sys.executable, "-c", PROBE, str(file), *later],
         capture_output=True,
         text=True,
         check=True,
@@ -56,7 +58,13 @@ def test_a_stage_that_only_sends_on_stays_light(model: str) -> None:
     assert imported(model, *SENDING_ON).isdisjoint({*HEAVY, "PIL"})
 
 
-@pytest.mark.parametrize(("model", "later"), [("denoiser", ()), ("encoder", (OWN_STAGES,))])
+@pytest.mark.parametrize("model", ["denoiser", "controlnet", "nodes"])
+def test_others_import_the_libraries_as_they_open(model: str) -> None:
+    """When nothing looks for garbage."""
+    assert imported(model).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize(("model", "later"), [("denoiser", ENGINE), ("encoder", (OWN_STAGES,))])
 def test_others_import_diffusers_later(model: str, later: tuple[str, ...]) -> None:
     """Else diffusers has seen the libraries before they are hidden, and asks for them in vain."""
     packages = imported(model, *later)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import io
 import json
@@ -26,6 +27,7 @@ from maskserve_core.contracts.tensors import CONTRACTS, Tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.tensor_io import read_elements, tensor
+from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_core.worker.liveness import signed_in
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 from tests.support.certificates import write_signer
@@ -234,6 +236,27 @@ def test_late_models_return_nothing_from_execute(
     request = api.request(OP=b"{", IMAGE=b"", MASK=b"", PROMPT=b"", SETTINGS=b"{")
     assert model.execute([request]) is None
     assert "is not valid JSON" in request.sender.wait().error().message()
+
+
+@pytest.mark.usefixtures("worker")
+def test_what_is_loaded_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maskserve_core.triton.worker_model.end_when_stuck", lambda: None)
+    looked: list[bool] = []
+
+    class Loading(WorkerModel):
+        name = "loading"
+
+        def open(self, config: Config) -> None:
+            looked.append(gc.isenabled())
+
+        def close(self) -> None:
+            pass
+
+    gc.unfreeze()
+    Loading().initialize({})
+    assert looked == [False]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
 
 
 def test_a_model_is_on_the_list_until_it_has_let_go_of_all(

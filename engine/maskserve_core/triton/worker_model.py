@@ -21,21 +21,24 @@ class WorkerModel(ABC):
 
     @abstractmethod
     def open(self, config: Config) -> None:
-        """Load what takes requests."""
+        """Import and load what takes requests."""
 
     @abstractmethod
     def close(self) -> None:
         """Let go of it."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        gc.disable()
         os.umask(0o077)  # templates, prompts and entries in files are nobody else's
         end_with_server()
         self._config = load_config()
         start_log(self._config, self.name)
         self.open(self._config)
-        # What is loaded stays. A full collection that looked at it again would hold up a step.
+        # What is imported and loaded stays. To look through it again and again meanwhile would take
+        # a quarter of a start's time, and a full collection that did so later held up a step.
         gc.collect()
         gc.freeze()
+        gc.enable()
         end_when_stuck()
         sign_in(self._config.runtime_dir, self.name)
 

@@ -1,4 +1,5 @@
-"""Libraries that diffusers imports where they are installed, and that this worker has no use for.
+"""Libraries that diffusers and transformers import where they are installed, and that this worker
+or node server has no use for.
 
 torchao and bitsandbytes compile and register what they have as they are imported, and print what
 they could not find; with peft they make a process start 1.3 s of CPU time later and take 70 MB
@@ -14,8 +15,6 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from maskserve_core.config import Config
 from maskserve_core.models.facts import read_json
 
@@ -23,15 +22,16 @@ _COMPILER = "torch._dynamo"
 
 
 def hide_unused_libraries(config: Config, *, text: bool = True) -> None:
-    """For processes of workers, before they import diffusers: `import` of a library that the
-    configuration does not ask for fails from here on, as if it were not installed.
+    """For processes of workers and node servers, before they import diffusers or transformers:
+    `import` of a library that the configuration does not ask for fails from here on, as if it were
+    not installed.
 
     Args:
-        config: of the worker.
+        config: of the worker or node server.
         text: whether the process encodes prompts.
 
     Raises:
-        ConfigError: a config.json of the model's folder cannot be read.
+        ConfigError: a config.json of a model's folder cannot be read.
     """
     unused = unused_libraries(config, text=text)
     for library in unused:
@@ -54,6 +54,8 @@ def _import_diffusers_without_compiler() -> None:
     the other calls `torch.compiler.disable`. A version that wants more of it than that imports it
     when its modules are next imported.
     """
+    import torch  # by now: a node server that only composes pictures has none
+
     disable = torch.compiler.disable
 
     def disabled_later(function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Any:
@@ -78,7 +80,9 @@ def unused_libraries(config: Config, *, text: bool = True) -> list[str]:
     what makes or reads fewer bits may ask for transformers.
     """
     model, folder = config.model, Path(config.model.path)
-    if any(read_json(file).get("quantization_config") for file in folder.glob("*/config.json")):
+    told = [Path(path) / "config.json" for path in config.nodes.folders().values()]
+    told += folder.glob("*/config.json") if model.path else ()
+    if any(read_json(file).get("quantization_config") for file in told):
         return []
     forms = {model.weights, model.t5_weights}
     unused = ["peft"]

@@ -8,9 +8,6 @@ from maskserve_core.config import Config
 from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_engine.stages.unused_libraries import hide_unused_libraries
-from maskserve_engine.start.assembly import load_engine
-from maskserve_engine.triton.frontend import DenoiserFrontend
 
 # A drain has come before; what is still in flight is told that it failed.
 _CLOSE_GRACE_S = 5.0
@@ -20,6 +17,10 @@ class TritonPythonModel(WorkerModel):
     name = "denoiser"
 
     def open(self, config: Config) -> None:
+        from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+        from maskserve_engine.start.assembly import load_engine
+        from maskserve_engine.triton.frontend import DenoiserFrontend
+
         hide_unused_libraries(config, text=False)
         calls = None
         if config.controls.service:  # what brings gRPC

@@ -6,14 +6,15 @@ import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
 from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_engine.stages.unused_libraries import hide_unused_libraries
-from maskserve_engine.triton.controlnet import ControlNetFrontend
 
 
 class TritonPythonModel(WorkerModel):
     name = "controlnet"
 
     def open(self, config: Config) -> None:
+        from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+        from maskserve_engine.triton.controlnet import ControlNetFrontend
+
         hide_unused_libraries(config, text=False)
         self._frontend = ControlNetFrontend(pb_utils, config)
 

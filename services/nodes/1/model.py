@@ -10,12 +10,14 @@ from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_core.worker.values import Values
 from maskserve_core.workflows.node_models import NodeModels
 from maskserve_engine.nodes.registry import open_nodes, thread_of
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 
 
 class TritonPythonModel(WorkerModel):
     name = "nodes"
 
     def open(self, config: Config) -> None:
+        hide_unused_libraries(config)
         self._models = NodeModels(config, open_nodes, thread_of)
         self._front = NodeFront(pb_utils, self._models, Values(config.values))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.config import Config, ModelConfig
+from maskserve_core.config import Config, ModelConfig, NodesConfig
 from maskserve_engine.stages.unused_libraries import unused_libraries
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
@@ -44,6 +44,13 @@ def test_a_folder_that_is_quantised_may_want_any(tmp_path: Path) -> None:
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(json.dumps(said))
     assert unused_libraries(Config(model=ModelConfig(path=str(tmp_path)))) == []
+
+
+def test_so_may_a_node_servers(tmp_path: Path) -> None:
+    config = Config(nodes=NodesConfig(find=str(tmp_path)))
+    for said, hidden in (({}, ALL), ({"quantization_config": {"bits": 4}}, set())):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert set(unused_libraries(config)) == hidden
 
 
 def test_a_sampler_with_beta_sigmas_has_scipy(tmp_path: Path) -> None:
