@@ -35,7 +35,7 @@ class WorkerModel(ABC):
         start_log(self._config, self.name)
         self.open(self._config)
         # What is imported and loaded stays. To look through it again and again meanwhile would take
-        # a quarter of a start's time, and a full collection that did so later held up a step.
+        # a good part of a start, and a full collection that did so later would hold up a step.
         gc.collect()
         gc.freeze()
         gc.enable()
