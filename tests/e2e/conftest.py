@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
+from maskserve_core.config import cores
+from maskserve_core.workflows.plan import dump_plan
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -26,8 +28,13 @@ from maskserve_serving.worker import WorkerProcess
 from tests.fakes.collector import Collector, collector
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
+from tests.support.workflows import drawn_plans, plans_of_every_kind
+
+BY_NAME = "[values]\nleast_bytes = 1\n"
+"""Every picture and mask of a workflow lies in a file, however small."""
 
 GROUPS = {
+    "two workers": ("pair",),
     "the demo": ("demo",),
     "other models": ("unet_worker", "klein_worker"),
     "one worker": ("worker", "grpc"),
@@ -158,6 +165,58 @@ def klein_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPro
     with Supervisor(options) as running:
         yield running.workers[0]
         assert running.workers[0].restarts == 0
+
+
+@pytest.fixture(scope="session")
+def workflows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plans, models of nodes, and a node server's configuration."""
+    from tests.fakes.tiny_nodes import build_enlarge, build_find, build_segment_2
+
+    folder = tmp_path_factory.mktemp("workflows")
+    build_find(folder / "find")
+    build_enlarge(folder / "big")
+    build_segment_2(folder / "segment", films=True)
+    (folder / "nodes.toml").write_text(
+        f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nfind = "{folder / "find"}"\n'
+        f'enlarge = "{folder / "big"}"\nsegment = "{folder / "segment"}"\nload = "use"\n{BY_NAME}'
+    )
+    for plan in [*plans_of_every_kind(), *drawn_plans()]:
+        (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair(
+    model: Path, workflows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Supervisor]:
+    """Two workers whose cached activations outlive them, and that have one encoder and decoder;
+    nodes of workflows, and a router.
+    """
+    folder = tmp_path_factory.mktemp("pair")
+    config, router_config = folder / "worker.toml", folder / "router.toml"
+    # As many threads as a worker alone has: bits depend on it.
+    config.write_text(
+        f"[model]\ntorch_threads = {cores()}\n[stages]\nservice_timeout_s = 45.0\n{BY_NAME}"
+    )
+    router_config.write_text(BY_NAME)
+    base = free_base_port(3)
+    options = ServeOptions(
+        model=str(model),
+        workers=2,
+        base_port=base,
+        router=True,
+        router_port=base + 20,
+        stages_device="cpu",
+        nodes=workflows / "nodes.toml",
+        workflows=workflows,
+        config=config,
+        router_config=router_config,
+        entries=folder / "entries",
+        log_dir=folder / "logs",
+        say=print,
+    )
+    with Supervisor(options) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

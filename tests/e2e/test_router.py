@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +58,6 @@ LONG = {"num_inference_steps": 1000}
 SOON_S = 3.0
 SHORT = ("clients that leave at random", "router killed and started again")
 """Faults that are tried in each run; tests/unit/router loses workers, test_serve.py kills one."""
-
-
-@pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    """Two workers, whose cached activations outlive them."""
-    folder = tmp_path_factory.mktemp("pair")
-    options = ServeOptions(
-        model=str(model),
-        workers=2,
-        base_port=free_base_port(2),
-        log_dir=folder / "logs",
-        entries=folder / "entries",
-        say=print,
-    )
-    with Supervisor(options) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -707,8 +690,8 @@ def test_a_template_is_shared_by_a_host_and_outlives_its_workers(
     options, entries = pair.workers[0].spec.options, tmp_path / "entries"
     assert options.entries is not None
     shutil.copytree(options.entries, entries)
-    alone = replace(
-        options, workers=1, base_port=free_base_port(), log_dir=tmp_path, entries=entries
+    alone = ServeOptions(
+        model=options.model, base_port=free_base_port(), log_dir=tmp_path, entries=entries
     )
     with Supervisor(alone) as again, closing(Grpc(again.workers[0].grpc_url)) as grpc:
         eventually("it has looked", lambda: name in str(grpc.control(op="templates")), 30.0)

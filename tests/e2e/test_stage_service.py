@@ -7,9 +7,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,10 @@ import pytest
 
 from maskserve_client.client import Client
 from maskserve_client.events import Preview
-from maskserve_core.config import cores
 from maskserve_core.errors import MaskserveError
 from maskserve_core.worker.liveness import signed_in
 from maskserve_core.worker.stages import NO_ANSWER
 from maskserve_serving.errors import ServeError
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
 from maskserve_serving.service import ServiceProcess
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
@@ -48,32 +43,18 @@ def edit(worker: WorkerProcess, number: int, **more: Any) -> Pixels:
 
 
 @pytest.fixture(scope="module")
-def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    logs = tmp_path_factory.mktemp("stage-logs")
-    config = logs / "worker.toml"
-    # As many threads as the worker alone has: bits depend on it.
-    config.write_text(f"[model]\ntorch_threads = {cores()}\n[stages]\nservice_timeout_s = 45.0\n")
-    options = ServeOptions(
-        config=config,
-        model=str(model),
-        workers=2,
-        stages_device="cpu",
-        base_port=free_base_port(2),
-        log_dir=logs,
-    )
-    with Supervisor(options) as supervisor:
-        yield supervisor
+def site(pair: Supervisor) -> Supervisor:
+    return pair
 
 
 @pytest.fixture(scope="module")
-def expected(worker: WorkerProcess) -> list[Pixels]:
-    """Of the worker alone."""
-    return [edit(worker, number) for number in range(6)]
+def expected(site: Supervisor) -> list[Pixels]:
+    """Of the first worker."""
+    return [edit(site.workers[0], number) for number in range(6)]
 
 
 def service_of(site: Supervisor) -> ServiceProcess:
-    [service] = site.services
-    return service
+    return next(each for each in site.services if each.name == "stages")
 
 
 def nodes(worker: WorkerProcess) -> dict[str, str]:
@@ -81,20 +62,28 @@ def nodes(worker: WorkerProcess) -> dict[str, str]:
         return {node["name"]: node["state"] for node in client.control("status")["nodes"]}
 
 
-def test_shared_stages_give_the_bytes_of_own_ones(site: Supervisor, expected: list[Pixels]) -> None:
+def test_workers_give_the_same_bytes(site: Supervisor, expected: list[Pixels]) -> None:
+    source, outside = scene(SIDE, SIDE), MASK == 0
     for number, own in enumerate(expected):
-        for worker in site.workers:
-            assert edit(worker, number).tolist() == own.tolist()
+        assert edit(site.workers[1], number).tolist() == own.tolist()
+        assert np.array_equal(own[outside], np.roll(source, number, axis=1)[outside])
     ready = {"denoiser": "ready", "encoder": "ready", "decoder": "ready"}
     assert [nodes(worker) for worker in site.workers] == [ready, ready]
 
 
-def test_templates_are_primed_and_previews_come(
-    site: Supervisor, worker: WorkerProcess, model: Path
+# tests/unit/engine/stages/test_shared_stages.py holds it of real stages in this process.
+@pytest.mark.slow
+def test_shared_stages_give_the_bytes_of_own_ones(
+    expected: list[Pixels], worker: WorkerProcess
 ) -> None:
+    for number, shared in enumerate(expected):
+        assert edit(worker, number).tolist() == shared.tolist()
+
+
+def test_templates_are_primed_and_previews_come(site: Supervisor) -> None:
     primed = {"cache": "require", "preview_every": 2}
-    found = [edit(each, 7, **primed) for each in (worker, *site.workers)]
-    assert [each.tolist() for each in found[1:]] == [found[0].tolist()] * 2
+    one, other = (edit(each, 7, **primed) for each in site.workers)
+    assert one.tolist() == other.tolist()
     with Client(site.workers[0].grpc_url) as client:
         events = list(
             client.edit_stream(
@@ -109,7 +98,7 @@ def test_templates_are_primed_and_previews_come(
 def test_edits_wait_while_the_service_is_killed_and_none_is_wrong(
     site: Supervisor, expected: list[Pixels]
 ) -> None:
-    service = service_of(site)
+    service, restarts = service_of(site), [worker.restarts for worker in site.workers]
     with ThreadPoolExecutor(8) as pool:
         for of_whom in ("server", "encoder", "decoder"):
             before = service.restarts
@@ -131,14 +120,14 @@ def test_edits_wait_while_the_service_is_killed_and_none_is_wrong(
                     "none is missed", lambda w=worker: "loading" not in nodes(w).values(), 600
                 )
                 assert edit(worker, 0).tolist() == expected[0].tolist()
-    assert [worker.restarts for worker in site.workers] == [0, 0]
+    assert [worker.restarts for worker in site.workers] == restarts
 
 
 @pytest.mark.slow
 def test_a_service_gone_for_good_leaves_no_edit_hanging_and_no_worker_ready(
     site: Supervisor, expected: list[Pixels], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = service_of(site)
+    service, restarts = service_of(site), [worker.restarts for worker in site.workers]
 
     def refuse() -> None:
         raise ServeError("gone for good")
@@ -156,4 +145,4 @@ def test_a_service_gone_for_good_leaves_no_edit_hanging_and_no_worker_ready(
     for worker in site.workers:
         eventually("it is back", lambda w=worker: "loading" not in nodes(w).values(), 600)
         assert edit(worker, 0).tolist() == expected[0].tolist()
-    assert [worker.restarts for worker in site.workers] == [0, 0]
+    assert [worker.restarts for worker in site.workers] == restarts

@@ -9,19 +9,16 @@ import os
 import queue
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
-import hypothesis
 import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpcclient
-from msgspec import structs
 from tritonclient.utils import InferenceServerException
 
 from maskserve_client.client import Client
@@ -30,87 +27,28 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.config_file import config_of
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.files.store import size_of
-from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.folder import read_plans
 from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
     NODE_TYPES,
-    best,
-    edit,
-    enlarge,
-    find,
-    invert,
-    outline,
-    shows,
-    split,
 )
-from maskserve_core.workflows.passes import PASSES, compiled
 from maskserve_core.workflows.pictures import PictureNodes, encode_mask
-from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, dump_plan
+from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import seed_of
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
-from tests.support.workflows import interpret, run_one
-from tests.support.workflows import plans as random_plans
+from tests.support.workflows import DRAWN, interpret, plans_of_every_kind, run_one
 
 SIDE = 64
 SOURCE = encode(scene(SIDE, SIDE))
 STEPS, SEED = 4, 11
-DRAWN = 30
-BY_NAME = "[values]\nleast_bytes = 1\n"
-"""Every picture and mask lies in a file, however small."""
 
 
 def two_regions() -> bytes:
     mask = np.zeros((SIDE, SIDE), np.bool_)
     mask[4:20, 4:20] = mask[40:60, 40:60] = True
     return encode_mask(mask)
-
-
-def plans() -> list[WorkflowPlan]:
-    """Workflows of every kind of node and loop."""
-    with Workflow("regions", "Each region by itself.") as regions:
-        image, prompt = regions.picture("image"), regions.text("prompt")
-        with each(split(regions.mask("mask")), most=4, carry=image) as one:
-            one.carried = edit(one.picture, one.mask, prompt)
-        regions.gives(image=one.carried)
-    with Workflow("tries", "Until one will do.") as tries:
-        image, mask = tries.picture("image"), tries.mask("mask")
-        with repeat(most=2) as again:
-            with each(2) as one:
-                made = edit(image, mask, "a red star")
-                pictures = one.all(made)
-                verdicts = one.all(shows(made, mask, "a red star", enough=1.0))
-            chosen = best(pictures, verdicts)
-            again.until(chosen.verdict)
-            picture, verdict = again.best(chosen.picture), again.best(chosen.verdict)
-        tries.gives(image=enlarge(picture), verdict=verdict)
-    with Workflow("named", "What is found, or not.") as named:
-        image = named.picture("image")
-        found = find(image, named.text("name"), threshold=1.0)
-        named.gives(image=edit(outline(image), invert(found), "a star"))
-    return [compiled(flow.plan) for flow in (regions, tries, named)]
-
-
-def drawn() -> list[WorkflowPlan]:
-    """Random ones, with all passes but `prime`: cached rows differ from dense ones."""
-    found: list[WorkflowPlan] = []
-
-    @hypothesis.settings(
-        max_examples=DRAWN, database=None, phases=[hypothesis.Phase.generate], deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
-    @hypothesis.seed(time.time_ns())
-    @hypothesis.given(random_plans(deep=1, rounds=2, sized=True))
-    def draw(plan: WorkflowPlan) -> None:
-        named = structs.replace(plan, name=f"drawn-{len(found)}")
-        found.append(compiled(named, set(PASSES) - {"prime"}))
-
-    draw()
-    return found
 
 
 class Site:
@@ -145,7 +83,7 @@ class Site:
 
     def kill(self, what: str) -> None:
         """The node server, or a worker that has an edit of a run."""
-        process: Any = self.supervisor.services[0]
+        process: Any = self.supervisor.services[-1]
         if what == "worker":
             running = [x for x in self.supervisor.workers if status(x.grpc_url)["running"]]
             process = (running or self.supervisor.workers)[0]
@@ -193,41 +131,14 @@ def read(answer: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plans, and models of nodes."""
-    folder = tmp_path_factory.mktemp("workflows")
-    from tests.fakes.tiny_nodes import build_enlarge, build_find, build_segment_2
-
-    build_find(folder / "find")
-    build_enlarge(folder / "big")
-    build_segment_2(folder / "segment", films=True)
-    (folder / "nodes.toml").write_text(
-        f'[model]\ndevice = "cpu"\ntorch_threads = 1\n[nodes]\nfind = "{folder / "find"}"\n'
-        f'enlarge = "{folder / "big"}"\nsegment = "{folder / "segment"}"\nload = "use"\n{BY_NAME}'
-    )
-    (folder / "values.toml").write_text(BY_NAME)
-    for plan in [*plans(), *drawn()]:
-        (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
-    return folder
+def site(pair: Supervisor) -> Site:
+    return Site(pair)
 
 
 @pytest.fixture(scope="module")
-def site(model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    base = free_base_port(3)
-    options = ServeOptions(
-        model=str(model),
-        workers=2,
-        base_port=base,
-        router=True,
-        router_port=base + 20,
-        nodes=folder / "nodes.toml",
-        config=folder / "values.toml",
-        router_config=folder / "values.toml",
-        workflows=folder,
-        log_dir=tmp_path_factory.mktemp("workflow-logs"),
-    )
-    with Supervisor(options) as supervisor:
-        yield Site(supervisor)
+def folder(workflows: Path) -> Path:
+    """Plans, and models of nodes."""
+    return workflows
 
 
 class InProcess:
@@ -271,7 +182,7 @@ class InProcess:
 
 def test_a_run_gives_the_bytes_of_an_interpreter_in_process(site: Site, folder: Path) -> None:
     node = InProcess(site, folder)
-    by_name = {plan.name: plan for plan in plans()}
+    by_name = {plan.name: plan for plan in plans_of_every_kind()}
     exact = {"settings": {"reproducible": True}}
     asked = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
     found, meta = site.run("regions", **asked, **exact)
@@ -490,7 +401,7 @@ def test_what_a_killed_server_had_alone_runs_again(
 ) -> None:
     rng = np.random.default_rng()
     after = after or int(rng.integers(1, 20))
-    [plan] = [plan for plan in plans() if plan.name == "tries"]
+    [plan] = [plan for plan in plans_of_every_kind() if plan.name == "tries"]
     asked = {"image": SOURCE, "mask": two_regions()}
     eventually("all serve", site.whole, timeout_s=240)
     seed = int(rng.integers(2**31))
@@ -512,7 +423,7 @@ def test_what_a_killed_server_had_alone_runs_again(
 
 def test_values_that_are_lost_are_made_again(site: Site, folder: Path) -> None:
     """All that lies in files is removed under a run, twice."""
-    [plan] = [plan for plan in plans() if plan.name == "tries"]
+    [plan] = [plan for plan in plans_of_every_kind() if plan.name == "tries"]
     asked = {"image": SOURCE, "mask": two_regions()}
     seed = int(np.random.default_rng().integers(2**31))
     settings = {"seed": seed, "reproducible": True, "progress": True}

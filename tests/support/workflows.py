@@ -4,11 +4,14 @@ and random plans.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import hypothesis
 import numpy as np
 from hypothesis import strategies as st
+from msgspec import structs
 
 from maskserve_core.imaging.images import encode_png
 from maskserve_core.workflows.asked import AskedNode, Nodes
@@ -25,9 +28,12 @@ from maskserve_core.workflows.nodes import (
     shows,
     split,
 )
+from maskserve_core.workflows.passes import PASSES, compiled
 from maskserve_core.workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
 from maskserve_core.workflows.values import Areas, changed
 
+DRAWN = 30
+"""Plans that `drawn_plans` gives."""
 Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 """Key, node and inputs → outputs."""
 
@@ -175,3 +181,46 @@ def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = Fals
         calls(pictures, masks, verdicts, 0)
         flow.gives(image=pictures[-1], other=pick(pictures))
     return flow.plan
+
+
+def plans_of_every_kind() -> list[WorkflowPlan]:
+    """Workflows of every kind of node and loop."""
+    with Workflow("regions", "Each region by itself.") as regions:
+        image, prompt = regions.picture("image"), regions.text("prompt")
+        with each(split(regions.mask("mask")), most=4, carry=image) as one:
+            one.carried = edit(one.picture, one.mask, prompt)
+        regions.gives(image=one.carried)
+    with Workflow("tries", "Until one will do.") as tries:
+        image, mask = tries.picture("image"), tries.mask("mask")
+        with repeat(most=2) as again:
+            with each(2) as one:
+                made = edit(image, mask, "a red star")
+                pictures = one.all(made)
+                verdicts = one.all(shows(made, mask, "a red star", enough=1.0))
+            chosen = best(pictures, verdicts)
+            again.until(chosen.verdict)
+            picture, verdict = again.best(chosen.picture), again.best(chosen.verdict)
+        tries.gives(image=enlarge(picture), verdict=verdict)
+    with Workflow("named", "What is found, or not.") as named:
+        image = named.picture("image")
+        found = find(image, named.text("name"), threshold=1.0)
+        named.gives(image=edit(outline(image), invert(found), "a star"))
+    return [compiled(flow.plan) for flow in (regions, tries, named)]
+
+
+def drawn_plans() -> list[WorkflowPlan]:
+    """Random ones, with all passes but `prime`: cached rows differ from dense ones."""
+    found: list[WorkflowPlan] = []
+
+    @hypothesis.settings(
+        max_examples=DRAWN, database=None, phases=[hypothesis.Phase.generate], deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.seed(time.time_ns())
+    @hypothesis.given(plans(deep=1, rounds=2, sized=True))
+    def draw(plan: WorkflowPlan) -> None:
+        named = structs.replace(plan, name=f"drawn-{len(found)}")
+        found.append(compiled(named, set(PASSES) - {"prime"}))
+
+    draw()
+    return found
