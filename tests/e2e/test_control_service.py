@@ -23,6 +23,10 @@ from tests.fakes.control_nets import random_net
 from tests.fakes.pictures import encode, scene
 from tests.support.calls import Pixels, pixels
 
+# Held in each run by tests/unit/engine/control_link (what edits get, also one step ahead, and what
+# becomes of them), tests/triton/test_models.py (the service's model, and calls of it),
+# tests/unit/engine/triton (what fast edits are refused) and tests/unit/serving/test_services.py.
+pytestmark = pytest.mark.slow
 SIDE, STEPS = 64, 6
 SOURCE = scene(SIDE, SIDE)
 MASK = np.zeros((SIDE, SIDE), np.uint8)
@@ -102,7 +106,6 @@ def test_fast_edits_ask_ahead_and_say_so(site: Site, expected: Pixels) -> None:
         site.edit(control=True, adapters="fast", reproducible=True, cache="auto")
 
 
-@pytest.mark.slow
 def test_a_service_answers_as_nets_beside_the_base_do(
     expected: Pixels, tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -128,9 +131,6 @@ def freeze(site: Site) -> None:
         process.suspend()
 
 
-# tests/unit/engine/control_link/test_lost_service.py holds what edits get, and that a new one is
-# taken; it is started again as a worker is.
-@pytest.mark.slow
 @pytest.mark.parametrize("harm", [kill_server, kill_model, freeze])
 def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
     site: Site, expected: Pixels, harm: Callable[[Site], None]

@@ -1,4 +1,4 @@
-"""The light models' own Python files, run with a fake of Triton's API."""
+"""Models' own Python files, run with a fake of Triton's API."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import c2pa
+import grpc
 import msgspec
 import numpy as np
 import pytest
 import tomli_w
 from PIL import Image
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_core.config import Config
+from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.meta import final_meta, with_timing
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.tensors import CONTRACTS, Tensor
-from maskserve_core.errors import InvalidRequest
+from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
 from maskserve_core.imaging.images import encode_image
+from maskserve_core.triton.controlnet_calls import ControlNetCalls
 from maskserve_core.triton.tensor_io import read_elements, tensor
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_core.worker.liveness import signed_in
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 from tests.support.certificates import write_signer
 
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -56,13 +61,12 @@ def load(
     # That is for processes of their own.
     monkeypatch.setattr("maskserve_core.triton.worker_model.end_when_stuck", lambda: None)
     hides = "maskserve_engine.stages.unused_libraries.hide_unused_libraries"
-    monkeypatch.setattr(hides, lambda config: None)
+    monkeypatch.setattr(hides, lambda config, **which: None)
     loaded: list[Any] = []
 
     def load(name: str) -> Any:
-        spec = importlib.util.spec_from_file_location(
-            f"{name}_model", REPOSITORY / name / "1" / "model.py"
-        )
+        [file] = ROOT.glob(f"*/{name}/1/model.py")
+        spec = importlib.util.spec_from_file_location(f"{name}_model", file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         model = module.TritonPythonModel()
@@ -236,6 +240,55 @@ def test_late_models_return_nothing_from_execute(
     request = api.request(OP=b"{", IMAGE=b"", MASK=b"", PROMPT=b"", SETTINGS=b"{")
     assert model.execute([request]) is None
     assert "is not valid JSON" in request.sender.wait().error().message()
+
+
+class ControlNetServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """The model `controlnet` behind KServe's gRPC, as Triton streams it."""
+
+    def __init__(self, api: FakeTriton, model: Any) -> None:
+        self._api, self._model = api, model
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+        for request in requests:
+            [op] = (bytes(bytes_tensor.only(raw)) for raw in request.raw_input_contents)
+            asked = self._api.request(OP=op)
+            self._model.execute([asked])
+            said = asked.sender.wait()
+            if said.has_error():
+                yield service_pb2.ModelStreamInferResponse(error_message=said.error().message())
+                continue
+            answer = service_pb2.ModelInferResponse(model_name=request.model_name)
+            bytes_tensor.add_output(answer, "RESULT", [said.text("RESULT")])
+            yield service_pb2.ModelStreamInferResponse(infer_response=answer)
+
+
+def test_a_denoisers_calls_reach_a_controlnet_service(
+    api: FakeTriton, load: Callable[[str], Any], worker: Config, tmp_path: Path
+) -> None:
+    (tmp_path / "nets").mkdir()
+    with (tmp_path / "config.toml").open("a") as file:
+        file.write(f'[controls]\nfolder = "{tmp_path}/nets"\n')
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+        ControlNetServer(api, load("controlnet")), server
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    calls = ControlNetCalls(f"127.0.0.1:{port}")
+    try:
+        session = calls.call({"op": "attach", "dtype": "float32"}, b"", 30.0)["session"]
+        assert calls.call({"op": "health"}, b"", 30.0)["sessions"] == 1
+        asked = {"op": "load", "session": session, "version": "1"}
+        with pytest.raises(AdapterNotFound, match="none"):
+            calls.call({**asked, "name": "none"}, b"", 30.0)
+        with pytest.raises(InvalidRequest, match="is no operation"):
+            calls.call({"op": "none"}, b"", 30.0)
+        server.stop(0).wait()
+        with pytest.raises(Overloaded, match="does not answer"):
+            calls.call({"op": "health"}, b"", 1.0)
+    finally:
+        calls.close()
+        server.stop(0).wait()
 
 
 @pytest.mark.usefixtures("worker")

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
+from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
 from maskserve_core.files.sockets import short_path
 from maskserve_engine.base.job import ControlInput, EditJob
@@ -24,9 +26,11 @@ from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.requests.executor import DenseRowSpec, StepInput, StepResult
+from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.control_service import DirectCalls, Service
+from tests.support.engines import edit
 
 
 class Silent:
@@ -347,3 +351,23 @@ def test_a_service_whose_thread_has_died_ends(
         assert ended.wait(30.0)
     assert service.problem == "its thread has ended"
     service.close()
+
+
+def test_an_edit_says_how_many_of_its_steps_asked_ahead(site: Site) -> None:
+    service = site.service
+    config = structs.replace(
+        service.config, controls=structs.replace(service.config.controls, service="here")
+    )
+    engine = load_engine(config, calls=DirectCalls(service.front, service.triton))
+    named = ResolvedControl(name="one", version=service.versions["one"])
+    stale = []
+    engine.start()
+    try:
+        for adapters in ("exact", "fast"):
+            job, _ = site.jobs(adapters)
+            asked = structs.replace(job.request, controls=(named,), cache="off")
+            stale.append(edit(engine, replace(job, request=asked)).meta["controls_stale_steps"])
+    finally:
+        engine.close(1.0)
+    assert stale == [0, 3]
+    assert engine.counters["controlnet_stale_steps_total"] == 3
