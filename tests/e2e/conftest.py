@@ -26,8 +26,10 @@ from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.collector import Collector, collector
+from tests.fakes.control_nets import made_nets
 from tests.support.calls import Grpc, Http
 from tests.support.clone import Clone, serving_clone
+from tests.support.plain_triton import PlainWorker, plain_triton
 from tests.support.workflows import drawn_plans, plans_of_every_kind
 
 BY_NAME = "[values]\nleast_bytes = 1\n"
@@ -35,6 +37,7 @@ BY_NAME = "[values]\nleast_bytes = 1\n"
 
 GROUPS = {
     "two workers": ("pair",),
+    "a plain Triton": ("plain_worker",),
     "the demo": ("demo",),
     "other models": ("unet_worker", "klein_worker"),
     "one worker": ("worker", "grpc"),
@@ -165,6 +168,22 @@ def klein_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPro
     with Supervisor(options) as running:
         yield running.workers[0]
         assert running.workers[0].restarts == 0
+
+
+@pytest.fixture(scope="session")
+def plain_worker(
+    tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PlainWorker]:
+    """Of a model with inpainting semantics, and ControlNets: `made_nets` and one that is `cut`."""
+    nets = tmp_path_factory.mktemp("nets")
+    for name, net in made_nets().items():
+        net.save_pretrained(nets / name)
+    made_nets()["plain"].save_pretrained(nets / "cut")
+    [weights] = (nets / "cut").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-64])
+    tables, folder = f'[controls]\nfolder = "{nets}"\n', tmp_path_factory.mktemp("plain")
+    with plain_triton(tiny_inpaint, tables, folder) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -26,15 +25,14 @@ from maskserve_client.client import Client
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
-from maskserve_serving.supervisor import Supervisor
-from tests.fakes.control_nets import random_net
+from maskserve_harness.router_site import RouterSite
+from tests.fakes.control_nets import made_nets
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
 from tests.support.calls import InferenceServerException, Pixels, pixels, tensors
 from tests.support.eventually import eventually
+from tests.support.plain_triton import PlainWorker
 
 SIDE, STEPS = 64, 4
 SOURCE = scene(SIDE, SIDE)
@@ -53,21 +51,10 @@ MIX: tuple[Asked, ...] = (
 """What the edits of one batch carry."""
 
 
-@cache
-def made_nets() -> dict[str, Any]:
-    """As deep as one another: of several, diffusers drops what only the deeper one has."""
-    return {
-        "plain": random_net(11, 1, 1),
-        "union": random_net(12, 1, 1, num_mode=3),
-        "other": random_net(13, 1, 1, attention_head_dim=8, axes_dims_rope=(2, 2, 4)),
-    }
-
-
 class Site:
-    def __init__(self, supervisor: Supervisor, options: ServeOptions) -> None:
-        self.worker, self.model = supervisor.workers[0], Path(options.model)
-        self.http = f"127.0.0.1:{options.router_port}"
-        self.url = f"127.0.0.1:{options.router_port + 1}"
+    def __init__(self, worker: PlainWorker, router: RouterSite) -> None:
+        self.worker, self.model = worker, worker.model
+        self.http, self.url = router.http_url, router.grpc_url
 
     def status(self) -> dict[str, Any]:
         with Client(self.worker.grpc_url) as client:
@@ -93,27 +80,9 @@ def picture(seed: int, side: int = SIDE) -> Pixels:
 
 
 @pytest.fixture(scope="module")
-def site(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    nets = tmp_path_factory.mktemp("nets")
-    for name, net in made_nets().items():
-        net.save_pretrained(nets / name)
-    made_nets()["plain"].save_pretrained(nets / "cut")
-    [weights] = (nets / "cut").glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-64])
-    config = tmp_path_factory.mktemp("controls") / "worker.toml"
-    config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
-    port = free_base_port(2)
-    options = ServeOptions(
-        config=config,
-        model=str(tiny_inpaint),
-        base_port=port,
-        router=True,
-        router_port=port + 10,
-        controlnets=str(nets),
-        log_dir=tmp_path_factory.mktemp("control-logs"),
-    )
-    with Supervisor(options) as supervisor:
-        yield Site(supervisor, options)
+def site(plain_worker: PlainWorker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with RouterSite([plain_worker.grpc_url], tmp_path_factory.mktemp("router")) as router:
+        yield Site(plain_worker, router)
 
 
 def expected(site: Site, seed: int, controls: Asked, pictures: list[Pixels]) -> Pixels:

@@ -4,16 +4,10 @@ diffusers' own pipeline, of a model with inpainting semantics.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -21,10 +15,6 @@ import pytest
 from maskserve_core.config import ModelConfig
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_harness.checkout import CHECKOUT
-from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import Ports, free_base_port
-from maskserve_serving.runtime import find_runtime
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
@@ -33,10 +23,10 @@ from tests.support.calls import (
     InferenceServerException,
     Pixels,
     edit_inputs,
-    eventually,
     pixels,
     plain_edit,
 )
+from tests.support.plain_triton import PlainWorker
 
 SIDE = 64
 SOURCE = scene(SIDE, SIDE)
@@ -52,52 +42,10 @@ ASKED = (
 )
 
 
-@pytest.fixture(scope="module")
-def client(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grpc]:
-    folder = tmp_path_factory.mktemp("plain")
-    config, log = folder / "worker.toml", folder / "triton.log"
-    config.write_text(
-        f'runtime_dir = "{folder / "run"}"\n\n[model]\npath = "{tiny_inpaint}"\n'
-        'outside_noise = "edit"  # as the pipeline draws it\n'
-    )
-    triton, ports = find_runtime(None, ServeOptions(model="").cache_dir), free_ports()
-    command = [
-        triton.binary,
-        *("--model-repository=model_repository", "--model-repository=ensemble"),
-        *(f"--http-port={ports.http}", f"--grpc-port={ports.grpc}"),
-        f"--metrics-port={ports.metrics}",
-        "--backend-config=python,stub-timeout-seconds=300",
-        *([f"--backend-directory={triton.backends}"] if triton.backends else ()),
-    ]
-    env = {
-        "HOME": os.environ["HOME"],
-        "MASKSERVE_CONFIG": str(config),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.defpath]),
-        "LD_LIBRARY_PATH": os.pathsep.join(map(str, triton.libraries)),
-    }
-    with log.open("wb") as said:
-        server = subprocess.Popen(command, cwd=CHECKOUT, env=env, stdout=said, stderr=said)
-    try:
-        eventually("Triton is ready", lambda: is_ready(server, ports.http), 240)
-        with closing(Grpc(f"127.0.0.1:{ports.grpc}")) as grpc:
-            yield grpc
-    finally:
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(60)
-    assert code == 0, log.read_text(errors="replace")
-
-
-def free_ports() -> Ports:
-    return Ports.of_worker(free_base_port(), 0)
-
-
-def is_ready(server: subprocess.Popen[bytes], port: int) -> bool:
-    assert server.poll() is None, "Triton has ended"
-    try:
-        with urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (URLError, OSError):
-        return False
+@pytest.fixture
+def client(plain_worker: PlainWorker) -> Iterator[Grpc]:
+    with closing(Grpc(plain_worker.grpc_url)) as grpc:
+        yield grpc
 
 
 @pytest.fixture(scope="module")

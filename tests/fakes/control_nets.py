@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxContr
             if name.startswith("controlnet"):
                 torch.nn.init.normal_(weight, std=0.3)
     return net
+
+
+@cache
+def made_nets() -> dict[str, FluxControlNetModel]:
+    """As deep as one another: of several, diffusers drops what only the deeper one has."""
+    return {
+        "plain": random_net(11, 1, 1),
+        "union": random_net(12, 1, 1, num_mode=3),
+        "other": random_net(13, 1, 1, attention_head_dim=8, axes_dims_rope=(2, 2, 4)),
+    }
 
 
 def random_unet_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
