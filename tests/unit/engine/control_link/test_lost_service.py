@@ -356,7 +356,9 @@ def test_a_service_whose_thread_has_died_ends(
 def test_an_edit_says_how_many_of_its_steps_asked_ahead(site: Site) -> None:
     service = site.service
     config = structs.replace(
-        service.config, controls=structs.replace(service.config.controls, service="here")
+        service.config,
+        cache=structs.replace(service.config.cache, enabled=False),
+        controls=structs.replace(service.config.controls, service="here"),
     )
     engine = load_engine(config, calls=DirectCalls(service.front, service.triton))
     named = ResolvedControl(name="one", version=service.versions["one"])
@@ -365,7 +367,7 @@ def test_an_edit_says_how_many_of_its_steps_asked_ahead(site: Site) -> None:
     try:
         for adapters in ("exact", "fast"):
             job, _ = site.jobs(adapters)
-            asked = structs.replace(job.request, controls=(named,), cache="off")
+            asked = replace(job.request, controls=(named,))
             stale.append(edit(engine, replace(job, request=asked)).meta["controls_stale_steps"])
     finally:
         engine.close(1.0)
