@@ -144,6 +144,7 @@ def test_a_bad_configuration(serve: Callable[..., Serving], model: Path, tmp_pat
     )
 
 
+@pytest.mark.slow  # tests/unit/serving/test_serving.py holds what is said of such a log
 def test_a_model_that_does_not_load(
     serve: Callable[..., Serving], model: Path, tmp_path: Path
 ) -> None:
