@@ -33,6 +33,8 @@ RUN python3 -m venv $VIRTUAL_ENV \
 COPY --from=source / ./
 RUN pip install --no-cache-dir $PIP_FLAGS --no-deps .
 COPY assets/models/demo /opt/models/demo
+COPY assets/nodes /opt/nodes
+COPY assets/workflows /opt/workflows
 # Triton is laid out once, here, not at each start.
 ENV XDG_CACHE_HOME=/opt/cache
 RUN python3 -c "from pathlib import Path; from maskserve_serving.runtime import pip_runtime; pip_runtime(Path('/opt/cache/maskserve'))" \

@@ -311,6 +311,11 @@ def _show_status(values: dict[str, Any]) -> None:
             f"predicted times were off by {error['median']:.0%} (median) and {error['p95']:.0%} "
             f"(P95), last {error['edits']} edits"
         )
+    wanted = values.get("wanted", {"workers": {}, "nodes": 0})
+    counts = [f"{count} of {model}" for model, count in wanted["workers"].items()]
+    counts += [f"{wanted['nodes']} node servers"] if wanted["nodes"] else []
+    if counts:
+        print(f"wanted   {', '.join(counts)}")
     for held in values.get("values", []):
         print(f"values   {held['count']}, {held['bytes'] / 2**20:.1f} MiB in files of a host")
     for address, worker in sorted(workers.items()):

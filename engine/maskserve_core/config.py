@@ -92,8 +92,8 @@ class LimitsConfig(Table, frozen=True):
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
     max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
-    """Encoded bytes of kept results (`keep_result`); beyond, those that were not used for the
-    longest time go."""
+    """Encoded bytes of kept results (`keep_result`), of a host's workers together where they share
+    `[values] folder`; beyond, those that were not used for the longest time go."""
     result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
     """Time after its last use when a kept result goes."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
@@ -378,8 +378,8 @@ class ValuesConfig(Table, frozen=True):
     """
 
     folder: str = ""
-    """In memory, and shared by all of them on this host. Empty: values pass as bytes;
-    `maskserve serve --router` gives one."""
+    """In memory, and shared by all of them on this host, as are kept results then. Empty: values
+    pass as bytes, results are each worker's; `maskserve serve --router` gives one."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
     """Of all values; keys share them. What finds no room passes as bytes."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18

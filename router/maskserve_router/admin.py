@@ -16,6 +16,7 @@ from maskserve_core.config import ConfigError
 from maskserve_router.admission import Admission
 from maskserve_router.control import cluster_status
 from maskserve_router.metrics import Metrics
+from maskserve_router.node_pool import NodePool
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 
@@ -42,10 +43,12 @@ class Admin:
         pending: PendingQueue,
         admission: Admission,
         metrics: Metrics,
+        nodes: NodePool,
         reload: Callable[[], Awaitable[None]],
     ) -> None:
         self._name, self._pool, self._pending = name, pool, pending
         self._admission, self._metrics, self._reload = admission, metrics, reload
+        self._nodes = nodes
 
     def app(self) -> Starlette:
         return Starlette(
@@ -67,6 +70,8 @@ class Admin:
         for address, worker in workers.items():
             metrics.worker_up.labels(address).set(worker.ready)
             metrics.inflight.labels(address).set(len(worker.sent))
+        for model, busy in self._nodes.busy().items():
+            metrics.nodes_busy.labels(model).set(busy)
         metrics.waiting.set(len(self._pending))
         metrics.edits.set(self._admission.edits)
         metrics.bytes.set(self._admission.bytes)

@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
         "--node",
         action="append",
         metavar="HOST:PORT",
-        help="gRPC address of a node server of workflows; may be repeated",
+        help="gRPC address of a node server of workflows, or dns:NAME:PORT; may be repeated",
     )
     add(
         "--values",

@@ -24,6 +24,7 @@ from maskserve_core.config import (
 from maskserve_core.config_file import laid_over, read_tables, read_toml
 from maskserve_core.reading import Table
 from maskserve_core.routing.policies import POLICIES
+from maskserve_router.names import is_address
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -81,7 +82,8 @@ class WorkflowFiles(Table, frozen=True):
     """Of plans, which `maskserve workflows compile` wrote; they are read at the start. Empty: none.
     """
     nodes: tuple[str, ...] = ()
-    """`host:port` of each node server's gRPC port."""
+    """`host:port` of each node server's gRPC port; `dns:name:port` stands for every address of a
+    name."""
     kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB
     """Bytes of nodes' answers that are kept, so that equal calls of a key are not run again; keys
     share them. 0 keeps none."""
@@ -330,10 +332,13 @@ def _check(config: RouterConfig) -> None:
         )
     if bool(config.listen.tls_cert) != bool(config.listen.tls_key):
         raise ConfigError("[listen] tls_cert and tls_key: one is given without the other")
-    for address in config.workers.addresses:
-        host, _, port = address.removeprefix("dns:").rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"[workers] addresses: {address!r} is not host:port or dns:name:port")
+    for key, addresses in (
+        ("[workers] addresses", config.workers.addresses),
+        ("[workflows] nodes", config.workflows.nodes),
+    ):
+        for address in addresses:
+            if not is_address(address):
+                raise ConfigError(f"{key}: {address!r} is not host:port or dns:name:port")
     least = 4 * config.http.max_body_bytes
     if config.keys and config.admission.max_bytes < least:
         raise ConfigError(

@@ -27,6 +27,7 @@ from maskserve_router.operations import check_image, control_request, image_size
 from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions
 from maskserve_router.turns import Turns
+from maskserve_router.wanted import workers_wanted
 from maskserve_router.worker import Worker
 from maskserve_router.workflows import Workflows
 
@@ -104,6 +105,10 @@ class ClusterControl:
             case "status":
                 status = cluster_status(self._name, self._pool.workers.values(), self._predictions)
                 status["nodes"] = await self._workflows.node_servers(client)
+                status["wanted"] = {
+                    "workers": workers_wanted(self._pool.workers.values()),
+                    "nodes": self._workflows.node_servers_wanted(),
+                }
                 return status if client.admin else _as_seen_by(client, status)
             case "cancel":
                 return await self._cancel(operation["request_id"], client)

@@ -41,7 +41,7 @@ from maskserve_router.retry_budget import RetryBudget
 from maskserve_router.sending import Send, result_of, streamed, template_of, unary
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Unread
-from maskserve_router.worker import Sent, WorkerEpoch
+from maskserve_router.worker import Sent, Worker, WorkerEpoch
 
 
 class Dispatcher:
@@ -63,7 +63,7 @@ class Dispatcher:
         self._measure = Measure(config, turns, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
         self._homes: Kept[str, str] = Kept(config.routing.remembered_images)
-        """Kept results, which are at one worker alone, and its address."""
+        """Kept results, and where they lie (`Worker.results_at`)."""
         self._calls: dict[str, EditCall] = {}
         """Edits under way by request id."""
 
@@ -80,7 +80,7 @@ class Dispatcher:
         return True
 
     def forget_home(self, template_id: str) -> None:
-        """A template is at one worker alone no more: it is registered, or gone."""
+        """A template is no result of some workers alone any more: it is registered, or gone."""
         self._homes.drop(template_id)
 
     async def infer(self, call: EditCall, client: KeyHolder) -> bytes:
@@ -147,7 +147,7 @@ class Dispatcher:
                             begun, answer = True, message.content
                             unread.put(message)
                         self._learn(digest, answer, send)
-                        self._learn_home(call, edit, answer, send, failure)
+                        self._learn_home(call, edit, sent.worker, answer, send, failure)
                         return
                 except Failure as error:
                     failure = error
@@ -334,26 +334,32 @@ class Dispatcher:
         return False
 
     def _others_than_home(self, template_id: str) -> frozenset[WorkerEpoch]:
-        """Of a kept result the workers without it, while the one that has it takes edits."""
+        """Of a kept result the workers without it, while one that has it takes edits."""
         home = self._homes.get(template_id)
         ready = self._pool.ready()
-        if home is None or all(worker.address != home for worker in ready):
+        if home is None or all(worker.results_at != home for worker in ready):
             return frozenset()
-        return frozenset(worker.epoch for worker in ready if worker.address != home)
+        return frozenset(worker.epoch for worker in ready if worker.results_at != home)
 
     def _learn_home(
-        self, call: EditCall, edit: Edit, answer: bytes, send: Send, failure: Failure | None
+        self,
+        call: EditCall,
+        edit: Edit,
+        worker: Worker,
+        answer: bytes,
+        send: Send,
+        failure: Failure | None,
     ) -> None:
-        """Remember which worker has a result: it made it, or was found to have it."""
+        """Remember where a result lies: the worker made it, or was found to have it."""
         settings = call.settings
         if settings is None:
             return
         if failure is not None and failure.code == TemplateNotFound.code and settings.template_id:
-            self._homes.put(edit.template_id, call.worker)
+            self._homes.put(edit.template_id, worker.results_at)
         if settings.keep_result:
             kept = result_of(answer, streamed=send is streamed)
             if kept:
-                self._homes.put(kept, call.worker)
+                self._homes.put(kept, worker.results_at)
 
     def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
         """Remember which template the image is, so that its next edit finds its entries."""

@@ -46,6 +46,11 @@ class Metrics:
         self.webhooks = counter(
             "webhooks_total", "Webhooks, by whether their host has taken them.", "end"
         )
+        self.nodes_busy = gauge(
+            "node_servers_busy",
+            "Node servers that this router's calls of a model have kept busy of late.",
+            "model",
+        )
         self.route_seconds = histogram("route_seconds", "Seconds of one decision.", _ROUTE)
         self.edit_seconds = histogram(
             "routed_edit_seconds", "Seconds of an edit at its worker.", _EDIT

@@ -40,14 +40,18 @@ from maskserve_core.workflows.wire import (
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyHolder
+from maskserve_router.names import DNS, resolved
 from maskserve_router.turns import InTurn, Turns
 from maskserve_router.upstream import Upstream
+from maskserve_router.wanted import Busy
 
 _TIMEOUT_S = 120.0
 _ASK_S = 5.0
 _PATIENCE_S = 120.0
 """In which a server that is gone may come back: a supervisor starts it again."""
 _LOOK_S = 0.2
+_RESOLVE_S = 5.0
+"""How often names are resolved anew."""
 _MODEL = "nodes"
 _UNKNOWN = ("unknown model", NOT_HOSTED)
 """Words of a server that does not run a node: Triton's, or its model's own."""
@@ -115,7 +119,9 @@ class NodePool:
         order: str = "slack",
         values: Values = NO_VALUES,
     ) -> None:
-        self._turns, addresses, self._order = turns, files.nodes, order
+        self._turns, self._order = turns, order
+        self._addresses, self._resolves_at = files.nodes, -math.inf
+        self._resolving: asyncio.Task[None] | None = None
         self._values, self._keeping = values, set[str]()
         self._here: dict[str, bool] = {}
         """Whether a server shares the folder, by address; unknown of those that were lost."""
@@ -130,9 +136,14 @@ class NodePool:
         """Answers that are being made."""
         self._places: dict[str, InTurn] = {}
         """By Triton model."""
-        self._servers = {address: Upstream(address) for address in addresses}
-        self._load = dict.fromkeys(addresses, 0.0)
+        self._servers: dict[str, Upstream] = {}
+        self._load: dict[str, float] = {}
         """Seconds of work that each has been sent and not answered."""
+        self._numbers: dict[str, int] = {}
+        """Of all that there were."""
+        self._busy: dict[str, Busy] = {}
+        """By Triton model."""
+        self._leaving = set[asyncio.Task[None]]()
         self._hosted: set[str] = set()
         """Models that a server was seen to run."""
         self._seconds: dict[str, float] = {}
@@ -141,15 +152,31 @@ class NodePool:
     async def close(self) -> None:
         for scope in self._keeping:
             self._values.end(scope, _KEPT)
+        tasks = [*self._leaving, *([self._resolving] if self._resolving else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for server in self._servers.values():
             await server.close()
+
+    @property
+    def known(self) -> bool:
+        """Whether there are to be any."""
+        return bool(self._addresses)
+
+    def busy(self) -> dict[str, float]:
+        """Servers that the calls of each model have kept busy of late."""
+        now = time.monotonic()
+        return {model: each.servers(now) for model, each in self._busy.items()}
 
     async def records(self, client: KeyHolder) -> dict[str, Any]:
         """Of each server, by the name that a client knows it by, what it hosts
         (`NodeModels.record`); None of one that does not answer.
         """
-        told = await asyncio.gather(*map(self._record, self._servers))
-        return dict(zip([self._known(each, client) for each in self._servers], told, strict=True))
+        await self._look()
+        servers = list(self._servers)
+        told = await asyncio.gather(*map(self._record, servers))
+        return dict(zip([self._known(each, client) for each in servers], told, strict=True))
 
     async def check(self, nodes: Collection[str]) -> None:
         """See that a run's nodes can be called, before any of its edits is made for nothing.
@@ -163,6 +190,7 @@ class NodePool:
         missing = [name for name in sorted(nodes) if NODE_TYPES[name].model not in self._hosted]
         if not missing:
             return
+        await self._look()
         records = await asyncio.gather(*map(self._record, self._servers))
         for record in filter(None, records):
             self._hosted.update(each["name"] for each in record["models"])
@@ -170,14 +198,43 @@ class NodePool:
             if all(records) and NODE_TYPES[name].model not in self._hosted:
                 raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
 
+    async def _look(self) -> None:
+        """Find the servers: once, and those behind names anew now and then."""
+        if time.monotonic() >= self._resolves_at:
+            anew = any(each.startswith(DNS) for each in self._addresses)
+            self._resolves_at = time.monotonic() + _RESOLVE_S if anew else math.inf
+            self._resolving = asyncio.create_task(self._resolve())
+        if not self._servers and self._resolving is not None:
+            await asyncio.wait([self._resolving])
+
+    async def _resolve(self) -> None:
+        found = await resolved(self._addresses, self._servers)
+        for address in [each for each in self._addresses if each in found] + sorted(found):
+            if address not in self._servers:
+                self._servers[address] = Upstream(address)
+                self._load.setdefault(address, 0.0)
+                self._numbers.setdefault(address, len(self._numbers))
+        for address in self._servers.keys() - found:  # what it has been sent is waited for
+            task = asyncio.create_task(self._servers.pop(address).close(_TIMEOUT_S))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+        for line in self._places.values():
+            line.resize(self._most())
+
+    def _most(self) -> int:
+        return max(1, _AT_A_SERVER * len(self._servers))
+
     def _known(self, address: str, client: KeyHolder) -> str:
-        """What a client knows a server by: operators by its address, others by its place."""
-        return address if client.admin else f"nodes-{list(self._servers).index(address)}"
+        """What a client knows a server by: operators by its address, others by its number."""
+        return address if client.admin else f"nodes-{self._numbers[address]}"
 
     async def _record(self, address: str) -> dict[str, Any] | None:
         request = _request(NodeTask(RECORD, (), {}), ())
+        server = self._servers.get(address)
+        if server is None:
+            return None
         try:
-            answer = await self._servers[address].infer(request.SerializeToString(), _ASK_S)
+            answer = await server.infer(request.SerializeToString(), _ASK_S)
             (raw,) = bytes_tensor.elements(_contents(answer)["RESULT"], 1)
             record: dict[str, Any] = msgspec.json.decode(raw)
         except (grpc.aio.AioRpcError, KeyError, ValueError, msgspec.MsgspecError):
@@ -276,12 +333,14 @@ class NodePool:
         return self._here.get(address, False)
 
     async def _made(self, message: _Message, kind: NodeType, client: KeyHolder, due: float) -> Made:
-        places = max(1, _AT_A_SERVER * len(self._servers))
-        line = self._places.setdefault(kind.model, InTurn(places))
+        await self._look()
+        line = self._places.setdefault(kind.model, InTurn(self._most()))
         starts_by = due - self._seconds.get(kind.name, kind.price_s)
         async with line.place(client.scope, self._urgency(starts_by)):
             answer, address, tries = await self._answer(message, kind, client)
-            return await self._turns.run(client, len(answer), _made, answer, address, tries)
+            made = await self._turns.run(client, len(answer), _made, answer, address, tries)
+        self._busy.setdefault(kind.model, Busy()).add(made.seconds, time.monotonic())
+        return made
 
     def _urgency(self, starts_by: float) -> float:
         due = None if self._order == "fcfs" else starts_by
@@ -293,11 +352,15 @@ class NodePool:
         """A server's answer, which one's it is, and the number of tries; raises as `call`."""
         end, tries, plain = time.monotonic() + _PATIENCE_S, 1, b""
         while True:
-            gone = False
+            await self._look()
+            gone = bool(self._addresses) and not self._servers
             for address in sorted(self._servers, key=lambda each: (self._load[each], each)):
                 raw = message.whole
                 if message.plain is not None and not await self._is_here(address):
                     raw = plain = plain or await self._turns.run(client, _LONG, message.plain)
+                if address not in self._servers:
+                    gone = True
+                    continue
                 try:
                     return await self._sent(address, raw, kind), address, tries
                 except grpc.aio.AioRpcError as error:

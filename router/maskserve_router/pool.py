@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -14,6 +14,7 @@ import grpc.aio
 from maskserve_core.errors import EngineFailed
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
+from maskserve_router.names import resolved
 from maskserve_router.operations import control_request
 from maskserve_router.worker import Worker, read_status
 
@@ -83,12 +84,7 @@ class Pool:
                 log.exception("resolving the workers' names")
 
     async def _resolve(self) -> None:
-        wanted: set[str] = set()
-        for address in self.config.workers.addresses:
-            if address.startswith("dns:"):
-                wanted.update(await self._addresses(address))
-            else:
-                wanted.add(address)
+        wanted = await resolved(self.config.workers.addresses, self.workers)
         for address in sorted(wanted - set(self.workers)):
             log.info("worker %s is new", address)
             worker = self.workers[address] = Worker(address, self.config)
@@ -98,17 +94,6 @@ class Pool:
             task = asyncio.create_task(self._retire(self.workers.pop(address)))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-
-    async def _addresses(self, name: str) -> Iterable[str]:
-        """Every address of `dns:name:port`; those known so far if the name cannot be resolved."""
-        host, _, port = name.removeprefix("dns:").rpartition(":")
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=1)
-        except OSError as error:
-            log.warning("name %s: %s; the workers known so far stay", host, error)
-            return [address for address in self.workers if address.endswith(f":{port}")]
-        hosts = {str(entry[4][0]) for entry in found}
-        return [f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts]
 
     async def _retire(self, worker: Worker) -> None:
         """Let a worker that is no longer wanted finish what it holds."""

@@ -155,7 +155,13 @@ class Router:
             self._certificates,
         )
         admin = Admin(
-            config.name, self.pool, self.pending, self.admission, self.metrics, self.reload
+            config.name,
+            self.pool,
+            self.pending,
+            self.admission,
+            self.metrics,
+            self._nodes,
+            self.reload,
         )
         self.admin = HttpServer(
             admin.app(),

@@ -47,6 +47,11 @@ class InTurn:
         self._held = Shares(places)
         self._waiting: list[tuple[float, str, asyncio.Future[None]]] = []
 
+    def resize(self, places: int) -> None:
+        """There are so many from now on; what is held beyond is not taken back."""
+        self._places = places
+        self._hand_out()
+
     async def enter(self, key: str, urgency: float = 0.0) -> None:
         """Wait for a place; it is the key's until it leaves. Of its own that wait the lowest
         urgency is next, and of equal ones the first.

@@ -72,6 +72,7 @@ class Upstream:
         answer = await self._infer_aside(request, timeout=timeout)
         return bytes(bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))["RESULT"])
 
-    async def close(self) -> None:
-        await self._channel.close()
+    async def close(self, grace_s: float | None = None) -> None:
+        """Calls under way end, after the grace if there is one."""
+        await self._channel.close(grace_s)
         await self._aside.close()

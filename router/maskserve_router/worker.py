@@ -178,6 +178,11 @@ class Worker:
         return self.status.values.host if self.status is not None else ""
 
     @property
+    def results_at(self) -> str:
+        """Where results that it keeps lie: with all workers of its host, or with it alone."""
+        return self.host or self.address
+
+    @property
     def served(self) -> Served | None:
         return self.status.served if self.status is not None else None
 

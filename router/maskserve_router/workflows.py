@@ -65,6 +65,7 @@ from maskserve_router.run_times import RunTime, RunTimes
 from maskserve_router.run_values import RunValues
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
+from maskserve_router.wanted import servers_wanted
 from maskserve_router.worker import Worker
 
 log = logging.getLogger("maskserve.router")
@@ -143,6 +144,10 @@ class Workflows:
     async def node_servers(self, client: KeyHolder) -> dict[str, Any]:
         """What each hosts; None of one that does not answer."""
         return await self._nodes.records(client)
+
+    def node_servers_wanted(self) -> int:
+        """For what the router's calls keep busy; 0: it knows of no node server."""
+        return servers_wanted(sum(self._nodes.busy().values())) if self._nodes.known else 0
 
     async def stream(
         self,

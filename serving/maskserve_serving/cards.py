@@ -23,6 +23,7 @@ _SHAPES = ["*.json"]
 def print_cards(options: ServeOptions) -> int:
     """Print the table; returns the exit code."""
     try:
+        options.check()
         named = with_model(read_tables(options.config), options.model, _SHAPES)
         tables = with_its_cache(named, partial(print, file=sys.stderr))
         tables = with_stages(options, with_values(tables, "model", **options.of_model))

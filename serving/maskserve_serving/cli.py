@@ -96,10 +96,13 @@ def _announce(supervisor: Supervisor) -> None:
             f"metrics {each.metrics_url}  log {each.output}",
             flush=True,
         )
+    if not fronts:
+        for service in supervisor.services:
+            print(f"{service.name}: gRPC {service.grpc_url}  log {service.output}", flush=True)
     print("ready; Ctrl-C finishes accepted edits and stops", flush=True)
-    print(
-        f"try: {_next_command((supervisor.router or supervisor.workers[0]).grpc_url)}", flush=True
-    )
+    if fronts:
+        front = supervisor.router or supervisor.workers[0]
+        print(f"try: {_next_command(front.grpc_url)}", flush=True)
 
 
 def _next_command(grpc_url: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maskserve_core.config import WEIGHT_FORMS
+from maskserve_serving.errors import ServeError
 
 _PACKAGE = Path(__file__).resolve().parent
 # An installed package carries Triton's models; in a checkout they lie at its root.
@@ -58,8 +59,14 @@ class ServeOptions:
     and None leave the configuration's word.
     """
 
-    model: str = _flag("folder in diffusers format, or a hub id")
-    workers: int = _flag("Triton servers (default %(default)s)", 1, type=int, metavar="N")
+    model: str = _flag("folder in diffusers format, or a hub id", "")
+    workers: int = _flag(
+        "Triton servers (default %(default)s); 0: --stages-device or --nodes alone, for "
+        "workers and routers of other hosts",
+        1,
+        type=int,
+        metavar="N",
+    )
     devices_per_worker: int | Literal["auto"] = _flag(
         "devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1); auto: on "
         "a CPU the number of processes sharing its cores that serves most edits at once, tried "
@@ -237,6 +244,16 @@ class ServeOptions:
         found: dict[str, Any] = {each.name: getattr(flags, each.name) for each in _flags()}
         several = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
         return cls(**{**found, **several})
+
+    def check(self) -> None:
+        """Raises ServeError: the flags do not go together."""
+        alone = bool(self.stages_device) or self.nodes is not None
+        if self.workers < 0 or not (self.workers or alone):
+            raise ServeError(f"--workers: {self.workers} is not at least 1")
+        if not self.workers and (self.router or self.controlnet_device):
+            raise ServeError("--workers: 0 is for --stages-device and --nodes alone")
+        if not self.model and (self.workers or self.stages_device):
+            raise ServeError("--model: is missing; name a folder in diffusers format, or a hub id")
 
     @property
     def of_model(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from maskserve_serving.command import command, environment
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked, read_tables, with_values
 from maskserve_serving.options import MODELS, SERVICES
-from maskserve_serving.ports import Ports, check_free
+from maskserve_serving.ports import Ports, check_free, reachable
 from maskserve_serving.process import Process
 from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
 from maskserve_serving.source import with_node_folders
@@ -24,7 +24,7 @@ from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor_log import SupervisorLog
 
 _HOST = "127.0.0.1"
-"""Only processes of this host have a use for them."""
+"""Where those listen for which only processes of this host have a use."""
 _SILENT_S = 10.0
 
 
@@ -36,16 +36,24 @@ class ServiceProcess(Process):
         spec: of a worker that it serves; the others have the same options.
         ports: that it listens at.
         repository: of its models.
+        host: address that it listens at.
     """
 
-    def __init__(self, name: str, spec: Spec, ports: Ports, repository: Path = SERVICES) -> None:
+    def __init__(
+        self,
+        name: str,
+        spec: Spec,
+        ports: Ports,
+        repository: Path = SERVICES,
+        host: str = _HOST,
+    ) -> None:
         self._spec = spec
-        self._options = replace(spec.options, host=_HOST, repositories=(repository,))
+        self._options = replace(spec.options, host=host, repositories=(repository,))
         self._files = WorkerFiles(spec.files.root.parent / name, spec.files.templates.parent / name)
         self.ports = ports
         output = spec.options.log_dir / f"{name}.log"
         run_dir = spec.files.root.parent
-        url = f"http://{_HOST}:{self.ports.http}"
+        url = f"http://{reachable(host)}:{self.ports.http}"
         super().__init__(name, "tritonserver", url, output, run_dir, spec.options.say)
         self._processes = Processes(self._files.runtime)
         self.config = Config()
@@ -62,12 +70,16 @@ class ServiceProcess(Process):
     def models(self) -> list[str]:
         """Those to load, by its configuration."""
 
+    @property
+    def grpc_url(self) -> str:
+        return f"{reachable(self._options.host)}:{self.ports.grpc}"
+
     def check_log(self) -> None:
         super().check_log()
         SupervisorLog.check(checked(self._spec.with_log(self._spec.tables)))
 
     def check_ports(self) -> None:
-        check_free(_HOST, self.ports)
+        check_free(self._options.host, self.ports)
 
     def start(self) -> None:
         self.check_ports()
@@ -143,10 +155,14 @@ class ControlNetProcess(ServiceProcess):
 
 
 class StagesProcess(ServiceProcess):
-    """The workers' encoder and decoder, once for all of them: the models of these names."""
+    """The workers' encoder and decoder, once for all of them: the models of these names. Without
+    workers here, for those of other hosts.
+    """
 
     def __init__(self, spec: Spec) -> None:
-        super().__init__("stages", spec, Ports.of_stages(spec.options.base_port), MODELS)
+        options = spec.options
+        host = _HOST if options.workers else options.host
+        super().__init__("stages", spec, Ports.of_stages(options.base_port), MODELS, host)
 
     def tables(self) -> dict[str, Any]:
         spec = self._spec
@@ -164,10 +180,12 @@ class StagesProcess(ServiceProcess):
 
 
 class NodesProcess(ServiceProcess):
-    """Nodes of workflows, but for edits."""
+    """Nodes of workflows, but for edits; without a router here, for one of another host."""
 
     def __init__(self, spec: Spec) -> None:
-        super().__init__("nodes", spec, Ports.of_nodes(spec.options.base_port))
+        options = spec.options
+        host = _HOST if options.router else options.host
+        super().__init__("nodes", spec, Ports.of_nodes(options.base_port), host=host)
 
     def tables(self) -> dict[str, Any]:
         file = self._spec.options.nodes

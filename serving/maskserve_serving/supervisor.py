@@ -35,9 +35,10 @@ from maskserve_serving.service import (
     StagesProcess,
 )
 from maskserve_serving.source import with_its_cache, with_model
+from maskserve_serving.spec import Spec
 from maskserve_serving.tracing import with_trace
 from maskserve_serving.watch import Watch
-from maskserve_serving.worker import WorkerProcess, make_workers
+from maskserve_serving.worker import WorkerProcess, specs_of
 
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
@@ -67,6 +68,7 @@ class Supervisor:
         self.router: RouterProcess | None = None
         self.services: list[ServiceProcess] = []
         """What serves the workers, or the router beside them."""
+        self._specs: list[Spec] = []
         self._watches: list[Watch] = []
         self._closing = threading.Event()
         self._looking_away = threading.Event()
@@ -95,30 +97,29 @@ class Supervisor:
             ServeError: with nothing left running.
         """
         options = self.options
-        if options.workers < 1:
-            raise ServeError(f"--workers: {options.workers} is not at least 1")
-        asked = with_values(read_tables(options.config), "model", **options.of_model)
-        tables = with_its_cache(with_model(asked, options.model), options.say)
+        options.check()
+        tables = with_values(read_tables(options.config), "model", **options.of_model)
+        if options.model:
+            tables = with_its_cache(with_model(tables, options.model), options.say)
         tables = with_trace(tables, options)
         if options.cfg_devices:
             tables = with_pair(options, tables)
         check_packages(router=options.router)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
-        if options.devices_per_worker == "auto":
+        if options.devices_per_worker == "auto" and options.workers:
             options = replace(options, devices_per_worker=tried_devices(options, tables))
-        self.workers = make_workers(options, runtime, tables)
-        if options.nodes is not None and not options.router:
-            raise ServeError("--nodes: workflows run at a router; give --router, too")
+        self._specs = specs_of(options, runtime, tables)
+        self.workers = [WorkerProcess(spec) for spec in self._specs[: options.workers]]
+        first = self._specs[0]
         if options.controlnet_device:
-            self.services.append(ControlNetProcess(self.workers[0].spec))
+            self.services.append(ControlNetProcess(first))
         if options.stages_device:
-            self.services.append(StagesProcess(self.workers[0].spec))
+            self.services.append(StagesProcess(first))
         if options.nodes is not None:
-            self.services.append(NodesProcess(self.workers[0].spec))
+            self.services.append(NodesProcess(first))
         if options.router:
             addresses = [worker.grpc_url for worker in self.workers]
-            run_dir = self.workers[0].spec.files.root.parent
-            self.router = RouterProcess(self.workers[0].spec.options, addresses, run_dir)
+            self.router = RouterProcess(first.options, addresses, first.files.root.parent)
         self._watches = [Watch(process, start_at=1e-9) for process in self._processes()]
         try:
             self._held = hold(self._files())
@@ -320,7 +321,7 @@ class Supervisor:
         return [*self.workers, *router, *self.services]
 
     def _files(self) -> list[WorkerFiles]:
-        return [worker.spec.files for worker in self.workers]
+        return [spec.files for spec in self._specs]
 
     def _say_once(self, watch: Watch, surprise: str) -> None:
         if surprise != watch.surprise:

@@ -203,10 +203,8 @@ class WorkerProcess(Process):
         self.spec.files.remove()
 
 
-def make_workers(
-    options: ServeOptions, runtime: Runtime, tables: dict[str, Any]
-) -> list[WorkerProcess]:
-    """One worker per index, none started."""
+def specs_of(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) -> list[Spec]:
+    """One per index; where there are no workers, one for the services."""
     options = replace(options, log_dir=options.log_dir.resolve())
-    files = worker_files(options.base_port, options.workers)
-    return [WorkerProcess(Spec(i, options, runtime, tables, own)) for i, own in enumerate(files)]
+    files = worker_files(options.base_port, max(1, options.workers))
+    return [Spec(i, options, runtime, tables, own) for i, own in enumerate(files)]

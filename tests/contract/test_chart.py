@@ -16,8 +16,10 @@ from maskserve_core.config import ConfigError
 from maskserve_core.config_file import config_of, tomllib
 from maskserve_router.cli import parser as router_parser
 from maskserve_router.config import Listen, load_router_config, router_config_of
+from maskserve_router.metrics import Metrics
 from maskserve_serving.cli import add_arguments
-from maskserve_serving.options import DEFAULT_BASE_PORT
+from maskserve_serving.options import DEFAULT_BASE_PORT, ServeOptions
+from maskserve_serving.ports import Ports
 from tests.support.helm import find_helm
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +39,27 @@ EVERYTHING = {
     "imagePullSecrets[0].name": "registry",
 }
 ON_CPU = {"worker.gpu.count": "0", "image.tag": "cpu", "worker.model": "/opt/models/demo"}
+SERVICES = {
+    "stages.enabled": "true",
+    "stages.config": "[stages]\nprompt_bytes = 1024",
+    "nodes[0].name": "find",
+    "nodes[0].config": '[nodes]\nfind = "/models/find"',
+    "nodes[0].models[0]": "find",
+    "nodes[0].models[1]": "segment",
+    "nodes[0].maxReplicas": "3",
+    "nodes[1].name": "big",
+    "nodes[1].config": '[nodes]\nenlarge = "/models/big"',
+    "nodes[1].models[0]": "enlarge",
+    "nodes[1].gpu.count": "1",
+    "nodes[1].gpu.resource": "nvidia.com/gpu",
+    "nodes[1].resources.limits.memory": "16Gi",
+    "workflowsClaim": "plans",
+    "worker.modelsClaim": "models",
+    "autoscaling.enabled": "true",
+}
 VALUES = {
     "defaults": {},
+    "services": SERVICES,
     "everything": EVERYTHING,
     "cpu": ON_CPU,
     "hpa": {"autoscaling.enabled": "true", "autoscaling.kind": "hpa"},
@@ -102,10 +123,10 @@ def test_a_wrong_resource_is_found(helm: Path) -> None:
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_what_selects_pods_finds_those_and_no_others(helm: Path, values: dict[str, str]) -> None:
     resources = rendered(helm, values)
-    pods = {
-        part: one(resources, kind)["spec"]["template"]["metadata"]["labels"]
-        for part, kind in (("worker", "StatefulSet"), ("router", "Deployment"))
-    }
+    sets = [each for each in resources if each["kind"] in ("StatefulSet", "Deployment")]
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in sets]
+    pods = {each["app.kubernetes.io/component"]: each for each in labels}
+    assert len(pods) == len(sets) == (5 if values is SERVICES else 2)
     selecting: dict[str, dict[str, str]] = {}
     for each in resources:
         spec = each.get("spec", {})
@@ -117,7 +138,8 @@ def test_what_selects_pods_finds_those_and_no_others(helm: Path, values: dict[st
     assert len(selecting) >= 8
     for name, chosen in selecting.items():
         found = [part for part, labels in pods.items() if chosen.items() <= labels.items()]
-        assert found == ["worker" if "worker" in name else "router"], name
+        kind, _, of = name.partition("/shop-maskserve")
+        assert found == [of.lstrip("-").replace("workers", "worker") or "router"], (kind, name)
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
@@ -150,7 +172,7 @@ def test_a_worker_runs_what_serve_takes(helm: Path, values: dict[str, str]) -> N
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_a_router_finds_the_workers_and_is_found(helm: Path, values: dict[str, str]) -> None:
     resources = rendered(helm, values)
-    (router,) = one(resources, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (router,) = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]["containers"]
     program, *arguments = router["command"]
     assert program == "maskserve-router"
     options = router_parser().parse_args(arguments)
@@ -160,7 +182,7 @@ def test_a_router_finds_the_workers_and_is_found(helm: Path, values: dict[str, s
     assert ports == {"http": LISTEN.http_port, "grpc": LISTEN.grpc_port, "admin": LISTEN.admin_port}
     secret = one(resources, "Secret")["stringData"]["router.toml"]
     config = router_config_of(tomllib.loads(secret))
-    spec = one(resources, "Deployment")["spec"]["template"]["spec"]
+    spec = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] > config.faults.drain_grace_s + 5
     secured = bool(config.listen.tls_cert)
     assert secured == (values is EVERYTHING)
@@ -170,12 +192,58 @@ def test_a_router_finds_the_workers_and_is_found(helm: Path, values: dict[str, s
     )
 
 
+def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
+    resources = rendered(helm, SERVICES)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    found = {}
+    for part in ("stages", "nodes-find", "nodes-big"):
+        of = one(resources, "Deployment", f"-{part}")
+        (container,) = of["spec"]["template"]["spec"]["containers"]
+        assert container["command"][:2] == ["maskserve", "serve"]
+        options = ServeOptions.given(parser.parse_args(container["command"][2:]))
+        options.check()
+        assert (options.workers, options.host) == (0, "0.0.0.0")
+        of_part = Ports.of_stages if part == "stages" else Ports.of_nodes
+        ports = of_part(DEFAULT_BASE_PORT)
+        assert [p["containerPort"] for p in container["ports"]] == [ports.http, ports.grpc]
+        service = one(resources, "Service", f"-{part}")
+        assert [p["port"] for p in service["spec"]["ports"]] == [ports.grpc]
+        found[part] = f"{service['metadata']['name']}.edits:{ports.grpc}"
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        given = options.nodes or options.config
+        assert given is not None
+        assert str(given.parent) in mounts
+        text = one(resources, "ConfigMap", f"-{part}")["data"][given.name]
+        config = config_of(tomllib.loads(text))
+        assert config.stages.prompt_bytes == (1024 if part == "stages" else 2**28)
+        assert all(str(Path(each).parent) in mounts for each in config.nodes.folders().values())
+    worker = config_of(tomllib.loads(one(resources, "ConfigMap", "-worker")["data"]["worker.toml"]))
+    host, _, port = found["stages"].rpartition(":")
+    assert worker.stages.service == f"{host.removesuffix('.edits')}:{port}"
+    (router,) = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]["containers"]
+    given = router_parser().parse_args(router["command"][1:])
+    assert given.node == [f"dns:{found['nodes-find']}", f"dns:{found['nodes-big']}"]
+    assert given.workflows in {mount["mountPath"] for mount in router["volumeMounts"]}
+
+
+def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:
+    resources = rendered(helm, SERVICES)
+    spec = one(resources, "ScaledObject", "-nodes-find")["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (1, 3)
+    (trigger,) = spec["triggers"]
+    promql.parse(trigger["metadata"]["query"])
+    name = f'{Metrics().nodes_busy._name}{{namespace="edits",model=~"find|segment"}}'
+    assert trigger["metadata"]["query"] == f"sum({name})"
+    assert "replicas" not in one(resources, "Deployment", "-nodes-find")["spec"]
+    assert one(resources, "Deployment", "-stages")["spec"]["replicas"] == 1
+
+
 def test_a_router_that_is_to_have_keys_does_not_start_without(helm: Path, tmp_path: Path) -> None:
     """A secret whose entry has another name let every client in: the shell hid that it was gone."""
     for values, asked in (({}, False), ({"router.keysSecret": "keys"}, True)):
-        (router,) = one(rendered(helm, values), "Deployment")["spec"]["template"]["spec"][
-            "containers"
-        ]
+        spec = one(rendered(helm, values), "Deployment", "-router")["spec"]["template"]["spec"]
+        (router,) = spec["containers"]
         options = router_parser().parse_args(router["command"][1:])
         assert (options.keys is not None) == asked
     mounts = {mount["mountPath"] for mount in router["volumeMounts"]}

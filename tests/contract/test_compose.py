@@ -19,7 +19,8 @@ from maskserve_core.config_file import load_config
 from maskserve_router.cli import parser as router_parser
 from maskserve_router.config import RouterConfig
 from maskserve_serving.cli import add_arguments
-from maskserve_serving.options import DEFAULT_BASE_PORT
+from maskserve_serving.options import DEFAULT_BASE_PORT, ServeOptions
+from maskserve_serving.ports import Ports
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-ROUTERS = ("router", "router-cpu")
-WORKERS = tuple(name for name in SERVICES if name.startswith(("cpu-", "gpu-")))
+ROUTERS = ("router", "router-cpu", "router-hosts")
+WORKERS = (*(name for name in SERVICES if name.startswith(("cpu-", "gpu-"))), "edits")
 LISTEN = RouterConfig().listen
 OURS = [name for name, service in SERVICES.items() if service["image"].startswith("maskserve:")]
 """Services whose image the Dockerfile makes."""
@@ -52,12 +53,12 @@ def test_workers_are_reached_by_the_router_and_prometheus_alone() -> None:
     def networks(name: str) -> set[str]:
         return set(SERVICES[name].get("networks", ("default",)))
 
-    workers = [name for name in SERVICES if re.fullmatch(r"(cpu|gpu)-\d", name)]
-    assert workers
-    assert all(networks(name) == {"workers"} for name in workers)
-    others = {name for name in SERVICES if "workers" in networks(name)} - set(workers)
-    assert others == {"router", "router-cpu", "prometheus"}
-    assert not any(SERVICES[name].get("ports") for name in workers)
+    assert len(WORKERS) == 11
+    assert all(networks(name) == {"workers"} for name in WORKERS)
+    others = {name for name in SERVICES if "workers" in networks(name)} - set(WORKERS)
+    assert others == {*ROUTERS, "prometheus"}
+    assert {name for name in SERVICES if "nodes" in networks(name)} == {"nodes", "router-hosts"}
+    assert not any(SERVICES[name].get("ports") for name in (*WORKERS, "nodes"))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -82,14 +83,20 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
         assert any(source == a or source.startswith(f"{a}/") for a in allowed), source
 
 
-@pytest.mark.parametrize("name", WORKERS)
-def test_a_worker_s_command_is_one_that_serve_takes(name: str) -> None:
-    service = SERVICES[name]
-    program, command, *arguments = [plain(word) for word in service["command"]]
+def served(name: str) -> ServeOptions:
+    """What a container of ours serves."""
+    program, command, *arguments = [plain(word) for word in SERVICES[name]["command"]]
     assert (program, command) == ("maskserve", "serve")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = ServeOptions.given(parser.parse_args(arguments))
+    options.check()
+    return options
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_s_command_is_one_that_serve_takes(name: str) -> None:
+    service, options = SERVICES[name], served(name)
     assert options.host == "0.0.0.0"
     assert options.base_port == DEFAULT_BASE_PORT
     assert f":{DEFAULT_BASE_PORT}/v2/health/ready" in service["healthcheck"]["test"][-1]
@@ -105,11 +112,30 @@ def test_a_router_finds_the_workers_and_is_found(name: str) -> None:
     program, *arguments = SERVICES[name]["command"]
     assert program == "maskserve-router"
     options = router_parser().parse_args(arguments)
-    assert options.worker == [f"dns:workers:{DEFAULT_BASE_PORT + 1}"]
+    workers = served("edits").workers if name == "router-hosts" else 1
+    ports = [Ports.of_worker(DEFAULT_BASE_PORT, index) for index in range(workers)]
+    assert options.worker == [f"dns:workers:{each.grpc}" for each in ports]
     published = [plain(port).rsplit(":", 1)[1] for port in SERVICES[name]["ports"]]
     assert published == [str(LISTEN.http_port), str(LISTEN.grpc_port)]
     assert f":{LISTEN.http_port}/healthz" in SERVICES[name]["healthcheck"]["test"][-1]
     assert aliases(SERVICES[name]) == ["routers"]
+
+
+def test_two_hosts_are_workers_with_shared_stages_and_a_node_server() -> None:
+    edits, nodes = served("edits"), served("nodes")
+    assert (edits.workers, bool(edits.stages_device), edits.nodes) == (2, True, None)
+    assert (nodes.workers, nodes.host) == (0, "0.0.0.0")
+    assert SERVICES["nodes"]["volumes"] == [f"./deploy/nodes.toml:{nodes.nodes}:ro"]
+    ports = Ports.of_nodes(DEFAULT_BASE_PORT)
+    assert f":{ports.http}/v2/health/ready" in SERVICES["nodes"]["healthcheck"]["test"][-1]
+    router = router_parser().parse_args(SERVICES["router-hosts"]["command"][1:])
+    assert router.node == [f"dns:nodes:{ports.grpc}"]
+    assert aliases(SERVICES["nodes"]) == ["nodes"]
+    of_image = dict(re.findall(r"^COPY (assets/\S+) (\S+)$", DOCKERFILE, flags=re.MULTILINE))
+    assert of_image["assets/workflows"] == router.workflows
+    folders = load_config(ROOT / "deploy" / "nodes.toml").nodes.folders().values()
+    assert {each.rpartition("/")[0] for each in folders} == {of_image["assets/nodes"]}
+    assert all((ROOT / "assets" / "nodes" / each.rpartition("/")[2]).is_dir() for each in folders)
 
 
 def test_prometheus_scrapes_what_there_is() -> None:

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fakes.pictures import blob_mask, scene
+from maskserve_client.client import Client
+from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, eventually, pixels, texts
 from tests.support.compose import ROOT, Compose, missing
 
@@ -127,6 +128,45 @@ def test_prometheus_has_workers_and_router(compose: Compose) -> None:
     eventually("both workers scraped", lambda: value('sum(up{job="workers"})') == 2, 60)
     eventually("the router scraped", lambda: value('sum(up{job="routers"})') == 1, 60)
     eventually("edits counted", lambda: value("sum(maskserve_requests_total)") > 0, 60)
+
+
+HOSTS = ("edits", "nodes", "router-hosts")
+
+
+@pytest.fixture
+def hosts(compose: Compose) -> Iterator[Compose]:
+    """The profile of this name, by the images that were built."""
+    system = Compose(f"maskserve-test-hosts-{os.getpid()}", "hosts")
+    try:
+        system.run("up", "--no-build", "--detach", *HOSTS)
+        for service in HOSTS:
+            eventually(f"{service} healthy", lambda s=service: system.healthy(s), 600)
+        yield system
+    finally:
+        system.run("down", "--volumes", "--timeout", "90")
+
+
+def test_two_hosts_run_a_workflow_and_outlive_a_node_server(hosts: Compose) -> None:
+    source, mask = scene(64, 64), blob_mask(64, 64)
+    inputs = {"image": encode(source), "mask": encode(mask), "prompt": "a red star"}
+    with Client(f"127.0.0.1:{hosts.grpc}") as client:
+
+        def run() -> Any:
+            asked = {"seed": 1, "reproducible": True, "num_inference_steps": 4}
+            return pixels(client.run_workflow("variants", inputs, **asked)[0]["image"])
+
+        first = run()
+        assert (first[mask == 0] == source[mask == 0]).all()
+        status = client.control("status")
+        assert [each["up"] for each in status["workers"].values()] == [True, True]
+        for worker in status["workers"].values():
+            states = {node["name"]: node["state"] for node in worker["nodes"]}
+            assert states == dict.fromkeys(("denoiser", "encoder", "decoder"), "ready")
+        [record] = status["nodes"].values()
+        assert {"find", "segment", "enlarge"} <= {each["name"] for each in record["models"]}
+        assert status["wanted"] == {"workers": {"demo": 1}, "nodes": 1}
+        hosts.run("restart", "nodes")  # a container has another address then, or may have
+        assert run().tolist() == first.tolist()
 
 
 GPUS = ("gpu-0", "gpu-1")

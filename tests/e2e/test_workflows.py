@@ -25,7 +25,8 @@ from maskserve_client.client import Client
 from maskserve_client.masks import Masks
 from maskserve_core.config import LimitsConfig
 from maskserve_core.config_file import config_of
-from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.contracts.keys import TEMPLATE_ID
+from maskserve_core.errors import InvalidRequest, MaskserveError, TemplateNotFound
 from maskserve_core.files.store import size_of
 from maskserve_core.workflows.folder import read_plans
 from maskserve_core.workflows.node_types import WorkflowError
@@ -94,9 +95,13 @@ class Site:
         """Their folder."""
         return self.supervisor.workers[0].spec.files.values
 
+    def held(self) -> list[Path]:
+        """Those that lie there now."""
+        return [path for path in self.values.iterdir() if TEMPLATE_ID.fullmatch(path.name)]
+
     def lose(self) -> int:
-        """All of them that lie there now, under whoever reads them; how many."""
-        files = [path for path in self.values.iterdir() if "." not in path.name]
+        """All that lie there now go, under whoever reads them; how many."""
+        files = self.held()
         for file in files:
             file.unlink(missing_ok=True)
         return len(files)
@@ -282,7 +287,7 @@ def test_the_status_says_who_hosts_what(site: Site) -> None:
 
     def agree() -> bool:
         """The run is answered before its files are gone; workers are asked now and then."""
-        told, files = status(site.url), [p for p in site.values.iterdir() if "." not in p.name]
+        told, files = status(site.url), site.held()
         [held], [record] = told["values"], told["nodes"].values()
         size = sum(map(size_of, files))  # one may go meanwhile
         return held == record["values"] and (held["count"], held["bytes"]) == (len(files), size)
@@ -421,6 +426,29 @@ def test_what_a_killed_server_had_alone_runs_again(
     assert meta["nodes"][: len(before)] == before  # what had ended did not run again
 
 
+def test_a_kept_result_is_good_on_every_worker_of_the_host(site: Site) -> None:
+    with contextlib.ExitStack() as held:
+        workers = [held.enter_context(Client(w.grpc_url)) for w in site.supervisor.workers]
+        asked = {"num_inference_steps": STEPS, "seed": SEED, "reproducible": True}
+        first = workers[0].edit(
+            SOURCE, two_regions(), "a red star", keep_result=True, request_id="k1!first", **asked
+        )
+
+        def following(worker: Client, scope: str, image: bytes | None = None) -> bytes:
+            named = {} if image else {"template_id": first.result_template_id}
+            name = f"{scope}!{os.urandom(4).hex()}"
+            made = worker.edit(
+                image, two_regions(), "a blue heart", request_id=name, **named, **asked
+            )
+            return made.encoded
+
+        own = following(workers[0], "k1")
+        assert following(workers[1], "k1") == own == following(workers[1], "k2", first.encoded)
+        for worker in workers:
+            with pytest.raises(TemplateNotFound):
+                following(worker, "k2")
+
+
 def test_values_that_are_lost_are_made_again(site: Site, folder: Path) -> None:
     """All that lies in files is removed under a run, twice."""
     [plan] = [plan for plan in plans_of_every_kind() if plan.name == "tries"]
@@ -449,7 +477,7 @@ def test_nothing_is_left_of_runs(site: Site) -> None:
     site.run("tries", image=SOURCE, mask=two_regions())
     eventually("all is gone", lambda: not left())
     assert {p.name for p in site.values.glob("*.unscoped-kept")} >= {
-        f"{p.name}.unscoped-kept" for p in site.values.iterdir() if "." not in p.name
+        f"{p.name}.unscoped-kept" for p in site.held()
     }
     folder = str(site.values).encode()
     for process in Path("/proc").glob("[0-9]*"):

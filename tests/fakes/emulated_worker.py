@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.settings import EditSettings, parse_settings
-from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
+from maskserve_core.contracts.status_record import RowStatus, Served, ValuesHeld, WorkerStatus
 from maskserve_core.imaging.images import decode_mask
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_harness.simulator.hardware import Hardware
@@ -81,6 +81,8 @@ class EmulatedWorker:
             served=Served(side, 1, 28, True, hardware.dense_above_ratio if hardware else 1.0),
             pricing=hardware.pricing if hardware else None,
         )
+        self.host = ""
+        """Of those who share its folder of values."""
         self._stepped_ns = time.monotonic_ns()
         self._server = grpc.aio.server(
             options=(
@@ -153,6 +155,7 @@ class EmulatedWorker:
             self._status,
             running=tuple(self._edits[name].status for name in running),
             waiting=tuple(e.status for name, e in self._edits.items() if name not in running),
+            values=ValuesHeld(self.host),
         )
         age_s = (time.monotonic_ns() - self._stepped_ns) / 1e9 if running else 0.0
         more = {"age_s": age_s, "alive": True, "in_flight": len(self._edits)}

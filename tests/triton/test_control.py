@@ -24,7 +24,7 @@ from maskserve_core.triton.control import OPERATIONS, WorkerControl
 from maskserve_core.triton.together import batched
 from maskserve_core.worker.admission import Gate
 from maskserve_core.worker.stages import StagesAway
-from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.worker.templates import KeptTemplates
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 from tests.support.eventually import eventually
 
@@ -217,7 +217,7 @@ def test_pictures_of_equal_pixels_share_entries_and_keep_their_own_transparency(
         image = base64.b64encode(files[-1]).decode()
         names.append(ask(api, control, {"op": "register", "image": image})["template_id"])
     first, second = names
-    kept = TemplateFolder(templates_folder(config))
+    kept = KeptTemplates(templates_folder(config))
     assert [kept.get(name) for name in names] == files
 
     def listed_now() -> dict[str, Any]:

@@ -30,7 +30,8 @@ from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.traffic import PROBE
 from maskserve_core.worker.admission import Gate
 from maskserve_core.worker.stages import NO_ANSWER, StagesAway
-from maskserve_core.worker.templates import template_folder
+from maskserve_core.worker.templates import templates_of
+from maskserve_core.worker.values import NO_VALUES
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import (
     Call,
@@ -151,7 +152,7 @@ def test_a_kept_result_is_a_template_of_the_client_and_is_primed(
     front.execute([request])
     name = template_id(source)
     assert told(request)["result_template_id"] == name
-    folder = template_folder(config)
+    folder = templates_of(config, NO_VALUES)
     assert folder.get(name, "k1") == picture
     assert folder.get(name, "k2") is None
     assert folder.expires_s(name) is not None
@@ -170,7 +171,7 @@ def test_a_result_is_kept_when_asked_and_primed_when_the_cache_may_be_used(
     plain, uncached = edit(api), edit(api, {"keep_result": True, "cache": "off"})
     front.execute([plain])
     assert "result_template_id" not in told(plain)
-    assert template_folder(config).ids() == []
+    assert templates_of(config, NO_VALUES).ids() == []
     front.execute([uncached])
     assert told(uncached)["result_template_id"] == template_id(scene(24, 40))
     front.close()
@@ -200,7 +201,7 @@ def test_a_result_whose_priming_fails_stays(
         request = edit(api, {"keep_result": True})
         front.execute([request])
         name = told(request)["result_template_id"]
-    assert template_folder(config).get(name) is not None
+    assert templates_of(config, NO_VALUES).get(name) is not None
     eventually("both were tried", lambda: len(api.calls_of("encoder")) == 2)
 
 

@@ -41,7 +41,7 @@ from maskserve_core.worker.admission import OPEN, Gate
 from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.stages import StagesAway
 from maskserve_core.worker.status import StatusReader
-from maskserve_core.worker.templates import template_folder
+from maskserve_core.worker.templates import templates_of
 from maskserve_core.worker.values import Values
 
 log = logging.getLogger("maskserve")
@@ -148,7 +148,8 @@ class WorkerControl:
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._admission = Gate(config.runtime_dir)
         self._stages = StagesAway(config)
-        self._templates, self._values = template_folder(config), Values(config.values)
+        self._values = Values(config.values)
+        self._templates = templates_of(config, self._values)
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
         """Held while a template is put or evicted, by its id."""
         self._adapters = AdapterOperations(config)
@@ -285,7 +286,7 @@ class WorkerControl:
                 "template_id": name,
                 "registered": name in registered,
                 "owners": self._templates.owners(name),
-                "expires_s": self._templates.expires_s(name),
+                "expires_s": self._templates.expires_s(name, scope),
                 "entries": found,
             }
             for name, found in sorted(entries.items())

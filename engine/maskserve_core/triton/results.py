@@ -16,7 +16,8 @@ from maskserve_core.shares import Full
 from maskserve_core.triton.fair_threads import FairThreads
 from maskserve_core.triton.pipeline import prime_template
 from maskserve_core.worker.logs import about
-from maskserve_core.worker.templates import template_folder
+from maskserve_core.worker.templates import templates_of
+from maskserve_core.worker.values import Values
 
 log = logging.getLogger("maskserve")
 _MAX_QUEUED = 32
@@ -35,7 +36,7 @@ class Results:
 
     def __init__(self, api: Any, config: Config, facts: ModelFacts) -> None:
         self._api, self._config, self._facts = api, config, facts
-        self._templates = template_folder(config)
+        self._templates = templates_of(config, Values(config.values))
         self._threads = FairThreads(1, _MAX_QUEUED, "results", _NICE)
 
     def keep(self, image: bytes, request_id: str) -> str | None:

@@ -1,13 +1,22 @@
-"""Memory of two workers whose encoder and decoder a service runs, beside two that have their own.
+"""Memory and edits per second of two workers whose encoder and decoder a service runs, beside two
+that have their own.
 
 All processes of workers and service are counted, Triton's among them, by their proportional set
-sizes: what processes share, such as torch's libraries, counts once.
+sizes: what processes share, such as torch's libraries, counts once. Edits per second are those with
+both workers' rows full, each edit of a picture and with a prompt that nobody has sent before; both
+sides are up all the time, and have their rounds in turn.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,6 +32,8 @@ from maskserve_serving.supervisor import Supervisor
 _SIDE = 128
 _EDITS = 8
 """Of each worker, before it is looked at."""
+_AT_ONCE, _OF_A_ROUND = 16, 48
+"""Edits that are under way, eight at each worker; and those of a round."""
 
 
 def stages_memory(model: Path) -> dict[str, float]:
@@ -39,8 +50,37 @@ def stages_memory(model: Path) -> dict[str, float]:
     }
 
 
-def _held(model: Path, device: str) -> tuple[int, int]:
-    """(bytes of all, bytes of one worker's encoder and decoder) once both workers have edited."""
+def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
+    """Edits per second with shared stages, as a share of those with own ones: of medians."""
+    with _served(model, "") as own, _served(model, "cpu") as shared:
+        sides = {"own": own, "shared": shared}
+        for side in sides.values():
+            _edits_s(side, _AT_ONCE)
+        rates: dict[str, list[float]] = {name: [] for name in sides}
+        for number in range(rounds):
+            for name in sorted(sides, reverse=bool(number % 2)):
+                rates[name].append(_edits_s(sides[name], _OF_A_ROUND))
+    middle = {name: statistics.median(each) for name, each in rates.items()}
+    return {
+        "stages_edits_ratio": round(middle["shared"] / middle["own"], 3),
+        "seconds_stages_edits_s": {
+            name: [round(rate, 3) for rate in each] for name, each in rates.items()
+        },
+    }
+
+
+def _edits_s(supervisor: Supervisor, count: int) -> float:
+    """Edits per second of so many, half of them at each worker."""
+    urls = [worker.grpc_url for worker in supervisor.workers]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        rngs = np.random.default_rng().spawn(count)
+        list(pool.map(_edit, (urls[number % len(urls)] for number in range(count)), rngs))
+    return count / (time.monotonic() - begin)
+
+
+@contextmanager
+def _served(model: Path, device: str) -> Iterator[Supervisor]:
     with tempfile.TemporaryDirectory() as kept:
         options = ServeOptions(
             model=str(model),
@@ -50,22 +90,29 @@ def _held(model: Path, device: str) -> tuple[int, int]:
             log_dir=Path(kept),
         )
         with Supervisor(options) as supervisor:
-            for worker in supervisor.workers:
-                _edit(worker.grpc_url)
-            processes = [*supervisor.workers, *supervisor.services]
-            every = sum(_tree(each.pid) for each in processes if each.pid is not None)
-            models = dict(signed_in(supervisor.workers[0].config.runtime_dir))
-            return every, sum(_pss(models[stage]) for stage in STAGES)
+            yield supervisor
 
 
-def _edit(url: str) -> None:
-    rng = np.random.default_rng(0)
+def _held(model: Path, device: str) -> tuple[int, int]:
+    """(bytes of all, bytes of one worker's encoder and decoder) once both workers have edited."""
+    with _served(model, device) as supervisor:
+        for worker in supervisor.workers:
+            rng = np.random.default_rng(0)
+            for _ in range(_EDITS):
+                _edit(worker.grpc_url, rng)
+        processes = [*supervisor.workers, *supervisor.services]
+        every = sum(_tree(each.pid) for each in processes if each.pid is not None)
+        models = dict(signed_in(supervisor.workers[0].config.runtime_dir))
+        return every, sum(_pss(models[stage]) for stage in STAGES)
+
+
+def _edit(url: str, rng: np.random.Generator) -> None:
     mask = np.zeros((_SIDE, _SIDE), np.uint8)
     mask[32:80, 40:96] = 255
+    picture = rng.integers(0, 256, (_SIDE, _SIDE, 3), np.uint8)
+    prompt = f"a red star {rng.integers(2**32)}"
     with Client(url) as client:
-        for number in range(_EDITS):
-            picture = rng.integers(0, 256, (_SIDE, _SIDE, 3), np.uint8)
-            client.edit(encode_png(picture), encode_png(mask), f"a red star {number}", timeout=600)
+        client.edit(encode_png(picture), encode_png(mask), prompt, timeout=600)
 
 
 def _tree(pid: int) -> int:

@@ -9,7 +9,7 @@ picture encoded; memory and processes with three workflows at once, beside those
 `verified`: edits with the LoRA `hollow`, three tries, verifier `find`, judged by what the demo's
 own judge sees; beside the first tries, which a verifier that says yes to all would have given.
 `stages`: what two workers with a stage service save of memory, as a share of one encoder's and one
-decoder's processes.
+decoder's processes; and their edits per second, as a share of those of two that have their own.
 `by-name`: 16 MiB from node to node by name, beside through the caller.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
 
@@ -46,7 +46,7 @@ from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.pictures import encode_mask
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
 from maskserve_harness.benchmarks.by_name import by_name
-from maskserve_harness.benchmarks.shared_stages import stages_memory
+from maskserve_harness.benchmarks.shared_stages import stages_edits, stages_memory
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.looks import edits_with, followed
@@ -376,7 +376,7 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def stages(args: argparse.Namespace) -> dict[str, Any]:
-    return stages_memory(DEMO_MODEL)
+    return {**stages_memory(DEMO_MODEL), **stages_edits(DEMO_MODEL, args.rounds)}
 
 
 def named(args: argparse.Namespace) -> dict[str, Any]:

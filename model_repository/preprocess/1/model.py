@@ -14,7 +14,7 @@ from maskserve_core.triton.sync_execute import respond
 from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_core.worker.templates import template_folder
+from maskserve_core.worker.templates import templates_of
 from maskserve_core.worker.values import Values
 
 
@@ -24,7 +24,8 @@ class TritonPythonModel(WorkerModel):
     def open(self, config: Config) -> None:
         model = config.model
         self._facts = load_facts(model.path, model.native_resolution)
-        self._templates, self._values = template_folder(config), Values(config.values)
+        self._values = Values(config.values)
+        self._templates = templates_of(config, self._values)
         self._tracer = make_tracer(config, "preprocess")
         self._work = self._tracer.recorded("preprocess", self._prepare)
 

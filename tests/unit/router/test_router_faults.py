@@ -71,6 +71,26 @@ async def test_edits_of_a_kept_result_go_to_the_worker_that_made_it():
         assert [len(worker.seen) for worker in workers if worker is not home] == [0, 0, 0]
 
 
+async def test_edits_of_a_kept_result_go_to_any_worker_of_the_host_that_has_it():
+    async with cluster(models=("flux",) * 3) as (router, workers), calling(router) as call:
+        for worker in workers[:2]:
+            worker.host = "of both"
+        places = [router.pool.workers[worker.address] for worker in workers]
+        await until("they have said so", lambda: [w.host for w in places] == ["of both"] * 2 + [""])
+        places[2].draining = True
+        await call(edit(keep_result=True))
+        places[2].draining = False
+        for worker in workers:
+            worker.seen.clear()
+            worker.hold()
+        calls = [asyncio.ensure_future(call(of_result())) for _ in range(4)]
+        await until("all have come", lambda: sum(len(worker.seen) for worker in workers) == 4)
+        assert [len(worker.seen) for worker in workers] == [2, 2, 0]
+        for worker in workers:
+            worker.let_go()
+        await asyncio.gather(*calls)
+
+
 async def test_a_result_that_is_registered_or_evicted_has_no_home():
     async with cluster(models=("flux",) * 2) as (router, workers), calling(router) as call:
         first = router.pool.workers[workers[0].address]

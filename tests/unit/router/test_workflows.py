@@ -23,6 +23,7 @@ from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.plan import NodeCall, WorkflowPlan
 from maskserve_core.workflows.run import Task, seed_of
 from maskserve_core.workflows.values import Judgement
+from maskserve_router import node_pool
 from maskserve_router import workflows as served_workflows
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
@@ -325,6 +326,51 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
     assert list(await pool.records(holder("modest"))) == ["nodes-0"]
     assert sent.index(b"modest") == 2
     await asyncio.gather(*greedy)
+    await pool.close()
+
+
+async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, there, goes_on = [], ["10.0.0.1"], asyncio.Event()
+
+    async def found(host: str, port: int, **more: Any) -> Any:
+        if not there:
+            raise OSError("no such name")
+        return [(None, None, None, "", (each, port)) for each in there]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    monkeypatch.setattr(node_pool, "_RESOLVE_S", 0.0)
+
+    class Served(NodePool):
+        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+            self._load[address] += 1.0
+            asked.append(address)
+            await goes_on.wait()
+            self._load[address] -= 1.0
+            answer = pb.ModelInferResponse()
+            result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 30.0}
+            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+            bytes_tensor.add_output(answer, "MADE", [b"made"])
+            return answer.SerializeToString()
+
+    pool = Served(WorkflowFiles(nodes=("dns:nodes:9",), kept_bytes=0), Turns(1))
+
+    def call(name: str) -> asyncio.Task[Made]:
+        task = Task("find-1", NodeCall("find-1", "find"), {"picture": b"p", "name": name})
+        return asyncio.create_task(pool.call(task, CLIENT))
+
+    calls = [call("a")]
+    await until("the one is asked", lambda: asked == ["10.0.0.1:9"])
+    there[:] = ["10.0.0.1", "10.0.0.2"]
+    calls += [call("b"), call("c"), call("d")]
+    await until("both have two", lambda: len(asked) == 4)
+    assert sorted(asked) == ["10.0.0.1:9"] * 2 + ["10.0.0.2:9"] * 2
+    there.clear()  # what is known stays
+    calls.append(call("e"))
+    there[:] = ["10.0.0.2"]
+    await until("the one has gone", lambda: call("f") and list(pool._servers) == ["10.0.0.2:9"])
+    goes_on.set()
+    assert {made.server for made in await asyncio.gather(*calls)} == {"10.0.0.1:9", "10.0.0.2:9"}
+    assert pool.busy()["find"] > 2
     await pool.close()
 
 

@@ -80,3 +80,29 @@ def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path:
     with pytest.raises(ServeError, match="--controlnets DIR"):
         process.start()
     assert process.pid is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"workers": 0}, "--workers: 0 is not at least 1"),
+        ({"workers": -1, "stages_device": "cpu"}, "--workers: -1 is not at least 1"),
+        ({"workers": 0, "stages_device": "cpu", "router": True}, "--workers: 0 is for"),
+        ({"workers": 0, "nodes": Path("n"), "controlnet_device": "cpu"}, "--workers: 0 is for"),
+        ({"model": ""}, "--model: is missing"),
+        ({"model": "", "workers": 0, "stages_device": "cpu"}, "--model: is missing"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ServeError, match=told):
+        ServeOptions(**{"model": "m", **given}).check()
+
+
+def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
+    ServeOptions(workers=0, nodes=tmp_path).check()
+    for workers, host in ((0, "0.0.0.0"), (2, "127.0.0.1")):
+        own = spec(tmp_path, workers=workers, host="0.0.0.0", stages_device="cpu")
+        service = StagesProcess(own)
+        assert service._options.host == host
+        assert service.grpc_url == f"127.0.0.1:{service.ports.grpc}"
+        assert own.threads(checked({})) == max(1, cores() // (workers + 1))

@@ -34,7 +34,7 @@ from maskserve_core.models import unet
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_core.models.shown import Shown
-from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.worker.templates import KeptTemplates
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import SIZE, bad_images, good_inputs, hostile_cases
@@ -323,7 +323,7 @@ def test_the_number_of_steps_is_that_of_diffusers() -> None:
 
 def test_a_registered_template_stands_in_for_the_image(tmp_path: Path) -> None:
     given = good_inputs()
-    folder = TemplateFolder(tmp_path)
+    folder = KeptTemplates(tmp_path)
     name = template_id(scene(*SIZE))
     folder.put(name, given["IMAGE"])
     done = prepare(templates=folder, IMAGE=b"", SETTINGS=settings(template_id=name, seed=1))
@@ -337,11 +337,11 @@ def test_image_and_template_id_must_agree(tmp_path: Path) -> None:
     name = template_id(scene(*SIZE))
     assert prepare(SETTINGS=settings(template_id=name)).request.template_id == name
     with pytest.raises(InvalidRequest, match=f"SETTINGS.template_id: is not .* accepted: {name}"):
-        prepare(SETTINGS=settings(template_id="0" * 32), templates=TemplateFolder(tmp_path))
+        prepare(SETTINGS=settings(template_id="0" * 32), templates=KeptTemplates(tmp_path))
 
 
 def test_unknown_templates_are_not_found(tmp_path: Path) -> None:
-    for templates in (None, TemplateFolder(tmp_path)):
+    for templates in (None, KeptTemplates(tmp_path)):
         with pytest.raises(TemplateNotFound, match=r"SETTINGS\.template_id"):
             prepare(templates=templates, IMAGE=b"", SETTINGS=settings(template_id="0" * 32))
 

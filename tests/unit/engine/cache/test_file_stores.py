@@ -26,7 +26,7 @@ from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.files.store import FileStore, chosen_victims, make_private
 from maskserve_core.worker.admission import Gate, InFlight
 from maskserve_core.worker.status import StatusReader, StatusWriter
-from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.worker.templates import KeptTemplates
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.priming_prompt import PromptFile, write_priming_prompt
@@ -71,19 +71,19 @@ def _get_entry(folder: Path) -> int | None:
 
 def _put_template(folder: Path, number: int) -> None:
     # A template's bytes are never rewritten: another content comes as another's place is free.
-    templates = TemplateFolder(folder)
+    templates = KeptTemplates(folder)
     templates.remove(ID)
     templates.put(ID, bytes([number]) * 10_000)
 
 
 def _put_result(folder: Path, number: int) -> None:
-    templates = TemplateFolder(folder)
+    templates = KeptTemplates(folder)
     templates.remove(ID)
     templates.put_result(ID, bytes([number]) * 10_000, ["scope"])
 
 
 def _get_template(folder: Path) -> int | None:
-    found = TemplateFolder(folder).get(ID) if folder.is_dir() else None
+    found = KeptTemplates(folder).get(ID) if folder.is_dir() else None
     return None if found is None else _same(found)
 
 

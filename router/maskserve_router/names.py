@@ -1,0 +1,43 @@
+"""Addresses that names stand for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable
+
+log = logging.getLogger("maskserve.router")
+DNS = "dns:"
+
+
+async def resolved(addresses: Iterable[str], known: Collection[str]) -> set[str]:
+    """`host:port` of each; `dns:name:port` stands for every address of a name.
+
+    Args:
+        addresses: as configured.
+        known: found so far, which stay where a name cannot be resolved.
+    """
+    found: set[str] = set()
+    for address in addresses:
+        if address.startswith(DNS):
+            found.update(await _of_name(address.removeprefix(DNS), known))
+        else:
+            found.add(address)
+    return found
+
+
+def is_address(text: str) -> bool:
+    """Whether it is `host:port` or `dns:name:port`."""
+    host, _, port = text.removeprefix(DNS).rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+
+
+async def _of_name(name: str, known: Collection[str]) -> Iterable[str]:
+    host, _, port = name.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=1)
+    except OSError as error:
+        log.warning("name %s: %s; what is known of it stays", host, error)
+        return [address for address in known if address.endswith(f":{port}")]
+    hosts = {str(entry[4][0]) for entry in found}
+    return [f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts]

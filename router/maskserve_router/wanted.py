@@ -1,0 +1,50 @@
+"""How many servers what is asked of late wants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from maskserve_router.worker import Worker
+
+_REMEMBERED_S = 60.0
+_BUSY = 0.8
+"""Share of its time that a server is to be busy: the rest is for bursts. The chart scales by it."""
+
+
+class Busy:
+    """Servers that some work keeps busy: its seconds in a second; older ones count less."""
+
+    def __init__(self) -> None:
+        self._seconds, self._at = 0.0, 0.0
+
+    def add(self, seconds: float, now: float) -> None:
+        """So much has been done.
+
+        Args:
+            seconds: that a server had with it.
+            now: on a clock of this process.
+        """
+        self._seconds, self._at = self._left(now) + seconds, now
+
+    def servers(self, now: float) -> float:
+        """How many, unrounded."""
+        return self._left(now) / _REMEMBERED_S
+
+    def _left(self, now: float) -> float:
+        return self._seconds * math.exp((self._at - now) / _REMEMBERED_S)
+
+
+def servers_wanted(busy: float) -> int:
+    """Servers for what keeps so many busy; at least one."""
+    return max(1, math.ceil(busy / _BUSY))
+
+
+def workers_wanted(workers: Iterable[Worker]) -> dict[str, int]:
+    """Workers of each model: for the edits that they have and that wait there."""
+    rows: dict[str, float] = {}
+    for worker in workers:
+        if worker.up and (status := worker.status) is not None:
+            edits = len(status.running) + len(status.waiting)
+            rows[status.model] = rows.get(status.model, 0.0) + edits / status.max_rows
+    return {model: servers_wanted(busy) for model, busy in sorted(rows.items())}
