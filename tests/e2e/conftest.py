@@ -21,8 +21,10 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 from maskserve_core.config import cores
 from maskserve_core.workflows.plan import dump_plan
+from maskserve_serving.files import folders_of
 from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import free_base_port
+from maskserve_serving.ports import check_free, free_base_port
+from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.collector import Collector, collector
@@ -236,6 +238,11 @@ def pair(
     )
     with Supervisor(options) as running:
         yield running
+    specs = [worker.spec for worker in running.workers]
+    for ports in (*(s.ports for s in specs), *(service.ports for service in running.services)):
+        check_free("127.0.0.1", ports)
+        assert list(SHARED_MEMORY.glob(region_prefix(ports.http) + "*")) == []
+    assert not [folder for folder in folders_of([s.files for s in specs]) if folder.exists()]
 
 
 @pytest.fixture(scope="session")
