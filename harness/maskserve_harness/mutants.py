@@ -359,6 +359,27 @@ MUTATIONS = (
         _PIPELINES,
     ),
     Mutation(
+        "entries of references that follow a prompt serve all prompts",
+        f"{_CORE}/models/facts.py",
+        "return self.semantics.context",
+        "return False",
+        f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
+    ),
+    Mutation(
+        "a key of entries that belong to a prompt does not say which",
+        f"{_ENGINE}/requests/templates.py",
+        "priming_prompt=job.request.prompt if facts.primed_by_prompt else PRIMING_PROMPT,",
+        "priming_prompt=PRIMING_PROMPT,",
+        f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
+    ),
+    Mutation(
+        "entries that belong to a prompt are primed with the one of all templates",
+        f"{_ENGINE}/requests/templates.py",
+        "return job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt()",
+        "return self.prompt()",
+        f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
+    ),
+    Mutation(
         "four steps share an anchor",
         f"{_CORE}/models/flux2.py",
         "stride=1 if distilled else _STRIDE,",
@@ -419,6 +440,13 @@ MUTATIONS = (
         f"{_ENGINE}/cache/entries.py",
         "own = [torch.cat((x[self._text :], x[: self._shown])) for x in own]",
         "own = [torch.cat((x[: self._shown], x[self._text :])) for x in own]",
+        f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
+    ),
+    Mutation(
+        "entries of Qwen-Image-Edit are primed without words",
+        f"{_FLOW}/adapter.py",
+        "if self.facts.shown and not self.facts.primed_by_prompt:",
+        "if self.facts.shown:",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
     ),
     Mutation(

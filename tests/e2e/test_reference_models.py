@@ -39,6 +39,8 @@ from tests.support.calls import (
 TOKENS = 8
 """Along each side of the source."""
 STEPS = 4
+SIGMAS = [1.0, 0.9, 0.66, 0.3]
+"""Of a distilled model's own schedule."""
 
 
 class Model(NamedTuple):
@@ -73,6 +75,13 @@ MODELS = {
         partial(build_tiny_qwen_image, edits=EDIT), 320, None, {"guidance_scale": 4.0}
     ),
     "qwen-2.1": Model(build_tiny_qwen_image21, 320, None, {"guidance_scale": 4.0}, 16),
+    "qwen-2.1-turbo": Model(
+        partial(build_tiny_qwen_image21, sigmas=SIGMAS),
+        320,
+        None,
+        {"num_inference_steps": STEPS + 1},
+        16,
+    ),
     "z-image": Model(build_tiny_z_image, 320, 5.0, {"true_cfg_scale": 2.0}),
 }
 QUICK = ("klein-kv",)

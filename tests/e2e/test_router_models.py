@@ -1,4 +1,4 @@
-"""One router in front of workers of two families: SETTINGS.model chooses."""
+"""One router in front of workers of two families, and of three: SETTINGS.model chooses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,15 @@ def workers(unet_worker: WorkerProcess, klein_worker: WorkerProcess) -> dict[str
 def router(
     workers: dict[str, WorkerProcess], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RouterSite]:
-    urls = [worker.grpc_url for worker in workers.values()]
-    with RouterSite(urls, tmp_path_factory.mktemp("router")) as site:
-        eventually("all serve", lambda: _states(site) == ["ready"] * len(MODELS))
+    with _before(workers, tmp_path_factory.mktemp("router")) as site:
+        yield site
+
+
+@contextmanager
+def _before(workers: dict[str, WorkerProcess], folder: Path) -> Iterator[RouterSite]:
+    """A router of them, from when they all serve."""
+    with RouterSite([worker.grpc_url for worker in workers.values()], folder) as site:
+        eventually("all serve", lambda: _states(site) == ["ready"] * len(workers))
         yield site
 
 
@@ -61,9 +68,31 @@ def grpc(router: RouterSite) -> Iterator[Grpc]:
 def test_an_edit_runs_on_the_model_that_it_names(
     grpc: Grpc, workers: dict[str, WorkerProcess], named: str, settings: dict[str, Any]
 ) -> None:
+    _check_an_edit(grpc, workers, named, settings)
+
+
+@pytest.mark.slow  # it starts a third worker
+def test_one_router_serves_three_families(
+    unet_worker: WorkerProcess,
+    klein_worker: WorkerProcess,
+    worker: WorkerProcess,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    workers = {"sdxl-base": unet_worker, "klein-kv": klein_worker, model.name: worker}
+    with _before(workers, tmp_path) as site, closing(Grpc(site.grpc_url)) as client:
+        for cache in ("off", "require"):
+            for named in workers:
+                _check_an_edit(client, workers, named, {"cache": cache})
+
+
+def _check_an_edit(
+    client: Grpc, workers: dict[str, WorkerProcess], named: str, settings: dict[str, Any]
+) -> None:
+    """Asked of the router, it is the one that the model's own worker answers."""
     source, mask = scene(96, 128), blob_mask(96, 128)
     asked = {"reproducible": True, "num_inference_steps": 4, **settings}
-    picture, meta = grpc.edit(edit_inputs(source, mask, model=named, **asked))
+    picture, meta = client.edit(edit_inputs(source, mask, model=named, **asked))
     with closing(Grpc(workers[named].grpc_url)) as direct:
         expected, _ = direct.edit(edit_inputs(source, mask, **asked))
     assert (meta["model"], meta["worker"]) == (named, workers[named].name)

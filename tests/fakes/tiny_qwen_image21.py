@@ -18,8 +18,8 @@ _TEMPLATE = (
 )
 
 
-def build_tiny_qwen_image21(folder: Path) -> Path:
-    """Write the model to `folder` and return it."""
+def build_tiny_qwen_image21(folder: Path, sigmas: list[float] | None = None) -> Path:
+    """Write the model to `folder` and return it; with `sigmas`, one that is distilled to them."""
     import torch
     from diffusers import (
         AutoencoderKLQwenImage21,
@@ -89,6 +89,7 @@ def build_tiny_qwen_image21(folder: Path) -> Path:
                 context_in_dim=TEXT,
                 axes_dims_rope=(4, 6, 6),
             ),
+            sample_sigmas=sigmas,
         )
         for block in pipeline.transformer.transformer_blocks:
             for norm in (block.attn.norm_q, block.attn.norm_k):
