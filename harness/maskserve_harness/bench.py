@@ -24,6 +24,7 @@ COMMANDS = {
     "overhead": "benchmarks.overhead",
     "bench_edit": "benchmarks.edit",
     "bytes_table": "benchmarks.bytes_table",
+    "model_counts": "benchmarks.model_counts",
     # Many workers.
     "simulate_cluster": "simulator.command",
     # Load.

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from maskserve_core.models import flux, unet
-from maskserve_core.models.facts import ALL_STEPS, ModelFacts
+from maskserve_core.models.facts import ALL_STEPS, ModelFacts, read_json
 from maskserve_core.models.latents import LatentSpace
 from maskserve_core.models.semantics import FILL, INPAINT
+from maskserve_harness.checkout import CHECKOUT
 
 FLUX_DEV: dict[str, Any] = {
     "num_attention_heads": 24,
@@ -22,65 +23,39 @@ FLUX_DEV: dict[str, Any] = {
 }
 """transformer/config.json of FLUX.1-dev."""
 
-KLEIN_4B: dict[str, Any] = {
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "in_channels": 128,
-    "num_layers": 5,
-    "num_single_layers": 20,
-    "joint_attention_dim": 7680,
-    "guidance_embeds": False,
-}
-"""transformer/config.json of FLUX.2 klein 4B: the widths with which DiffSynth-Studio
-(diffsynth/configs/model_configs.py) makes the model of its file, as it does klein 9B's."""
 
-KLEIN_9B: dict[str, Any] = {
-    **KLEIN_4B,
-    "num_attention_heads": 32,
-    "num_layers": 8,
-    "num_single_layers": 24,
-    "joint_attention_dim": 12288,
-}
-"""transformer/config.json of FLUX.2 klein 9B."""
+def _transformer(name: str) -> dict[str, Any]:
+    """transformer/config.json of a folder of shapes, as arguments of its class."""
+    folder = CHECKOUT / "assets" / "models" / f"{name}-shapes" / "transformer"
+    return {
+        key: value
+        for key, value in read_json(folder / "config.json").items()
+        if not key.startswith("_")
+    }
 
-QWEN_IMAGE: dict[str, Any] = {
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "in_channels": 64,
-    "out_channels": 16,
-    "patch_size": 2,
-    "num_layers": 60,
-    "joint_attention_dim": 3584,
-}
-"""transformer/config.json of Qwen-Image, which is its class's own default."""
 
-QWEN_2511: dict[str, Any] = {**QWEN_IMAGE, "zero_cond_t": True}
-"""The same of Qwen-Image-Edit-2511; Qwen-Image-Edit's and -2509's is Qwen-Image's."""
+KLEIN_4B = _transformer("flux2-klein-4b")
+"""Of FLUX.2 klein 4B: the widths with which DiffSynth-Studio (diffsynth/configs/model_configs.py)
+makes the model of its file, as it does klein 9B's."""
+
+KLEIN_9B = _transformer("flux2-klein-9b")
+"""Of FLUX.2 klein 9B."""
+
+QWEN_IMAGE = _transformer("qwen-image")
+"""Of Qwen-Image, Qwen-Image-Edit and -2509: its class's own default."""
+
+QWEN_2511 = _transformer("qwen-image-edit-2511")
+"""Of Qwen-Image-Edit-2511."""
 
 QWEN_EDIT_SHOWN, QWEN_PLUS_SHOWN = 37**2, 14**2
 """Tokens of a square picture that Qwen-Image-Edit's text encoder is shown at 1024x1024, and -2509's
 and -2511's at 384x384: 28 pixels a side each."""
 
-QWEN_21: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "attention_head_dim": 128,
-    "in_channels": 64,
-    "out_channels": 64,
-    "num_layers": 32,
-    "context_in_dim": 4096,
-    "mlp_ratio": 3,
-}
-"""transformer/config.json of Qwen-Image-2.1, which is its class's own default."""
+QWEN_21 = _transformer("qwen-image-2.1")
+"""Of Qwen-Image-2.1: its class's own default."""
 
-Z_IMAGE: dict[str, Any] = {
-    "in_channels": 16,
-    "dim": 3840,
-    "n_layers": 30,
-    "n_refiner_layers": 2,
-    "n_heads": 30,
-    "cap_feat_dim": 2560,
-}
-"""transformer/config.json of Z-Image and Z-Image-Turbo, which is their class's own default."""
+Z_IMAGE = _transformer("z-image")
+"""Of Z-Image and Z-Image-Turbo: their class's own default."""
 
 FLUX_DEV_SAMPLER: dict[str, Any] = {
     "base_image_seq_len": 256,

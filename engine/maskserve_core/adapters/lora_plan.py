@@ -92,7 +92,7 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
     """
     if base is None:
         return _unplaced(header)
-    flux, alphas = base.denoiser == "transformer", _Alphas(header)
+    transformer, alphas = base.denoiser == "transformer", _Alphas(header)
     left: dict[str, list[str]] = {}
     meant: dict[tuple[str, str], Meant] = {}
     unknown: dict[str, list[str]] = {}
@@ -101,7 +101,8 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
         if found is not None:
             meant[part, module] = found
         else:
-            reason = _why_not(part, module, flux=flux, known=part in base.parts)
+            known = part in base.parts
+            reason = _why_not(part, module, transformer=transformer, known=known)
             sort = left if reason else unknown
             sort.setdefault(reason or part, []).append(names.down)
     own = {(part, each.layers[0]) for (part, _), each in meant.items() if not each.published}
@@ -125,7 +126,7 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
         left[f"the served {part} has no such layer"] = tensors
     zeros = []
     for name, what in header.others.items():
-        if flux and _dropped(name, what):
+        if transformer and _dropped(name, what):
             left.setdefault(f"{what}; diffusers drops them", []).append(name)
         else:
             left.setdefault(f"{what}, all zero", []).append(name)
@@ -162,28 +163,28 @@ def _unplaced(header: LoraHeader) -> LoraPlan:
     return LoraPlan(tuple(updates), (), ())
 
 
-def _why_not(part: str, module: str, *, flux: bool, known: bool) -> str:
+def _why_not(part: str, module: str, *, transformer: bool, known: bool) -> str:
     """Why diffusers passes over a module that the served model has not; empty: no special reason.
 
     Args:
         part: that the module belongs to.
         module: as the file spells it.
-        flux: whether FLUX is served.
+        transformer: whether the served denoiser is one, and no UNet.
         known: whether the served model has the part.
     """
-    if part == "t5" or (part == "text_encoder_2" and flux):
+    if part == "t5" or (part == "text_encoder_2" and transformer):
         return "T5's; diffusers applies no LoRA to T5"
     if not known:
         return f"the served model has no {part}"
     if part != "denoiser" and ("text_projection" in module or "_embedding" in module):
         return "diffusers applies none to this part of the text encoder"
-    if part == "denoiser" and flux and "guidance" in module:
+    if part == "denoiser" and transformer and "guidance" in module:
         return "the served model has no guidance embedding"
     return ""
 
 
 def _dropped(name: str, what: str) -> bool:
-    """Whether diffusers' loader of FLUX passes over such a tensor."""
+    """Whether diffusers' loaders of transformers pass over such a tensor."""
     return what != "biases" and (what != "differences of weights" or "norm" in name)
 
 

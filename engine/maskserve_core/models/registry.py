@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,8 +124,11 @@ def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
     for family in FAMILIES.values():
         if pipeline in family.PIPELINES:
             return family.read(folder, str(pipeline), native_resolution)
-    served = ", ".join(name for family in FAMILIES.values() for name in family.PIPELINES)
-    raise ConfigError(f"[model] path: {pipeline} is not served; served: {served}")
+    served = [name for family in FAMILIES.values() for name in family.PIPELINES]
+    like = ", ".join(get_close_matches(str(pipeline), served, n=4, cutoff=0.0))
+    raise ConfigError(
+        f"[model] path: {pipeline} is not served; served: {like} and others (docs/models.md)"
+    )
 
 
 def counted_work(

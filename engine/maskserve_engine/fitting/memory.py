@@ -26,10 +26,9 @@ from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
 from maskserve_engine.stages.vae import in_tiles
 
-T5 = "text_encoder_2"
-"""Of FLUX; of other families nothing is quantised in it."""
+_T5 = "T5EncoderModel"
+"""The class in model_index.json of what `[model] t5_weights` and `t5_offload` are about."""
 _DENOISERS = ("transformer", "unet")
-_PARTS = {"encoder": ("vae", "text_encoder", "text_encoder_2"), "decoder": ("vae",)}
 GPU_SHARE, _CPU_SHARE = 0.8, 0.25
 """Of what is left, the cache's. On a GPU kernels want workspace and the allocator leaves gaps; a
 host's memory is not this worker's alone.
@@ -177,10 +176,12 @@ def weight_bytes(config: Config, stage: Stage) -> int:
     that goes to the device layer by layer takes its largest one.
     """
     total, folder = 0, Path(config.model.path)
-    for part in _PARTS[stage]:
-        files = list((folder / part).glob("*.safetensors"))
-        form = config.model.t5_weights if part == T5 else "bf16"
-        if part == T5 and config.model.t5_offload:
+    for part, named in read_json(folder / "model_index.json").items():
+        if part != "vae" and not (stage == "encoder" and part.startswith("text_encoder")):
+            continue
+        files, t5 = list((folder / part).glob("*.safetensors")), named[-1] == _T5
+        form = config.model.t5_weights if t5 else "bf16"
+        if t5 and config.model.t5_offload:
             total += largest_layer_bytes(shape_of(config, part))
         elif files and form == "bf16":
             total += sum(map(_numbers, files)) * dtype_of(config).itemsize

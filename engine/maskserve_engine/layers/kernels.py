@@ -64,7 +64,7 @@ def missing_triton(package: str = "triton") -> str | None:
     else:
         reason = missing_for_launches()
     if reason is not None:
-        _log.warning("FLUX steps and cached activations take many small kernels: %s", reason)
+        _log.warning("Steps and cached activations take many small kernels: %s", reason)
     return reason
 
 

@@ -27,7 +27,7 @@ class Flux2Encoder(OneTextEncoder):
         from transformers import Qwen3Model
 
         return ChatEncoder.load(
-            config, Qwen3Model, length=config.model.max_sequence_length, load=_first_layers
+            config, Qwen3Model, length=config.model.max_sequence_length, load=first_layers
         )
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
@@ -45,7 +45,7 @@ class Flux2Encoder(OneTextEncoder):
         return [{"prompt_embeds": each.copy()} for each in to_numpy(states)]
 
 
-def _first_layers(config: Config, name: str, cls: Any) -> Any:
+def first_layers(config: Config, name: str, cls: Any) -> Any:
     """The model without what is behind the last layer that is read, a quarter of it or more."""
     model = load_part(config, name, cls)
     own = getattr(model, "model", model)  # of its shape alone: with the head of a language model

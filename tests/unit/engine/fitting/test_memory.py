@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, sized
+from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
 from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
@@ -36,6 +38,8 @@ from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from tests.fakes.control_nets import random_net
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
+from tests.fakes.tiny_chroma import build_tiny_chroma
+from tests.fakes.tiny_sd3 import build_tiny_sd3
 from tests.support.model_configs import TINY_SD21
 
 pytestmark = pytest.mark.each_value
@@ -134,6 +138,17 @@ def test_the_weights_are_those_that_are_loaded(tiny_fill: Path, dtype: str) -> N
     assert memory.weight_bytes(config, "encoder") == pytest.approx(weights, rel=0.01)
     weights = sum(p.nbytes for p in decoder.vae.parameters())
     assert memory.weight_bytes(config, "decoder") == pytest.approx(weights, rel=0.01)
+
+
+@pytest.mark.parametrize("build", [build_tiny_sd3, build_tiny_chroma])
+def test_a_t5_is_counted_whichever_text_encoder_it_is(
+    build: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    config = config_of(build(tmp_path / "model"), model={"t5_weights": "int8"})
+    encoder = load_encoder(config)
+    texts = [each.model for each in encoder.text_encoders.values()]
+    held = sum(map(held_bytes, (encoder.vae, *texts)))
+    assert memory.weight_bytes(config, "encoder") == pytest.approx(held, rel=0.01)
 
 
 def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
