@@ -13,13 +13,13 @@ import xxhash
 from maskserve_core.config import Config
 from maskserve_core.models.facts import read_json
 
-_PARTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "scheduler")
 _CACHED = ".maskserve-digests.json"
 """Beside the weights: file -> size, time of change, digest."""
 _OF_STAGES = (
     "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
     "tokenizer_3", "processor",
 )  # fmt: skip
+_PARTS = ("transformer", "unet", "scheduler", *_OF_STAGES)
 _CHUNK = 2**24
 
 
