@@ -42,6 +42,8 @@ class CacheChoice:
     references_alone: bool = False
     """Whether of the tokens that are not computed the reference's alone are kept, and those of the
     picture outside the mask are not."""
+    references_computed: bool = False
+    """Whether of the reference's tokens those under the mask are computed, too."""
 
     @property
     def name(self) -> str:
@@ -55,6 +57,8 @@ class CacheChoice:
             parts.append(f"thin{self.thin}")
         if self.references_alone:
             parts.append("references")
+        if self.references_computed:
+            parts.append("renewed")
         if self.skip_below:
             parts.append(f"skip{self.skip_below:g}")
         return "-".join(parts)
@@ -103,6 +107,8 @@ class CacheChoice:
             seen = replace(work, tokens=(round(keys),))
         if self.references_alone:
             seen = replace(work, tokens=(round(active) + work.context,))
+        if self.references_computed:
+            active *= 2
         share = min(1.0, self.dense_steps / FLUX_STEPS)
         mean = share * work.step_flops([whole], "dense")
         cached = RowTokens((active,), FLUX_TEXT)
@@ -156,6 +162,7 @@ def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[Cach
             for way in (each, replace(each, references_alone=True), replace(each, dense_steps=1))
         ]
         found += [replace(anchors[-1], dense_steps=2), replace(chosen, ring=2)]
+        found.append(replace(chosen, references_computed=True))
         found += [replace(chosen, format=form) for form in ("int8", "model")]
         return list(dict.fromkeys(found))
     found = [

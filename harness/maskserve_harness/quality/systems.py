@@ -32,7 +32,7 @@ from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice, schedule
-from maskserve_harness.quality.thinning import references_alone, thinned
+from maskserve_harness.quality.thinning import references_alone, references_computed, thinned
 
 Picture = NDArray[np.uint8]
 TokenIds = NDArray[np.int64]
@@ -197,10 +197,15 @@ class Rig:
         return row
 
     def _fewer(self, row: FlowRow, choice: CacheChoice) -> FlowRow:
-        """A row that attends to the tokens that the choice keeps."""
-        if not (choice.thin or choice.references_alone):
+        """A row that reads the tokens that the choice keeps."""
+        if choice.thin:
+            part = thinned(row, choice.thin)
+        elif choice.references_alone:
+            part = references_alone(row)
+        elif choice.references_computed:
+            part = references_computed(row)
+        else:
             return row
-        part = thinned(row, choice.thin) if choice.thin else references_alone(row)
         self.replay.follow(part, row)
         return part
 

@@ -1,5 +1,5 @@
-"""Fewer tokens to attend to: of those outside, some near the mask and a quarter of the others, or
-none but the reference's.
+"""Other tokens to read than a worker's: of those outside, some near the mask and a quarter of the
+others, none but the reference's, or all but the reference's under the mask, which are computed.
 
 A far token that is kept may stand for the four it replaces: log 4 on its logits, which is what its
 key and value standing there four times come to.
@@ -45,6 +45,21 @@ def references_alone(row: FlowRow) -> FlowRow:
     if held is None:
         return row
     return _of(row, torch.nonzero(held.index >= row.grid[0] * row.grid[1])[:, 0])
+
+
+def references_computed(row: FlowRow) -> FlowRow:
+    """A cached row like `row` that computes the reference's tokens under the mask, too; not for
+    steps that compute all tokens.
+    """
+    held = row.inactive
+    if held is None:
+        return row
+    assert isinstance(held.outside, FlowTemplate)
+    assert held.outside.context is not None
+    under = torch.isin(held.index, held.active + row.grid[0] * row.grid[1])
+    fewer = _of(row, torch.nonzero(~under)[:, 0])
+    cis = torch.cat((row.cis, held.cis[under]))
+    return replace(fewer, context=held.outside.context[held.active], cis=cis)
 
 
 def _of(row: FlowRow, chosen: torch.Tensor) -> FlowRow:

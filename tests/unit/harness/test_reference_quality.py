@@ -43,6 +43,21 @@ def test_all_first_looks_are_made_and_a_worker_serves_one_of_them(rig: Rig) -> N
             assert not np.array_equal(run.pictures[other][name][0], dense[0]), other
 
 
+def test_where_all_is_masked_and_references_are_computed_nothing_is_read(rig: Rig) -> None:
+    """Any entries will do; without that they are what the reference is known by."""
+    [edit] = named_class(NAMED_CLASSES[0], 1, (64, 96))
+    edits = [replace(edit, mask=np.ones_like(edit.mask))]
+    jobs = rig.jobs(edits)
+    others = rig.entries(rig.jobs([replace(edits[0], prompt="turn it", source=255 - edit.source)]))
+    [dense] = rig.dense(edits, jobs)
+    apart = []
+    for computed in (True, False):
+        choice = CacheChoice("kv", "int4", ALL_STEPS, references_computed=computed)
+        [found] = rig.cached(edits, jobs, others, choice)
+        apart.append(float(np.mean(found != dense)))
+    assert apart[0] < 0.001 < 0.005 < apart[1]
+
+
 @pytest.mark.parametrize(
     "build",
     [partial(build_tiny_qwen_image, edits=EDIT), build_tiny_qwen_image21],
@@ -83,3 +98,5 @@ def test_bytes_and_flops_are_counted_at_kleins_size(rig: Rig) -> None:
     assert 2 * alone.flux_bytes(4, work) == one.flux_bytes(4, work)
     assert flux_facts(one, work)["flux_flop_speedup"] == pytest.approx(9.0, rel=0.05)
     assert alone.flux_flops(work=work) < one.flux_flops(work=work)
+    renewed = replace(one, references_computed=True)
+    assert flux_facts(renewed, work)["flux_flop_speedup"] == pytest.approx(6.2, rel=0.05)
