@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -58,7 +59,8 @@ def served(rig: Rig, job: EditJob, count: int = 0) -> OwnChoice:
     """So many anchors where a worker has them; 0: as many as it has by default."""
     facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
     count = count or own_count(len(sigmas), own_stride(Config(), facts))
-    return OwnChoice(tuple(sorted(own_steps(count, sigmas, facts.own_evenly_over))))
+    anchors = own_steps(count, sigmas, facts.own_evenly_over)
+    return OwnChoice(tuple(sorted(anchors)), text=facts.leaves_text)
 
 
 def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
@@ -69,23 +71,25 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         job: any edit.
     """
     # Where text is in the image's attention it can be left out.
-    joint, steps = rig.adapter.facts.family != "unet", rig.steps
+    facts, steps = rig.adapter.facts, rig.steps
+    joint = facts.family != "unet"
+    way = partial(OwnChoice, text=facts.leaves_text)
     most = 2 if steps <= 4 else 4 if steps <= 8 else 5
     middle = served(rig, job).dense
     even = tuple(sorted(own_steps(len(middle), range(steps, 0, -1), 0.0)))
     sets = [even, *(served(rig, job, count).dense for count in range(most, 0, -1))]
     if joint:
-        others = [OwnChoice(middle, text=False)]
+        others = [OwnChoice(middle, text=False)] if facts.leaves_text else []
     else:
-        others = [OwnChoice(middle, halo=halo) for halo in (64, 4)]
+        others = [way(middle, halo=halo) for halo in (64, 4)]
     return [
-        OwnChoice(middle),
-        *[OwnChoice(middle, reach=reach) for reach in (0.0, 2.0)],
-        *[OwnChoice(each) for each in dict.fromkeys(sets) if each != middle],
-        *[OwnChoice(middle, ring=ring) for ring in (2, 0)],
+        way(middle),
+        *[way(middle, reach=reach) for reach in (0.0, 2.0)],
+        *[way(each) for each in dict.fromkeys(sets) if each != middle],
+        *[way(middle, ring=ring) for ring in (2, 0)],
         *others,
-        *[OwnChoice(middle, power=power) for power in (1.0, 2.0, 3.0)],
-        *[OwnChoice(middle, format=format) for format in ("model", "int4")],
+        *[way(middle, power=power) for power in (1.0, 2.0, 3.0)],
+        *[way(middle, format=format) for format in ("model", "int4")],
     ]
 
 

@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 from maskserve_core.models.facts import ALL_STEPS
+from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.reference_edits import NAMED_CLASSES, named_class
 from maskserve_harness.quality.choices import CacheChoice, default, first_looks, published
 from maskserve_harness.quality.command import Run, flux_facts
+from maskserve_harness.quality.own_anchors import table as own_table
 from maskserve_harness.quality.systems import Rig
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
+from tests.fakes.tiny_z_image import build_tiny_z_image
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,14 @@ def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path
     outside = ~edits[0].mask
     for made in run.pictures.values():
         assert np.array_equal(made[name][0][outside], edits[0].source[outside])
+
+
+def test_own_anchors_of_a_model_whose_text_is_computed_between_them(tmp_path: Path) -> None:
+    rig = Rig(build_tiny_z_image(tmp_path / "model"), steps=4)
+    [name, *_] = CLASSES
+    found = list(own_table(rig, {name: edits_of(name, 1)}))
+    assert all("text computed" in row["choice"] for row in found)
+    assert len({row["choice"] for row in found}) == len(found)
 
 
 def test_a_model_with_a_schedule_of_its_own_is_judged_by_it(tmp_path: Path) -> None:
