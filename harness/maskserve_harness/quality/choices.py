@@ -162,7 +162,7 @@ def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[Cach
             for way in (each, replace(each, references_alone=True), replace(each, dense_steps=1))
         ]
         found += [replace(anchors[-1], dense_steps=2), replace(chosen, ring=2)]
-        found.append(replace(chosen, references_computed=True))
+        found += [replace(each, references_computed=True) for each in (anchors[0], anchors[-1])]
         found += [replace(chosen, format=form) for form in ("int8", "model")]
         return list(dict.fromkeys(found))
     found = [

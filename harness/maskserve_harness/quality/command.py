@@ -84,7 +84,8 @@ def parse() -> argparse.Namespace:
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
     add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
-    add("--choices", nargs="+", help="of --own, by the names that it prints; default: all")
+    add("--choices", nargs="+", help="by the names that are printed; default: all")
+    add("--wordless", action="store_true", help="prime templates without a word")
     add("--base", action="store_true", help="of an inpainting UNet its base model (--own)")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
     add("--stride", type=float, help="`[cache] own_anchors` of rows with a ControlNet")
@@ -268,13 +269,19 @@ def main() -> int:
             rig = Rig(folder, args.steps)
             classes = classes_of(rig.adapter.facts, args.classes, args.n)
             return compare_own(rig, classes, args)
-    rig = Rig(args.model, args.steps)
+    rig = Rig(args.model, args.steps, wordless=args.wordless)
     classes = classes_of(rig.adapter.facts, args.classes, args.n)
     if args.frontier and rig.adapter.facts.semantics.reference:
         raise SystemExit("eval_quality: --frontier: not of models that see the source as reference")
     run = Run(rig, classes)
     few = first_looks(run.default, rig.adapter.facts, args.steps)
-    run.make(frontier(run.default, args.steps) if args.frontier else few)
+    looks = frontier(run.default, args.steps) if args.frontier else few
+    if args.choices:  # and what a worker serves
+        served = [each for each in looks if replace(each, dense_steps=0) == run.default]
+        looks = served + [
+            each for each in looks if each.name in args.choices and each not in served
+        ]
+    run.make(looks)
     semantics = rig.adapter.facts.semantics
     reference = "dense" if args.frontier or semantics.blends else "diffusers"
     if reference == "diffusers":

@@ -20,7 +20,7 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.masks import active_tokens, cover_a_side
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.registry import load_facts
-from maskserve_engine.base.job import EditJob
+from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
@@ -49,6 +49,7 @@ class Rig:
         weights: `[model] weights`.
         own_anchors: `[cache] own_anchors`; None: the default.
         halo: `[cache] conv_halo`.
+        wordless: whether templates are primed without a word, whatever the model.
 
     Raises:
         SystemExit: the model has a schedule of other steps.
@@ -62,6 +63,7 @@ class Rig:
         weights: str = "bf16",
         own_anchors: float | None = None,
         halo: int = 0,
+        wordless: bool = False,
     ) -> None:
         own = len(load_facts(folder).sigmas)
         if own and steps != own:
@@ -75,6 +77,7 @@ class Rig:
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = cast(FluxAdapter, load_adapter(self.config))
         self.schedule = schedule(self.adapter.facts, steps)
+        self._by_prompt = self.adapter.facts.primed_by_prompt and not wordless
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.priming_prompt()
         self.served: ControlService | None = None
@@ -134,7 +137,7 @@ class Rig:
                 self.adapter.priming_row(
                     job,
                     anchors,
-                    job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt,
+                    self._primed_with(job),
                     job.request.template_noise_seed,
                     BOTH * self.adapter.blocks,
                     "model",
@@ -146,6 +149,13 @@ class Rig:
             while some[0].step < some[0].steps:
                 self.adapter.step(some, None)
         return [tuple(row.done) for row in rows]
+
+    def _primed_with(self, job: EditJob) -> Conditioning:
+        if self._by_prompt:
+            return job.conditioning
+        shown = self.adapter.facts.shown_tokens(*job.moments.shape[1:])
+        said = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
+        return said if shown else self.prompt
 
     def cached(
         self,

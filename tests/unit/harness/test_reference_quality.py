@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from maskserve_core.models.facts import ALL_STEPS
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
@@ -93,6 +94,18 @@ def test_a_model_with_a_schedule_of_its_own_is_judged_by_it(tmp_path: Path) -> N
     (folder / "model_index.json").write_text(json.dumps({**index, "sample_sigmas": [1.0, 0.5]}))
     with pytest.raises(SystemExit, match="--steps: this model has 2 of its own"):
         Rig(folder, steps=20)
+
+
+def test_templates_may_be_primed_without_a_word(rig: Rig) -> None:
+    """Then any prompt makes the same."""
+    edits = named_class(NAMED_CLASSES[0], 1, (64, 96))
+    edits += [replace(edits[0], prompt="remove it")]
+    for wordless in (True, False):
+        own = Rig(rig.folder, steps=4, wordless=wordless)
+        first, other = (entries[0].blocks[-1].keys for entries in own.entries(own.jobs(edits)))
+        assert first is not None
+        assert other is not None
+        assert torch.equal(first.data, other.data) == wordless
 
 
 def test_anchors_come_from_the_schedule_that_a_model_is_made_for(rig: Rig) -> None:
