@@ -11,7 +11,7 @@ import pytest
 
 from maskserve_harness.bench import COMMANDS
 from maskserve_harness.benchmarks.bytes_table import table, unet_table
-from maskserve_harness.documents.module_index import modules, packages
+from maskserve_harness.documents.module_index import code_lines, modules, packages
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = sorted(
@@ -25,6 +25,11 @@ TEXTS = sorted(
 def test_every_module_says_what_it_is(package: Path) -> None:
     """`scripts/bench module_index` prints it."""
     assert [name for name, says in modules(package).items() if not says] == []
+
+
+def test_lines_of_code_are_those_that_do_something() -> None:
+    text = '"""What it is."""\n\n# why\na = [\n    1,  # one\n]\nb = """of\ntwo"""\n"""Of b."""\n'
+    assert code_lines(text) == 5
 
 
 @pytest.mark.parametrize("folder", ["engine", "router", "serving", "client"])

@@ -25,6 +25,7 @@ from maskserve_harness.simulator.plan_systems import (
     SYSTEMS,
     Flow,
     Load,
+    Want,
     in_time,
     ours,
     rate,
@@ -37,6 +38,10 @@ Report = dict[str, Any]
 PER_DEVICE: Final = 50
 """Requests."""
 SEEDS: Final = (1,)
+OTHER_SEEDS: Final = (2,)
+"""Of the settings' rates once more."""
+MEAN_SEEDS: Final = (1, 2, 3)
+"""Of mean seconds."""
 LOADS: Final = (0.8, 1.2, 1.6)
 BURSTS: Final = (1.0, 2.0, 4.0, 8.0)
 """Coefficients of variation, at a load of `BURST_LOAD` as the paper's Fig. 9 h."""
@@ -50,6 +55,10 @@ times of twelve times its longest request are short beside the run."""
 IN_FLIGHT: Final = 500
 MANY: Final = 256
 GROUP: Final = 64
+SHAPES: Final = {"sd3": (333, 1536, 6), "dev": (512, 3072, 2)}
+"""Tokens of a prompt, the width, and a ControlNet's blocks: as many as the paper's sizes give."""
+MEAN_LOADS: Final = (0.3, 0.6, 0.9)
+"""Where the paper compares mean seconds and does not say how much is asked for (Fig. 4)."""
 DECIDE_S: Final = 1.9e-3
 ADMIT_S: Final = 0.9e-3
 """Medians of one decision and one admission at `MANY` devices with `IN_FLIGHT` plans, one core of a
@@ -125,6 +134,81 @@ def loading(base: str) -> Report:
     whole = sum(Flow(base, 1).parts.values()) * GIB / BYTES_S
     alone_s = BASES[base].step[0] * GIB / BYTES_S
     return {"workflow_s": round(whole, 2), "base_s": round(alone_s, 2)}
+
+
+def sharing(base: str, requests: int, seeds: Sequence[int]) -> Report:
+    """A workflow with a ControlNet and one without on two devices, each on its own or with shared
+    models: mean seconds of a request at MEAN_LOADS, and GiB of models (Fig. 4, left).
+    """
+    report: Report = {}
+    for name, system in (("apart", MONOLITHS["static"]), ("shared", ours)):
+        loads = [Load(_setting(base), at, 2, requests, 1, shares=(0.5, 0.5)) for at in MEAN_LOADS]
+        run, _ = system(loads[0], [])
+        report[name] = {
+            "mean_s": [_mean_s(system, load, seeds, slice(0, 1)) for load in loads],
+            "gib": round(sum(run.first_bytes.values()) / GIB, 1),
+        }
+    return report
+
+
+def degrees(requests: int, seeds: Sequence[int]) -> Report:
+    """S1 on four devices: mean seconds of a request at MEAN_LOADS whose base has one device, two of
+    a fixed pair, or as many as the system gives it (Fig. 4, right).
+    """
+    report: Report = {}
+    for system in ("lego", "ours"):
+        for name, devices, some in (
+            ("one", 4, slice(0, 1)),
+            ("two", 2, slice(1, 2)),
+            ("adaptive", 4, slice(None)),
+        ):
+            # A pair is one device here, twice as much asked of it.
+            loads = [Load("S1", 4 / devices * at, devices, requests, 1) for at in MEAN_LOADS]
+            means = [_mean_s(SYSTEMS[system], load, seeds, some) for load in loads]
+            report[f"{system}_{name}"] = means
+    return report
+
+
+def passed(base: str) -> Report:
+    """MiB of what passes between nodes, for a picture of 1024x1024 with a ControlNet (Fig. 11,
+    right): each tensor; all of a request where each call is a node; all where an edit is one.
+    """
+    words, width, blocks = SHAPES[base]
+    steps, mib = BASES[base].steps, 2**20
+    each = {
+        "embeddings": words * 4096 * 2 / mib,
+        "latents": 16 * 128 * 128 * 2 / mib,
+        "residual": 4096 * width * 2 / mib,
+        "picture": 1024 * 1024 * 3 / mib,
+        "mask": 1024 * 1024 / mib,
+    }
+    # Base and ControlNet both take prompt and latents; the decoder takes the last latents.
+    calls = 2 * each["latents"] + blocks * each["residual"]
+    lego = 2 * each["embeddings"] + steps * calls + each["latents"] + 2 * each["picture"]
+    edit = 3 * each["picture"] + each["mask"]  # source, control picture, answer
+    return {name: round(size, 2) for name, size in (each | {"lego": lego, "ours": edit}).items()}
+
+
+def _mean_s(
+    system: Callable[[Load, Sequence[Want]], tuple[PlanRun, list[Asked]]],
+    load: Load,
+    seeds: Sequence[int],
+    some: slice,
+) -> float:
+    """Of a request, from arrival to end; none is refused, and nodes that can have two devices may
+    have these numbers of them.
+    """
+    took = []
+    for seed in seeds:
+        run, asked = system(load, wants(replace(load, seed=seed)))
+        run.rules = replace(run.rules, admission=False)
+        run.run([replace(a, nodes=tuple(_with(node, some) for node in a.nodes)) for a in asked])
+        took += [plan.ended - plan.asked.arrival for plan in run.plans]
+    return round(statistics.mean(took), 2)
+
+
+def _with(node: Node, some: slice) -> Node:
+    return replace(node, run_s=node.run_s[some] or node.run_s)
 
 
 # Edits' own workflows
@@ -245,6 +329,10 @@ def run_plans(
         return found
 
     report["rates"] = {s: told(s, rates(base(s), seeds)) for s in SETTINGS}
+    again = (*MONOLITHS, "ours")
+    report["rates_again"] = {
+        s: told(f"{s} again", rates(base(s), OTHER_SEEDS, again)) for s in SETTINGS
+    }
     report["sweeps"] = {
         f"{name} {value:g}": told(f"{name} {value:g}", rates(base("S4", **{name: value}), seeds))
         for name, values in SWEEPS.items()
@@ -269,6 +357,10 @@ def run_plans(
         told("overload", overload(s, 8 * per_device, seeds)) for s in ("S1", "S2", "S3", "S4")
     ]
     report["alone"] = {name: told(name, alone(name)) for name in BASES}
+    requests = 8 * per_device
+    report["sharing"] = {s: told(s, sharing(s, requests, MEAN_SEEDS)) for s in ("sd3", "dev")}
+    report["degrees"] = told("degrees", degrees(requests, MEAN_SEEDS))
+    report["passed"] = {name: passed(name) for name in SHAPES}
     report["loading"] = {name: loading(name) for name in BASES}
     report["chains"] = [told("chains", chained(x, 20 * per_device, seeds)) for x in (0.8, 1.2, 1.6)]
     report["decisions"] = told("decisions", decisions())

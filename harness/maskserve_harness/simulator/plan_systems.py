@@ -112,19 +112,22 @@ class Load:
     """Each workflow is on for a quarter of the time."""
     masked: bool = False
     """Requests are masked edits of the production trace."""
+    shares: tuple[float, ...] = SHARES
+    """As SHARES."""
 
     @property
     def flows(self) -> list[Flow]:
-        return [Flow(base, net) for base in SETTINGS[self.setting] for net in range(len(SHARES))]
+        bases, nets = SETTINGS[self.setting], range(len(self.shares))
+        return [Flow(base, net) for base in bases for net in nets]
 
     @property
     def mix(self) -> dict[Flow, float]:
         """Shares of the requests: families have equal shares of the devices' time."""
         own = {
-            base: sum(s * Flow(base, net).solo_s for net, s in enumerate(SHARES))
+            base: sum(s * Flow(base, net).solo_s for net, s in enumerate(self.shares))
             for base in SETTINGS[self.setting]
         }
-        weights = {flow: SHARES[flow.net] / own[flow.base] for flow in self.flows}
+        weights = {flow: self.shares[flow.net] / own[flow.base] for flow in self.flows}
         return {flow: weight / sum(weights.values()) for flow, weight in weights.items()}
 
 

@@ -12,8 +12,11 @@ from maskserve_harness.simulator.plan_figures import (
     chained,
     control_plane,
     decisions,
+    degrees,
     loading,
     overload,
+    passed,
+    sharing,
 )
 from maskserve_harness.simulator.plan_systems import (
     GIB,
@@ -133,6 +136,25 @@ def test_what_the_paper_says_of_loading_and_of_devices_comes_out():
     assert whole[0] > whole[1]
     assert Flow("sd3", 1).solo_s > Flow("sd3", 0).solo_s
     assert sum(Flow("dev", 2).parts.values()) * GIB < 80 * GIB
+
+
+def test_shared_models_and_as_many_devices_as_are_idle_take_less_time():
+    found = sharing("sd3", 60, (1,))
+    pairs = zip(found["shared"]["mean_s"], found["apart"]["mean_s"], strict=True)
+    assert all(shared < apart for shared, apart in pairs)
+    found = degrees(60, (1,))
+    for one, two, adaptive in zip(
+        found["lego_one"], found["lego_two"], found["lego_adaptive"], strict=True
+    ):
+        assert adaptive < min(one, 1.05 * two)
+    assert found["ours_one"][0] > found["ours_adaptive"][0] > found["ours_two"][0]
+
+
+def test_what_passes_between_nodes_is_counted():
+    found = passed("dev")
+    assert found["residual"] == 24.0
+    # Prompt to both, each of 50 steps' latents and two residuals, the last latents, two pictures.
+    assert found["lego"] == 2 * 4 + 50 * (2 * 0.5 + 2 * 24) + 0.5 + 2 * 3
 
 
 def test_decisions_cost_next_to_nothing_at_their_committed_medians():
