@@ -116,8 +116,9 @@ class AdmissionBounds(Table, frozen=True):
     max_bytes: Bytes = 640 * MIB
     """Bytes of their requests and of what is made of them, shared likewise. With keys, four times
     `[http] max_body_bytes` at the least."""
-    waiting_per_worker: Count = 8
-    """Edits that wait at a worker; further ones wait here, the most urgent first."""
+    waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
+    """Edits that wait at a worker for a row; further ones wait here, the most urgent first. 0: an
+    edit is sent once a row is free."""
     aging_s: Seconds = 5.0
     """A second of waiting counts as much as 1 / `aging_s` of priority."""
     deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5

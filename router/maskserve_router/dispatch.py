@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
 
 from maskserve_core.contracts.due_times import OK, due_by_size
 from maskserve_core.contracts.keys import tried
@@ -30,11 +31,12 @@ from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_core.worker.values import NO_VALUES, Values
 from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
-from maskserve_router.edit_call import EditCall
+from maskserve_router.edit_call import EditCall, make_edit_call
 from maskserve_router.failures import Blame, Failure, RetryLater
 from maskserve_router.keys import KeyHolder
 from maskserve_router.measure import Measure
 from maskserve_router.metrics import Metrics
+from maskserve_router.model_request import ModelRequest
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.retry_budget import RetryBudget
@@ -79,6 +81,26 @@ class Dispatcher:
                 worker.sent[call.sent_as].end(Cancelled("the edit was cancelled"))
         return True
 
+    async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
+        """Seconds to an edit's answer from an idle worker; None: none takes edits.
+
+        Args:
+            message: the edit, which is not sent.
+            client: whose it is.
+
+        Raises:
+            MaskserveError: its mask or settings cannot be used.
+        """
+        call = make_edit_call(message, message.size, scope=client.scope)
+        edit, _ = await self._measured(call, client)
+        return self._alone_s(call, edit)
+
+    def share_left(self, request_id: str) -> float | None:
+        """Of the steps of an edit that has a row at a worker; None: it waits for one."""
+        call = self._calls.get(request_id)
+        worker = None if call is None else self._pool.workers.get(call.worker)
+        return None if call is None or worker is None else worker.share_left(call.sent_as)
+
     def forget_home(self, template_id: str) -> None:
         """A template is no result of some workers alone any more: it is registered, or gone."""
         self._homes.drop(template_id)
@@ -107,8 +129,10 @@ class Dispatcher:
             held.enter_context(self._named(call))
             becomes = held.enter_context(self._admission.edit(client, call.size))
             edit, digest = await self._measured(call, client)
+            edit = replace(edit, due=self._due(call))
             self._check_deadline(call, edit)
-            call.starts_by = self._latest_start(call, edit)
+            if edit.due < math.inf:
+                call.starts_by = edit.due - (self._alone_s(call, edit) or 0.0)
             unread = Unread()
             work = asyncio.create_task(self._attempts(call, edit, digest, send, unread))
             work.add_done_callback(unread.end)
@@ -176,7 +200,13 @@ class Dispatcher:
         patience_s = 0.0 if failure is None else self._config.faults.retry_wait_s
         try:
             return await self._pending.enter(
-                call.sent_as, edit, call.arrival, call.deadline, avoid, patience_s, call.starts_by
+                call.sent_as,
+                edit,
+                call.arrival,
+                call.waits_until,
+                avoid,
+                patience_s,
+                call.starts_by,
             )
         except NoWorkerAvailable:
             if failure is None:
@@ -270,20 +300,20 @@ class Dispatcher:
         """
         if call.deadline is None:
             return
-        now = time.monotonic()
-        takers = [worker for worker in self._pool.ready() if worker.view(now).takes(edit)]
-        if not takers:
-            return
-        slack = self._config.admission.deadline_slack
+        least, slack = self._alone_s(call, edit), self._config.admission.deadline_slack
         limit = call.deadline - call.arrival
-        least = min(worker.least_s(edit, now, alone=True) for worker in takers)
-        if least > limit * slack:
+        if least is not None and least > limit * slack:
             self._metrics.rejections.labels("deadline").inc()
             raise DeadlineExceeded(
                 f"{call.deadline_name}: {1e3 * limit:.0f} ms are too short for this edit; alone "
                 f"on a worker it takes about {math.ceil(1e3 * least)} ms"
             )
-        soonest = min(worker.least_s(edit, now) for worker in takers)
+        call.waits_until = call.deadline - (least or 0.0) / slack
+        now = time.monotonic()
+        takers = [worker for worker in self._pool.ready() if worker.view(now).takes(edit)]
+        if not takers:
+            return
+        soonest = min(worker.least_s(edit, now, primed=call.primed) for worker in takers)
         left = call.deadline - now
         if soonest > left * slack:
             self._metrics.rejections.labels("deadline").inc()
@@ -293,14 +323,18 @@ class Dispatcher:
                 soonest - left,
             )
 
-    def _latest_start(self, call: EditCall, edit: Edit) -> float | None:
-        """When it has to begin to be in time; None: it is due at no time, or goes by arrival."""
-        due_s = call.due_s
-        if due_s is None or self._config.routing.order == "fcfs":
-            return None
+    def _due(self, call: EditCall) -> float:
+        """When its answer is due; infinite: at no time, or edits go by arrival."""
+        if call.due_s is None or self._config.routing.order == "fcfs":
+            return math.inf
+        return call.arrival + call.due_s
+
+    def _alone_s(self, call: EditCall, edit: Edit) -> float | None:
+        """Seconds to its answer from a worker with nothing else to do; None: none takes edits."""
         now = time.monotonic()
-        alone = (worker.least_s(edit, now, alone=True) for worker in self._pool.ready())
-        return call.arrival + due_s - min(alone, default=0.0)
+        serving = [w for w in self._pool.ready() if edit.model in ("", w.model)]
+        alone = (each.least_s(edit, now, alone=True, primed=call.primed) for each in serving)
+        return min(alone, default=None)
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:

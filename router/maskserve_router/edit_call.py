@@ -60,6 +60,8 @@ class EditCall:
     """Tries that failed after the client had seen events of them."""
     by_size_ms: int | None = None
     """When it is due by its size if it does not say so; None: at no time, or it is not known."""
+    waits_until: float | None = None
+    """When no worker could do it in time any more, on time.monotonic's clock; None: never."""
     starts_by: float | None = None
     """When it has to begin to be in time, on time.monotonic's clock; None: it waits by arrival."""
     cancelled: bool = False
@@ -94,6 +96,11 @@ class EditCall:
             given["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
         limits = {name: seconds for name, seconds in given.items() if seconds is not None}
         return min(limits, key=limits.__getitem__)
+
+    @property
+    def primed(self) -> bool:
+        """Whether it runs cached in any case, once its template is primed."""
+        return self.settings is not None and self.settings.cache == "require"
 
     @property
     def due_s(self) -> float | None:

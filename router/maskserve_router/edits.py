@@ -38,6 +38,10 @@ class Edits:
         self._dispatcher, self._masks = dispatcher, masks
         self._metrics, self._tracing = metrics, tracing
 
+    async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
+        """As `Dispatcher.alone_s`."""
+        return await self._dispatcher.alone_s(message, client)
+
     async def infer(
         self,
         message: ModelRequest,

@@ -89,7 +89,7 @@ class PendingQueue:
             request_id: of the edit.
             edit: what it is.
             arrival: when its client sent it, on time.monotonic's clock.
-            deadline: when nobody will want it any more, on the same clock.
+            deadline: when it could not be done in time any more, on the same clock.
             avoid: workers that it is not to be sent to, until they have been down.
             patience_s: how long it may wait for a worker to take edits where none does.
             starts_by: when it has to begin, on that clock too; None: at no time.
@@ -175,7 +175,7 @@ class PendingQueue:
     def _expire(self, waiting: Waiting) -> None:
         if not waiting.place.done():
             waiting.place.set_exception(
-                DeadlineExceeded("SETTINGS.deadline_ms passed before a worker had a place")
+                DeadlineExceeded("no worker had a place while the edit could be done in time")
             )
 
     def _stop_waiting(self, waiting: Waiting) -> None:

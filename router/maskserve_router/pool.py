@@ -64,6 +64,11 @@ class Pool:
     def ready(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.ready]
 
+    def running_s(self) -> list[float]:
+        """Of each of these, seconds until all that has a row there has ended."""
+        now = time.monotonic()
+        return [worker.running_s(now) for worker in self.ready()]
+
     def up(self) -> list[Worker]:
         """Those that answer, whether or not they take edits."""
         return [worker for worker in self.workers.values() if worker.up]

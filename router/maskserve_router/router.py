@@ -91,7 +91,12 @@ class Router:
         self._nodes = NodePool(config.workflows, turns, config.routing.order, values)
         masks = MaskFinder(self._nodes, turns)
         edits = Edits(self._dispatcher, masks, self.metrics, self._tracing)
-        times = RunTimes(config, self._nodes.seconds, lambda: len(self.pool.ready()))
+        times = RunTimes(
+            config,
+            self._nodes.seconds,
+            self.pool.running_s,
+            self._dispatcher.share_left,
+        )
         workflows = Workflows(
             _plans(config),
             edits,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.errors import DeadlineExceeded
@@ -41,6 +41,11 @@ class RunTime:
     """When its answer is due; infinite: at no time."""
     until: float
     """When nobody wants it any more."""
+    edit_s: dict[str, float] = field(default_factory=dict)
+    """What edits whose masks are known take by themselves, by step, and by task once that is ready.
+    """
+    sent: dict[str, str] = field(default_factory=dict)
+    """Task -> request id of its edit."""
 
 
 class RunTimes:
@@ -49,20 +54,22 @@ class RunTimes:
     Args:
         config: the order in which edits are sent, and how far predictions may be off.
         node_s: what a call of a node type has taken of late at node servers; None: not known.
-        workers: how many take edits now.
+        workers: of each that takes edits now, seconds until all that has a row there has ended.
+        share_left: of the steps of an edit that has a row, by its request id; None: it waits.
     """
 
     def __init__(
         self,
         config: RouterConfig,
         node_s: Callable[[str], float | None],
-        workers: Callable[[], int],
+        workers: Callable[[], Sequence[float]],
+        share_left: Callable[[str], float | None] = lambda name: None,
     ) -> None:
         self._order = ORDERS[config.routing.order]
         self._slack = config.admission.deadline_slack
-        self._node_s, self._workers = node_s, workers
+        self._node_s, self._workers, self._share_left = node_s, workers, share_left
         self._edit_s: dict[tuple[str, str], float] = {}
-        """By workflow and step: what differs between them is how large masks are."""
+        """What they took of late, by workflow and step: for those whose masks are not known yet."""
         self._runs: list[RunTime] = []
 
     def begin(self, run: RunTime) -> None:
@@ -97,7 +104,12 @@ class RunTimes:
 
     def due_of(self, run: RunTime, task: Task) -> float:
         """When a node is due: as long before its run as what lies behind it takes."""
-        return run.due - run.machine.behind(task.key, self._price(run.plan))
+        return run.due - run.machine.behind(task.key, self._price(run))
+
+    def wanted_until(self, run: RunTime, task: Task) -> float:
+        """When nobody wants a node's answer any more: what lies behind it would be too late."""
+        behind = run.machine.behind(task.key, self._price(run, guess=False))
+        return run.until - behind / self._slack
 
     def check_next(self, run: RunTime, task: Task) -> None:
         """Refuse to begin a node of a run that cannot be in time any more.
@@ -107,8 +119,8 @@ class RunTimes:
         """
         if run.until == math.inf:
             return
-        price = self._price(run.plan, guess=False)
-        needed, left = price(task.call) + run.machine.behind(task.key, price), self._left(run)
+        price, left = self._price(run, guess=False), self._left(run)
+        needed = self._own(run, task, price) + run.machine.behind(task.key, price)
         if needed > left * self._slack:
             raise DeadlineExceeded(
                 f"{task.key} and what lies behind it take about {needed:.1f} s, and "
@@ -117,7 +129,7 @@ class RunTimes:
 
     def _check(self, run: RunTime) -> None:
         now, new = time.monotonic(), self._still(run)
-        places = [NodePlace(str(number), now) for number in range(self._workers())]
+        places = [NodePlace(str(n), now + busy_s) for n, busy_s in enumerate(self._workers())]
         admitted = [self._still(each) for each in self._runs]
         if not places or admits(new, admitted, places, Prices(), now, self._order) is not None:
             return
@@ -134,27 +146,48 @@ class RunTimes:
         )
 
     def _still(self, run: RunTime) -> ReadyNode:
-        """What is left of a run: its edits have the workers, all else lies behind them."""
-        price = self._price(run.plan, guess=False)
-        path, _ = run.machine.left(price)
-        _, edits = run.machine.left(lambda call: price(call) if call.node == EDIT else 0.0)
+        """What is left of a run: its edits have the workers, all else lies behind them. Those that
+        have a row already hold their workers by themselves.
+        """
+        price = self._price(run, guess=False)
+
+        def rest(task: Task, *, rows: bool = True) -> float:
+            share = self._share_left(run.sent[task.key]) if task.key in run.sent else None
+            own = self._own(run, task, price)
+            return own if share is None else own * share * rows
+
+        def edits(call: NodeCall) -> float:
+            return price(call) if call.node == EDIT else 0.0
+
+        def waiting(task: Task) -> float:
+            return rest(task, rows=False) if task.call.node == EDIT else 0.0
+
+        path, _ = run.machine.left(price, rest)
+        _, work = run.machine.left(edits, waiting)
         due = run.begin + (run.until - run.begin) * self._slack
-        return in_pieces(str(id(run)), run.begin, due, path, edits)
+        return in_pieces(str(id(run)), run.begin, due, path, work)
 
     def _left(self, run: RunTime) -> float:
         return run.until - time.monotonic()
 
-    def _price(self, plan: WorkflowPlan, *, guess: bool = True) -> Price:
-        """Seconds of a call of this plan.
+    def _own(self, run: RunTime, task: Task, price: Price) -> float:
+        """Seconds of a task that is ready."""
+        return run.edit_s.get(task.key, price(task.call))
+
+    def _price(self, run: RunTime, *, guess: bool = True) -> Price:
+        """Seconds of a call of a run.
 
         Args:
-            plan: that it is of.
-            guess: whether one that was never measured takes what its declaration says, or nothing.
+            run: that it is of.
+            guess: whether an edit whose mask is not known yet takes what its like took of late, and
+                a call that was never measured what its declaration says; else either takes nothing.
         """
 
         def seconds(call: NodeCall) -> float:
             if call.node == EDIT:
-                known = self._edit_s.get((plan.name, call.id))
+                known = run.edit_s.get(call.id)
+                if known is None and guess:
+                    known = self._edit_s.get((run.plan.name, call.id))
             else:
                 known = self._node_s(call.node)
             return (NODE_TYPES[call.node].price_s if guess else 0.0) if known is None else known

@@ -219,17 +219,39 @@ class Worker:
         denoised = predicted_seconds(edit, self.view(now), now)
         return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
 
-    def least_s(self, edit: Edit, now: float, *, alone: bool = False) -> float:
+    def share_left(self, request_id: str) -> float | None:
+        """Of the steps of an edit that has a row, as the record has it; None: it waits for one."""
+        sent = self.sent.get(request_id)
+        if sent is None or not sent.seen or self.status is None:
+            return None
+        if any(row.request_id == request_id for row in self.status.waiting):
+            return None
+        left = [r.steps_left for r in self.status.running if r.request_id == request_id]
+        return min(sum(left) / sent.edit.steps, 1.0)  # none: it is past its last step
+
+    def running_s(self, now: float) -> float:
+        """Seconds until all that has a row here has ended."""
+        rows = self.view(now).running
+        steps = max((row.steps for row in rows), default=0)
+        work = steps * self.view(now).pricing.step + sum(row.steps * row.compute for row in rows)
+        return max(work - (now - self.as_of), 0.0)
+
+    def least_s(
+        self, edit: Edit, now: float, *, alone: bool = False, primed: bool = False
+    ) -> float:
         """Seconds to its answer if it steps down as far as it may.
 
         Args:
             edit: sent to this worker now.
             now: time.monotonic().
             alone: as if the worker had nothing else to do.
+            primed: as if it had the edit's template.
         """
         view = self.view(now)
         if alone:
             view = replace(view, running=(), waiting=())
+        if primed:
+            view = replace(view, templates=None)
         denoised = edit.least_share * predicted_seconds(edit, view, view.as_of if alone else now)
         return self.times.predict(edit.total_tokens, denoised)
 

@@ -22,7 +22,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -32,7 +32,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.keys import name_of
+from maskserve_core.contracts.keys import name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import META, Contract, text
 from maskserve_core.errors import (
@@ -49,7 +49,7 @@ from maskserve_core.worker.logs import about
 from maskserve_core.worker.values import NO_VALUES, RUN, Values
 from maskserve_core.workflows.node_types import EDIT, WorkflowError
 from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.plan import NodeCall, WorkflowPlan, every_step, output_kinds
+from maskserve_core.workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step, output_kinds
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Judgement, NamedValue, named_in
 from maskserve_core.workflows.wire import drawn, nbytes
@@ -202,6 +202,17 @@ class Workflows:
 
             machine = WorkflowRun(plan, inputs, files.there)
             run = _timed(plan, machine, begin, timeout, settings)
+
+            async def measure(task: Task) -> None:
+                """Learn what an edit takes whose mask is known, as far as a router can say."""
+                with suppress(MaskserveError):
+                    edit = _edit_request(task, settings, False, math.inf, files)
+                    if (seconds := await self._edits.alone_s(edit, client)) is not None:
+                        run.edit_s[task.key] = seconds
+
+            for step in _edits_of_given_masks(plan):
+                given = {name: inputs.get(_input(ref), b"") for name, ref in step.inputs.items()}
+                await measure(Task(step.id, step, {"prompt": "", **given, **step.texts}))
             self._times.begin(run)
             held.callback(self._times.end, run)
             streams = bool(settings.progress or settings.preview_every)
@@ -213,7 +224,8 @@ class Workflows:
                 request = await turn(
                     nbytes(task.inputs), _edit_request, task, settings, streams, due_s, files
                 )
-                left_s = None if run.until == math.inf else max(run.until - begin, 0.001)
+                until = self._times.wanted_until(run, task)
+                left_s = None if until == math.inf else max(until - begin, 0.001)
                 sent = request, request.size, client, headers, left_s, _ROUTE
                 if streams:
 
@@ -232,8 +244,11 @@ class Workflows:
                 return {"picture": drawn(made["image"])}, told
 
             async def call(task: Task) -> _Called:
+                if task.call.node == EDIT and task.call.id not in run.edit_s:
+                    await measure(task)
                 self._times.check_next(run, task)
                 if task.call.node == EDIT:
+                    run.sent[task.key] = _edit_id(task, settings)
                     made, told = await edited(task)
                 else:
                     starts_by = self._times.due_of(run, task)
@@ -379,6 +394,8 @@ class _Driven:
                     raise EngineFailed(f"{task.key}: what it reads was lost each time") from None
                 self._machine.lost(task.key)
                 return
+            if error.code == DeadlineExceeded.code:
+                raise DeadlineExceeded(f"{task.key} was not done in time") from None
             if error.code != InvalidRequest.code:
                 raise
             text = error.details if isinstance(error, Failure) else str(error)
@@ -396,6 +413,18 @@ def _nodes_of(plan: WorkflowPlan) -> set[str]:
     """Types of the nodes that node servers run."""
     calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
     return {call.node for call in calls} - {EDIT}
+
+
+def _edits_of_given_masks(plan: WorkflowPlan) -> list[NodeCall]:
+    """Edits whose masks are inputs of the workflow."""
+    calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
+    return [step for step in calls if step.node == EDIT and _input(step.inputs["mask"])]
+
+
+def _input(ref: str) -> str:
+    """The input of the workflow that a reference names; empty: none."""
+    owner, _, name = ref.partition(".")
+    return name if owner == INPUTS else ""
 
 
 def _edited(answer: bytes) -> _Called:
@@ -539,18 +568,13 @@ def _edit_request(
             it is late: the run's own time ends it.
         files: of the run, for a worker of this host; None: all goes as bytes.
     """
-    assert settings.request_id is not None
     assert settings.seed is not None
-    name = name_of(settings.request_id)
-    if len(name) > _LONGEST_NAME:
-        name = hashlib.sha256(name.encode()).hexdigest()[:32]
-    place = task.key.replace("[", ".").replace("]", "")
     whole = {
         **msgspec.json.decode(dump_settings(settings)),
         "seed": seed_of(settings.seed, task.key),
         **_due(task, due_s),
         **task.call.settings,
-        "request_id": f"{name}/{place}",
+        "request_id": name_of(_edit_id(task, settings)),
         "output_format": "png",
     }
     model = f"{EDIT}_stream" if streams else EDIT
@@ -576,6 +600,16 @@ def _edit_request(
     for output in ("IMAGE", "META"):
         request.head.outputs.add(name=output)
     return request
+
+
+def _edit_id(task: Task, settings: EditSettings) -> str:
+    """The request id of a run's edit."""
+    assert settings.request_id is not None
+    name = name_of(settings.request_id)
+    if len(name) > _LONGEST_NAME:
+        name = hashlib.sha256(name.encode()).hexdigest()[:32]
+    place = task.key.replace("[", ".").replace("]", "")
+    return scoped(scope_of(settings.request_id), f"{name}/{place}")
 
 
 def _due(task: Task, due_s: float) -> dict[str, Any]:

@@ -27,9 +27,11 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
     compute, load, fetch = worker.price(edit)
     step, steps = worker.pricing.step, edit.steps
     profile = worker.profile
-    if edit.priority > worker.lowest_priority:
-        ahead = [row for row in worker.waiting if row.priority >= edit.priority]
-        profile = worker.profile_of(tuple(ahead))
+    if edit.priority > worker.lowest_priority or edit.due < worker.latest_due:
+        urgency, free = (edit.priority, -edit.due), worker.free_rows
+        later = (row for row in worker.waiting[free:] if (row.priority, -row.due) >= urgency)
+        ahead = (*worker.waiting[:free], *later)
+        profile = worker.profile_of(ahead)
     busy, loading = profile.until(profile.free_at + steps)
     own = steps * (step + compute)
     total = max(own + profile.free_at * step + busy, steps * load + loading)

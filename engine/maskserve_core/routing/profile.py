@@ -16,6 +16,7 @@ the starts and ends ("knots") of rows, so it is kept as its value and slope at e
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
@@ -35,6 +36,8 @@ class RowLoad(NamedTuple):
     tokens: int
     """Tokens computed per step."""
     priority: int = 0
+    due: float = math.inf
+    """When it should have ended, on the policies' clock; infinite: at no time."""
 
 
 class Profile(NamedTuple):

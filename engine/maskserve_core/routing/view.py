@@ -39,6 +39,9 @@ class Edit:
     """Names of its ControlNets, each with the share of the steps in which it acts."""
     least_share: float = 1.0
     """Of its work, to which it may step down where it would be late (`reuse: elastic`)."""
+    due: float = math.inf
+    """When it should be answered, on the policies' clock: workers give rows to the most urgent.
+    Infinite: at no time, and whoever waits is before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,21 @@ class WorkerView:
     """Made with the view, which happens when a record arrives, so that decisions need not."""
     lowest_priority: float = field(init=False, repr=False, compare=False)
     """Of those that wait; infinite without any."""
+    latest_due: float = field(init=False, repr=False, compare=False)
+    """Likewise; minus infinity without any."""
 
     def __post_init__(self) -> None:
         profile = self.profile_of(self.waiting)
         lowest = min((row.priority for row in self.waiting), default=math.inf)
         object.__setattr__(self, "profile", profile)
         object.__setattr__(self, "lowest_priority", lowest)
+        latest = max((row.due for row in self.waiting), default=-math.inf)
+        object.__setattr__(self, "latest_due", latest)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that the first of those that wait get at once."""
+        return max(self.devices * self.max_rows - len(self.running), 0)
 
     def profile_of(self, waiting: tuple[RowLoad, ...]) -> Profile:
         """What an edit shares its device with, were these all that wait."""
@@ -84,7 +96,7 @@ class WorkerView:
         """Whether the worker may be given `edit`."""
         return (
             self.ready
-            and len(self.waiting) < self.max_waiting
+            and len(self.waiting) < (self.max_waiting or self.free_rows)
             and (not edit.model or edit.model == self.model)
         )
 
@@ -160,7 +172,7 @@ class WorkerView:
         compute, load, _, cached = self._base_price(edit)
         compute += self._added_seconds(edit, cached=cached)
         tokens = edit.active_tokens if cached else edit.total_tokens
-        return RowLoad(edit.steps, compute, load, tokens, edit.priority)
+        return RowLoad(edit.steps, compute, load, tokens, edit.priority, edit.due)
 
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
         """The view with `edits` on their way to the worker, behind those that wait."""
@@ -202,9 +214,9 @@ class WorkerView:
                 compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
                 if entries_id(row.template_id) in on_device:
                     load = 0.0
-                loads.append(
-                    RowLoad(row.steps_left, compute, load, row.active_tokens, row.priority)
-                )
+                due = (row.due_ns - status.monotonic_ns) / 1e9 if row.due_ns else math.inf
+                steps, active = row.steps_left, row.active_tokens
+                loads.append(RowLoad(steps, compute, load, active, row.priority, as_of + due))
             return tuple(loads)
 
         return cls(

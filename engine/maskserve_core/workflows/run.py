@@ -248,13 +248,21 @@ class WorkflowRun:
             return place.later(price) + _behind(place.scope, place.step.id, price)
         return _behind(place, task.call.id, price)
 
-    def left(self, price: Price) -> tuple[float, float]:
-        """Seconds of the longest chain and of all calls that have not ended."""
+    def left(
+        self, price: Price, rest: Callable[[Task], float] | None = None
+    ) -> tuple[float, float]:
+        """Seconds of the longest chain and of all calls that have not ended.
+
+        Args:
+            price: of calls.
+            rest: seconds that a task still takes which has not ended; None: its call's price.
+        """
         path, calls = 0.0, 0.0
         seen: set[_Scope | _Rounds] = set()
         for task, place in self._under_way.values():
-            path = max(path, price(task.call) + self.behind(task.key, price))
-            calls += price(task.call)
+            own = price(task.call) if rest is None else rest(task)
+            path = max(path, own + self.behind(task.key, price))
+            calls += own
             above: _Scope | _Rounds | None = place
             while above is not None and above not in seen:
                 seen.add(above)

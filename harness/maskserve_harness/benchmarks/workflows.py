@@ -11,6 +11,8 @@ own judge sees; beside the first tries, which a verifier that says yes to all wo
 `stages`: what two workers with a stage service save of memory, as a share of one encoder's and one
 decoder's processes; and their edits per second, as a share of those of two that have their own.
 `by-name`: 16 MiB from node to node by name, beside through the caller.
+`due`: plans with due times over eight emulated workers, beside edits as they come and beside the
+simulator (`due_plans`): 10 minutes with 300 plans.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
 
     python scripts/bench workflows --json workflows.json
@@ -46,6 +48,7 @@ from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.pictures import encode_mask
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
 from maskserve_harness.benchmarks.by_name import by_name
+from maskserve_harness.benchmarks.due_plans import due_plans
 from maskserve_harness.benchmarks.shared_stages import stages_edits, stages_memory
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
@@ -385,9 +388,13 @@ def named(args: argparse.Namespace) -> dict[str, Any]:
         return by_name(address, sides.values, 4 * args.rounds)
 
 
+def due(args: argparse.Namespace) -> dict[str, Any]:
+    return due_plans(args.plans, args.seed)
+
+
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "rivals": rivals, "added": added, "shared": shared, "models": models, "verified": verified,
-    "stages": stages, "by-name": named,
+    "stages": stages, "by-name": named, "due": due,
 }  # fmt: skip
 
 
@@ -396,6 +403,8 @@ def main() -> int:
     add = parser.add_argument
     add("--rounds", type=int, default=5)
     add("--edits", type=int, default=200, help="of `verified`")
+    add("--plans", type=int, default=300, help="of `due`, at each load in each order")
+    add("--seed", type=int, default=1, help="of `due`")
     add("--find", type=Path, default=NODES / "find", help="folder of a CLIPSeg model")
     add("--enlarge", type=Path, default=NODES / "enlarge", help="folder of a Swin2SR model")
     add("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))

@@ -30,7 +30,7 @@ from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
 from tests.fakes.collector import collector
 from tests.support.router import FAST, SIDE, calling, cluster, control_request, edit, until
-from tests.support.router_requests import INFER, mask_of
+from tests.support.router_requests import INFER, edit_request, mask_of
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
@@ -41,6 +41,20 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         assert re.search(r"it takes about [1-9]\d+ ms", never.value.details() or "")
         await call(edit(active=4096, deadline_ms=10_000))
         assert sum(len(worker.seen) for worker in workers) == 1
+
+
+async def test_an_edit_that_has_its_picture_primed_is_not_judged_as_one_without_a_template():
+    """It was refused for what it would take dense, which it never runs."""
+    async with (
+        cluster(hardware=Hardware(dense_seconds=0.2)) as (router, _),
+        calling(router) as call,
+    ):
+        mask = mask_of(16, SIDE)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"2000 ms are too short .* about 5\d\d\d ms"
+        ):
+            await call(edit_request(b"", mask, deadline_ms=2000))
+        await call(edit_request(b"", mask, deadline_ms=2000, cache="require"))
 
 
 async def test_a_deadline_that_cannot_be_met_now_is_refused_until_later():

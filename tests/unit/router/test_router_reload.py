@@ -17,9 +17,9 @@ import trustme
 
 import maskserve_router.router as router_module
 from maskserve_core.config import ConfigError
+from maskserve_harness.emulated.worker import EmulatedWorker
 from maskserve_router.config import check_change, load_router_config, router_config_of
 from maskserve_router.router import Router
-from tests.fakes.emulated_worker import EmulatedWorker
 from tests.support.router import edit, until
 from tests.support.router_requests import INFER
 

@@ -25,25 +25,31 @@ with Workflow("pair", "The better of two, enlarged.") as flow:
 PLAN = flow.plan
 
 
-def a_run(seconds: float = math.inf) -> RunTime:
+def a_run(seconds: float = math.inf, edit_s: float | None = 100.0) -> RunTime:
+    """Of this mask an edit takes `edit_s`; None: it is not known yet."""
     now = time.monotonic()
     machine = WorkflowRun(PLAN, {"image": b"i", "mask": b"m", "prompt": "p"})
-    return RunTime(PLAN, machine, now, now + seconds, now + seconds)
+    known = {} if edit_s is None else {"edit-1": edit_s}
+    return RunTime(PLAN, machine, now, now + seconds, now + seconds, known)
 
 
-def times(workers: int = 1, edit_s: float | None = 100.0) -> RunTimes:
+def times(workers: int = 1) -> RunTimes:
     """Nodes have taken a second."""
-    made = RunTimes(RouterConfig(), lambda node: 1.0, lambda: workers)
-    if edit_s is not None:
-        run = a_run()
-        made.learn(run, run.machine.ready()[0], {"timings_ms": {"queue": 5e3}}, edit_s + 5.0)
-    return made
+    return RunTimes(RouterConfig(), lambda node: 1.0, lambda: workers * [0.0])
 
 
 def test_a_node_is_due_before_what_lies_behind_it() -> None:
     run = a_run(1000.0)
     task = run.machine.ready()[0]
     assert times().due_of(run, task) == run.due - 3.0
+
+
+def test_nobody_wants_a_node_whose_run_could_not_be_in_time_behind_it() -> None:
+    run = a_run(1000.0)
+    task = run.machine.ready()[0]
+    assert times().wanted_until(run, task) == run.until - 3.0 / 1.5
+    endless = a_run()
+    assert times().wanted_until(endless, endless.machine.ready()[0]) == math.inf
 
 
 def test_runs_are_taken_while_all_can_be_in_time() -> None:
@@ -60,9 +66,42 @@ def test_runs_are_taken_while_all_can_be_in_time() -> None:
     two = times(workers=2)
     two.begin(a_run(200.0))
     two.begin(a_run(200.0))
-    unknown = times(edit_s=None)
-    unknown.begin(a_run(2.5))  # what was never measured counts as nothing
-    unknown.begin(a_run(2.5))
+    unknown = times()
+    unknown.begin(a_run(2.5, edit_s=None))  # edits whose masks are not known count as nothing
+    unknown.begin(a_run(2.5, edit_s=None))
+
+
+def test_edits_whose_masks_are_not_known_take_what_their_like_took_of_late() -> None:
+    one, edit_s = times(), 40.0
+    run = a_run(1000.0, edit_s=None)
+    task = run.machine.ready()[0]
+    one.learn(run, task, {"timings_ms": {"queue": 5e3}}, edit_s + 5.0)
+    assert one._price(run)(task.call) == edit_s
+    assert one._price(run, guess=False)(task.call) == 0.0
+
+
+def test_edits_that_have_rows_hold_their_workers_and_count_by_what_is_left_of_them() -> None:
+    shares: dict[str, float | None] = {"0": None, "1": None}
+    busy_s = [0.0]
+    one = RunTimes(RouterConfig(), lambda node: 1.0, lambda: busy_s, shares.__getitem__)
+    first = a_run(200.0)
+    one.begin(first)
+    first.sent |= {task.key: str(n) for n, task in enumerate(first.machine.ready())}
+    with pytest.raises(RetryLater):  # 100 + 100 + 2 * 40 s, and 240 are allowed
+        one.begin(a_run(160.0, edit_s=40.0))
+    shares["0"], busy_s[0] = 0.5, 50.0
+    one.begin(a_run(160.0, edit_s=40.0))
+    with pytest.raises(RetryLater):
+        one.begin(a_run(160.0, edit_s=40.0))
+
+
+def test_a_task_counts_by_its_own_mask() -> None:
+    run = a_run(60.0, edit_s=None)
+    small, large = run.machine.ready()
+    run.edit_s |= {small.key: 1.0, large.key: 100.0}
+    times().check_next(run, small)
+    with pytest.raises(DeadlineExceeded, match=r"take about 103\.0 s"):
+        times().check_next(run, large)
 
 
 def test_a_late_run_ends_before_its_next_node() -> None:

@@ -204,6 +204,9 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
             return Made({kind: NamedValue(put)}, "here:1", 0.1, 1)
 
     class Edits:
+        async def alone_s(self, message: ModelRequest, client: KeyHolder) -> None:
+            return None
+
         async def infer(self, message: ModelRequest, *_: Any) -> bytes:
             called.append("edit-1")
             run = message.head.parameters[RUN].string_param
@@ -220,7 +223,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
     plan, config, nodes = compiled(late.plan), RouterConfig(), Nodes()
     served = Workflows(
         [plan], Edits(), nodes, list, Admission(AdmissionBounds(), Metrics()), Turns(2),  # type: ignore[arg-type]
-        LimitsConfig(), RunTimes(config, nodes.seconds, lambda: 1), values,
+        LimitsConfig(), RunTimes(config, nodes.seconds, lambda: [0.0]), values,
     )  # fmt: skip
     message = ModelRequest(pb.ModelInferRequest(model_name="late"))
     for name, value in {"IMAGE": PICTURE, "MASK": MASK, "SETTINGS": b"{}"}.items():

@@ -83,8 +83,13 @@ class Nodes:
 class Edits:
     """Answers edits, at once or never."""
 
-    def __init__(self, *, never: bool = False) -> None:
-        self.never, self.asked, self.left = never, [], 0
+    def __init__(self, *, never: bool = False, alone_s: float | None = None) -> None:
+        self.never, self.asked, self.left, self.seconds = never, [], 0, alone_s
+        self.measured: list[bytes] = []
+
+    async def alone_s(self, message: Any, client: KeyHolder) -> float | None:
+        self.measured.append(message.read("MASK"))
+        return self.seconds
 
     async def infer(self, message: Any, size: int, *_: Any) -> bytes:
         return (await self._answer(message)).SerializeToString()
@@ -137,7 +142,7 @@ def workflows(
     workers: Any = list,
 ) -> Workflows:
     config = RouterConfig()
-    times = RunTimes(config, getattr(nodes, "seconds", lambda node: None), lambda: 1)
+    times = RunTimes(config, getattr(nodes, "seconds", lambda node: None), lambda: [0.0])
     bounds = AdmissionBounds(max_edits=4, max_bytes=most_bytes)
     admission = Admission(bounds, Metrics())
     return Workflows([plan], edits, nodes, workers, admission, Turns(2), LimitsConfig(), times)
@@ -228,6 +233,19 @@ async def test_edits_are_due_as_long_before_the_run_as_what_lies_behind_them_tak
     edits = Edits()
     await run(Nodes(), edits, request())
     assert all("deadline_ms" not in settings for settings in edits.asked)
+
+
+async def test_a_run_is_judged_by_what_its_masks_cost() -> None:
+    """Of a mask that the client sends that is known as the run comes; what its like took of late
+    says nothing of it.
+    """
+    large = Edits(alone_s=30.0)
+    with pytest.raises(
+        DeadlineExceeded, match=r"are too short for pair, which takes about 30\.\d s"
+    ):
+        await run(Nodes(), large, request(deadline_ms=10_000))
+    assert (large.measured, large.asked) == ([b"m"], [])
+    await run(Nodes(), Edits(alone_s=3.0), request(deadline_ms=10_000))
 
 
 async def test_a_cancel_or_deadline_ends_every_node() -> None:

@@ -60,12 +60,13 @@ def replayed(edit: Edit, view: WorkerView) -> float:
     rows = {f"r{i}": r for i, r in enumerate(view.running)}
     waiting = {f"w{i}": r for i, r in enumerate(view.waiting)}
     for name, r in rows.items():
-        scheduler.submit(Ticket(name, r.steps, FULL, r.tokens, 0.0, r.priority))
+        scheduler.submit(Ticket(name, r.steps, FULL, r.tokens, 0.0, r.priority, due=r.due))
     scheduler.schedule(0.0)
     for name, r in waiting.items():
-        scheduler.submit(Ticket(name, r.steps, FULL, r.tokens, 1.0, r.priority))
+        scheduler.submit(Ticket(name, r.steps, FULL, r.tokens, 1.0, r.priority, due=r.due))
     rows |= waiting | {"edit": view.row(edit)}
-    scheduler.submit(Ticket("edit", edit.steps, FULL, edit.active_tokens, 2.0, edit.priority))
+    own = edit.steps, FULL, edit.active_tokens
+    scheduler.submit(Ticket("edit", *own, 2.0, edit.priority, due=edit.due))
     left = {name: r.steps for name, r in rows.items()}
     seconds = 0.0
     while left["edit"]:
@@ -147,6 +148,33 @@ def test_an_edit_overtakes_what_is_less_urgent(
     predicted = predicted_seconds(edit, view, 0.0)
     assert predicted == pytest.approx(alone)
     assert predicted <= replayed(edit, view) + 1e-9
+
+
+dues = st.sampled_from([math.inf, 10.0, 20.0])
+
+
+@given(
+    running=st.lists(row_loads, max_size=4),
+    waiting=st.lists(st.builds(RowLoad._replace, row_loads, due=dues), max_size=6),
+    due=dues,
+)
+def test_an_edit_overtakes_what_is_due_later_and_has_no_free_row(
+    running: list[RowLoad], waiting: list[RowLoad], due: float
+):
+    waiting.sort(key=lambda r: r.due)
+    view = worker("w", running=tuple(running), waiting=tuple(waiting))
+    free = 4 - len(running)
+    ahead = (*waiting[:free], *(r for r in waiting[free:] if r.due <= due))
+    edit = replace(EDIT, due=due)
+    alone = replace(view, running=(*running, *waiting[:free]), waiting=ahead[free:])
+    assert predicted_seconds(edit, view, 0.0) == pytest.approx(replayed(edit, alone))
+
+
+def test_a_worker_that_may_have_none_waiting_takes_edits_while_it_has_free_rows() -> None:
+    view = worker("w", max_waiting=0, running=(row(5),) * 2, waiting=(row(5),))
+    assert view.takes(EDIT)
+    assert not replace(view, waiting=(row(5),) * 2).takes(EDIT)
+    assert not replace(view, running=(row(5),) * 4, waiting=()).takes(EDIT)
 
 
 def test_loading_bounds_the_time_where_it_is_the_slower_side():

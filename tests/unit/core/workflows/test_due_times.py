@@ -71,6 +71,7 @@ def test_a_node_is_due_as_long_before_its_plan_as_what_lies_behind_it_takes(plan
                 others = [each for each in under_way if each is not task]
                 assert run.behind(task.key, price) == longest_behind(run, others, task)
             assert run.left(price) == drive(copy.deepcopy(run), list(under_way), price)
+            assert run.left(price, lambda task: price(task.call)) == run.left(price)
         task = under_way.pop(rng.randrange(len(under_way)))
         found = answer(task)
         if begins(plan, ended, task.key):  # from now on it is known how many there are

@@ -1,5 +1,5 @@
-"""A worker for routers to be tested against: a real gRPC server, the production step scheduler,
-and steps that take the time that the model of a device gives them. It edits nothing.
+"""A worker: a real gRPC server, the production step scheduler, and steps that take the time that
+the model of a device gives them. It edits nothing.
 
 Its model's picture is of as many pixels as tokens, so a mask says its tokens by itself.
 """
@@ -7,13 +7,13 @@ Its model's picture is of as many pixels as tokens, so a mask says its tokens by
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
-import grpc.aio
 import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
@@ -21,12 +21,11 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.contracts.status_record import RowStatus, Served, ValuesHeld, WorkerStatus
-from maskserve_core.imaging.images import decode_mask
+from maskserve_core.errors import DeadlineExceeded
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_harness.emulated.server import Context, answer_of, server_of
 from maskserve_harness.simulator.hardware import Hardware
-
-SERVICE = "inference.GRPCInferenceService"
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+from maskserve_router.measure import count_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +33,8 @@ class _Edit:
     ticket: Ticket
     status: RowStatus
     left: int
+    began: float = 0.0
+    """When it got a row."""
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
@@ -52,6 +53,8 @@ class EmulatedWorker:
         max_rows: of its batch.
         max_waiting: of its queue.
         model: name of the one that it serves.
+        order: `slack`: those that wait go by their due times, as at any worker; `fcfs`: as they
+            came.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class EmulatedWorker:
         max_rows: int = 8,
         max_waiting: int = 100_000,
         model: str = "flux",
+        order: str = "slack",
     ) -> None:
-        self._hardware = hardware
+        self._hardware, self._order = hardware, order
         self._scheduler = StepScheduler(max_rows, max_waiting)
         self._edits: dict[str, _Edit] = {}
         self._running: tuple[Ticket, ...] = ()
@@ -84,24 +88,12 @@ class EmulatedWorker:
         self.host = ""
         """Of those who share its folder of values."""
         self._stepped_ns = time.monotonic_ns()
-        self._server = grpc.aio.server(
-            options=(
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_receive_message_length", -1),
-            )
+        self._server, self.port = server_of(
+            {
+                "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
+                "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
+            }
         )
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    SERVICE,
-                    {
-                        "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
-                        "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
-                    },
-                ),
-            )
-        )
-        self.port = int(self._server.add_insecure_port("127.0.0.1:0"))
         self._loop: asyncio.Task[None] | None = None
 
     @property
@@ -127,17 +119,29 @@ class EmulatedWorker:
             for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
         }
         if message.model_name == "control":
-            return _answer({"RESULT": self.told(msgspec.json.decode(inputs["OP"]))})
+            result = self.told(msgspec.json.decode(inputs["OP"]))
+            return answer_of("control", {"RESULT": [result]})
         settings = parse_settings(inputs["SETTINGS"])
+        queued = 0.0
         if self._hardware is not None:
-            await self._edit(inputs["MASK"], settings, self._hardware)
+            try:
+                queued = await self._edit(inputs["MASK"], settings, self._hardware)
+            except DeadlineExceeded as late:
+                told = f"[{late.code}] {late}"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, told)
         meta = {
             "event": "final",
             "template_id": settings.template_id or "0" * 32,
             "seed": settings.seed,
+            "timings_ms": {"queue": 1e3 * queued},
             **({"result_template_id": KEPT} if settings.keep_result else {}),
         }
-        return _answer({"IMAGE": self._answer, "META": msgspec.json.encode(meta)})
+        picture = self.picture(settings)
+        return answer_of("edit", {"IMAGE": [picture], "META": [msgspec.json.encode(meta)]})
+
+    def picture(self, settings: EditSettings) -> bytes:
+        """What answers an edit."""
+        return self._answer
 
     async def _stream(
         self, requests: AsyncIterator[bytes], context: Context
@@ -150,9 +154,10 @@ class EmulatedWorker:
         """What `control` answers."""
         if operation["op"] != "status":
             return b"{}"
-        running = {ticket.request_id for ticket in self._running}
+        running = {ticket.request_id for ticket in self._running} & self._edits.keys()
         record = structs.replace(
             self._status,
+            monotonic_ns=time.monotonic_ns(),
             running=tuple(self._edits[name].status for name in running),
             waiting=tuple(e.status for name, e in self._edits.items() if name not in running),
             values=ValuesHeld(self.host),
@@ -161,15 +166,32 @@ class EmulatedWorker:
         more = {"age_s": age_s, "alive": True, "in_flight": len(self._edits)}
         return msgspec.json.encode({**msgspec.to_builtins(record), **more})
 
-    async def _edit(self, mask: bytes, settings: EditSettings, hardware: Hardware) -> None:
-        """Take an edit through the batch."""
-        active = int((decode_mask(mask, "MASK", LimitsConfig()).luminance > 0).sum())
-        name = settings.request_id
+    async def _edit(self, mask: bytes, settings: EditSettings, hardware: Hardware) -> float:
+        """Take an edit through the batch; seconds that it waited for a row.
+
+        Raises:
+            DeadlineExceeded: nobody wants it any more.
+        """
+        assert self._status.served is not None
+        active, total, _ = count_tokens(mask, settings, self._status.served, LimitsConfig())
+        name, now = settings.request_id, time.monotonic()
         assert name is not None
         cached = hardware.cacheable(active)
-        steps, total = settings.num_inference_steps or 28, hardware.tokens
-        computed = active if cached else total
-        ticket = Ticket(name, steps, total, computed, time.monotonic(), settings.priority)
+        steps, computed = settings.num_inference_steps or 28, active if cached else total
+        limit, due = (
+            None if ms is None else now + ms / 1e3
+            for ms in (settings.limit_ms, settings.deadline_ms)
+        )
+        ticket = Ticket(
+            name,
+            steps,
+            total,
+            computed,
+            now,
+            settings.priority,
+            deadline=limit,
+            due=due if self._order == "slack" else math.inf,
+        )
         row = RowStatus(
             name,
             "cached" if cached else "dense",
@@ -178,6 +200,7 @@ class EmulatedWorker:
             steps,
             settings.template_id or "",
             settings.priority,
+            due_ns=0 if ticket.due in (None, math.inf) else int(1e9 * ticket.due),
         )
         self._scheduler.submit(ticket)
         edit = self._edits[name] = _Edit(ticket, row, steps)
@@ -185,8 +208,9 @@ class EmulatedWorker:
         try:
             await edit.done
         finally:
-            if self._edits.pop(name, None) is not None and not edit.done.done():
+            if self._edits.pop(name, None) is not None:  # it was withdrawn
                 self._scheduler.cancel(name)
+        return edit.began - now
 
     # Steps.
 
@@ -198,7 +222,13 @@ class EmulatedWorker:
         """
         begins = time.monotonic()
         while True:
-            self._running = self._scheduler.schedule(time.monotonic()).running
+            decision = self._scheduler.schedule(time.monotonic())
+            self._running = decision.running
+            for ticket in decision.expired:
+                late = DeadlineExceeded("SETTINGS.deadline_ms passed")
+                self._edits.pop(ticket.request_id).done.set_exception(late)
+            for ticket in decision.admitted:
+                self._edits[ticket.request_id].began = time.monotonic()
             if not self._running:
                 self._wake.clear()
                 await self._wake.wait()
@@ -226,12 +256,3 @@ class EmulatedWorker:
         cached = [t.active_tokens for t in self._running if t.active_tokens < t.total_tokens]
         dense = len(self._running) - len(cached)
         return self._hardware.step_seconds(len(cached), sum(cached), dense)
-
-
-def _answer(outputs: dict[str, bytes]) -> bytes:
-    response = pb.ModelInferResponse(model_name="edit", model_version="1")
-    for name, value in outputs.items():
-        response.outputs.add(name=name, datatype="BYTES", shape=[1])
-        response.raw_output_contents.append(len(value).to_bytes(4, "little") + value)
-    encoded: bytes = response.SerializeToString()
-    return encoded

@@ -1,0 +1,426 @@
+"""Plans with due times at the real router, beside edits as they come, and beside the simulator.
+
+Eight workers and two node servers are emulated in this process (real gRPC, the step scheduler, a
+row at a time, an H100's times); the router is the product's own process. `replace`, `detail`,
+`outline` and `variants` come by a Poisson process, each due at twice its longest chain:
+
+slack    runs of the shipped plans: their admission, due times of nodes, least slack first
+fcfs     the same requests by a script of each, `[routing] order = "fcfs"`, also at workers: each
+         edit is due when its run is, and admitted by itself
+
+Both meet the same arrivals, and so does the simulator (`simulator/plans.py`), which knows all masks
+as a request comes. Edits wait at the router (`waiting_per_worker = 0`), and predictions are taken
+at their word (`deadline_slack = 1`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import numpy as np
+import psutil
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_client import wire
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts import bytes_tensor
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.status_record import Served
+from maskserve_core.imaging.images import encode_png
+from maskserve_core.workflows.folder import read_plans
+from maskserve_core.workflows.node_types import EDIT
+from maskserve_core.workflows.pictures import encode_mask
+from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
+from maskserve_core.workflows.values import Areas, Judgement
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.emulated.nodes import EmulatedNodes
+from maskserve_harness.emulated.server import SERVICE
+from maskserve_harness.emulated.worker import EmulatedWorker
+from maskserve_harness.perf.load import draw_gaps
+from maskserve_harness.router_site import RouterSite
+from maskserve_harness.simulator.hardware import STEPS, Hardware
+from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
+from maskserve_router.measure import count_tokens
+
+Figures = dict[str, Any]
+LOADS: Final = (0.8, 1.2, 1.6)
+"""Of what eight workers can do."""
+WORKERS: Final = tuple(f"w{n}" for n in range(8))
+NODES: Final = ("n0", "n1")
+SECONDS: Final[Mapping[str, float]] = {
+    "find": 0.06, "split": 0.005, "compose": 0.02, "outline": 0.02, "enlarge": 0.25, "shows": 0.02,
+    "best": 0.001,
+}  # fmt: skip
+KINDS: Final[Mapping[str, float]] = {
+    "replace": 0.35,
+    "detail": 0.25,
+    "outline": 0.2,
+    "variants": 0.2,
+}
+RULES: Final = {"slack": Rules(), "fcfs": Rules("fcfs", sees_plan=False)}
+_SCALE: Final = 2.0
+"""Due times over what the longest chain takes."""
+_DILATE: Final = 4
+"""As `replace` and `detail` have it."""
+_TRIES: Final = 3
+_PASSES: Final = 0.9
+"""Of the tries of `variants`."""
+_ROOM: Final = LimitsConfig()
+_LATE_S: Final = 0.02
+"""From such lateness of the event loop on, or of such a share of a core, this process or the router
+was what the run measured."""
+_BUSY: Final = 0.75
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for, and what will be found."""
+
+    number: int
+    at: float
+    kind: str
+    masks: tuple[bytes, ...]
+    """Of its edits that run side by side; of `variants` of all eight."""
+    edits: tuple[float, ...]
+    """Seconds of these."""
+    tries: int = 1
+    shown: list[None] = field(default_factory=list, compare=False)
+    """Of each call of `shows` one."""
+
+    @property
+    def stages(self) -> list[tuple[tuple[str, ...], list[float]]]:
+        """(devices, seconds of the nodes that run side by side), one stage after the other."""
+
+        def at(*nodes: str) -> tuple[tuple[str, ...], list[float]]:
+            return NODES, [SECONDS[node] for node in nodes]
+
+        edits = (WORKERS, list(self.edits))
+        match self.kind:
+            case "replace":
+                return [at("find"), edits]
+            case "detail":
+                return [at("find"), at("split"), edits, at("compose")]
+            case "outline":
+                return [at("outline"), edits, at("enlarge")]
+        return self.tries * [edits, at(*["shows"] * len(self.edits)), at("best")]
+
+    @property
+    def known(self) -> int:
+        """Stages that are known of as it comes: of `variants` those of the first try."""
+        return 3 if self.kind == "variants" else len(self.stages)
+
+    @property
+    def due_s(self) -> float:
+        return _SCALE * sum(max(seconds) for _, seconds in self.stages[: self.known])
+
+    @property
+    def name(self) -> str:
+        """Its text, by which emulated nodes know it."""
+        return str(self.number)
+
+    def asked(self) -> Asked:
+        """It, as the simulator has it."""
+        nodes: list[Node] = []
+        last: tuple[int, ...] = ()
+        known = 0
+        for place, (devices, seconds) in enumerate(self.stages):
+            first = len(nodes)
+            nodes += [Node(frozenset(), (s,), last, only=frozenset(devices)) for s in seconds]
+            last = tuple(range(first, len(nodes)))
+            known = len(nodes) if place < self.known else known
+        return Asked(self.number, self.at, self.at + self.due_s, tuple(nodes), known)
+
+
+@lru_cache
+def _square(side: int) -> bytes:
+    white = np.zeros((64, 64), np.bool_)
+    white[:side, :side] = True
+    return encode_mask(white)
+
+
+def _edit(hardware: Hardware, ratio: float, dilate: int) -> tuple[bytes, float]:
+    """A mask that with its dilation has about this share of the picture, and its edit's seconds."""
+    mask = _square(max(1, round(64 * ratio**0.5) - dilate))
+    settings, served = EditSettings(mask_dilate=dilate), Served(64, 1, STEPS)
+    active = count_tokens(mask, settings, served, _ROOM).active
+    return mask, STEPS * hardware.step_seconds(1, active, 0)
+
+
+def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Request]:
+    """Requests; those of loads that differ are the same, in other gaps."""
+    rng, made = random.Random(seed), list[Request]()
+    for number, kind in enumerate(rng.choices(list(KINDS), list(KINDS.values()), k=count)):
+        ratio = min(0.6, max(0.03, rng.betavariate(1.2, 6.0)))
+        tries = 1
+        while kind == "variants" and tries < _TRIES and rng.random() > _PASSES:
+            tries += 1
+        match kind:
+            case "detail":
+                parts = [ratio * rng.uniform(0.4, 1.0) for _ in range(rng.randint(2, 5))]
+                edits = [_edit(hardware, part, _DILATE) for part in parts]
+            case "replace":
+                edits = [_edit(hardware, ratio, _DILATE)]
+            case _:
+                edits = [_edit(hardware, ratio, 0)] * (8 if kind == "variants" else 1)
+        masks, seconds = zip(*edits, strict=True)
+        made.append(Request(number, 0.0, kind, masks, seconds, tries))
+    work = mean(each.tries * sum(each.edits) for each in made)
+    gaps = draw_gaps(load * len(WORKERS) / work, count, np.random.default_rng(seed))
+    return [
+        Request(each.number, float(at), each.kind, each.masks, each.edits, each.tries)
+        for each, at in zip(made, np.cumsum(gaps), strict=True)
+    ]
+
+
+def simulated(requests: Sequence[Request], rules: Rules) -> float:
+    """The share in time."""
+    asked = [each.asked() for each in requests]
+    run = PlanRun(rules, {name: Device(0) for name in (*WORKERS, *NODES)}, {}, 1.0)
+    run.run(asked)
+    return run.in_time(asked)
+
+
+class _Worker(EmulatedWorker):
+    def picture(self, settings: EditSettings) -> bytes:
+        """Another one for each seed, so that no two calls of nodes are one."""
+        return b"picture %d" % (settings.seed or 0)
+
+
+class Cluster:
+    """What is emulated, and the router before it."""
+
+    def __init__(self, order: str, hardware: Hardware) -> None:
+        self.order = order
+        self.workers = [
+            _Worker(name, hardware, ("0" * 32,), max_rows=1, order=order) for name in WORKERS
+        ]
+        self.nodes = [EmulatedNodes(SECONDS, self._make) for _ in NODES]
+        self.plans = {plan.name: plan for plan in read_plans(CHECKOUT / "assets" / "workflows")}
+        self.requests: dict[str, Request] = {}
+        self._picture = encode_png(np.zeros((64, 64, 3), np.uint8))
+        self._turn = 0
+        self.infer: Callable[[pb.ModelInferRequest], Any]
+        self.router: psutil.Process
+
+    def _make(self, node: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        match node:
+            case "find":  # `split` is told whose mask it is, and `replace` paints it
+                of = self.requests[inputs["name"]]
+                return {"mask": of.masks[0] if of.kind == "replace" else of.name.encode()}
+            case "split":
+                masks = self.requests[inputs["mask"].decode()].masks
+                return {"regions": Areas(masks, (0,) * len(masks))}
+            case "shows":
+                of = self.requests[inputs["name"]]
+                of.shown.append(None)
+                last = len(of.shown) > (of.tries - 1) * len(of.edits)
+                return {"verdict": Judgement(1.0, last)}
+            case "best":
+                passed = [each.passed for each in inputs["verdicts"]]
+                return {"picture": inputs["pictures"][0], "verdict": Judgement(1.0, any(passed))}
+        return {"picture": inputs["picture"]}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Cluster]:
+        async with AsyncExitStack() as held:
+            servers: list[EmulatedWorker | EmulatedNodes] = [*self.workers, *self.nodes]
+            for each in servers:
+                await each.start()
+                held.push_async_callback(each.stop)
+            folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            site = RouterSite(
+                [worker.address for worker in self.workers],
+                folder,
+                {
+                    "workflows": {
+                        "folder": str(CHECKOUT / "assets" / "workflows"),
+                        "nodes": [each.address for each in self.nodes],
+                    },
+                    "routing": {"order": self.order},
+                    "admission": {"deadline_slack": 1.0, "waiting_per_worker": 0},
+                },
+            )
+            # Blocks, and what it waits for is in this loop.
+            held.push_async_callback(asyncio.to_thread, site.stop)
+            await asyncio.to_thread(site.start)
+            self.router = psutil.Process(site.pid)
+            channel = await held.enter_async_context(grpc.aio.insecure_channel(site.grpc_url))
+            await channel.channel_ready()
+            self.infer = channel.unary_unary(
+                f"/{SERVICE}/ModelInfer",
+                request_serializer=pb.ModelInferRequest.SerializeToString,
+                response_deserializer=pb.ModelInferResponse.FromString,
+            )
+            yield self
+
+    async def run(self, request: Request, due_s: float, *, scripted: bool) -> bool:
+        """Whether it is answered in time."""
+        self.requests[request.name] = request
+        end = time.monotonic() + due_s
+        try:
+            async with asyncio.timeout(due_s):
+                if scripted:
+                    await self._script(request, end)
+                else:
+                    asked = self._inputs(request)
+                    call = wire.workflow(request.kind, asked, {"deadline_ms": round(1e3 * due_s)})
+                    await self.infer(call.request)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) or error.code() in (
+                grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            ):  # fmt: skip
+                return False
+            raise
+        return True
+
+    def _inputs(self, request: Request) -> dict[str, Any]:
+        given = {"mask": request.masks[0], "name": request.name, "prompt": request.name}
+        names = [each.name for each in self.plans[request.kind].inputs]
+        return {name: given.get(name, self._picture) for name in names}
+
+    async def _script(self, request: Request, end: float) -> None:
+        """The plan as a client runs it: the router sees edits, and nodes go to the node servers."""
+        machine = WorkflowRun(self.plans[request.kind], self._inputs(request))
+        calls: dict[asyncio.Task[dict[str, Any]], Task] = {}
+        try:
+            while not machine.ended:
+                for task in machine.ready():
+                    own = (
+                        self._edited(task, request, end)
+                        if task.call.node == EDIT
+                        else self._node(task)
+                    )
+                    calls[asyncio.create_task(own)] = task
+                done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                for call in done:
+                    machine.done(calls.pop(call).key, call.result())
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _node(self, task: Task) -> dict[str, Any]:
+        self._turn += 1
+        return await self.nodes[self._turn % len(self.nodes)].run(task.call.node, task.inputs)
+
+    async def _edited(self, task: Task, request: Request, end: float) -> dict[str, Any]:
+        settings = {
+            **task.call.settings,
+            "seed": seed_of(request.number, task.key),
+            "deadline_ms": max(1, round(1e3 * (end - time.monotonic()))),
+        }
+        control = [task.inputs["control"]] if "control" in task.inputs else []
+        return {"picture": await self.edit(task.inputs["mask"], request.name, settings, control)}
+
+    async def edit(
+        self, mask: bytes, prompt: str, settings: Figures, control: Sequence[bytes] = ()
+    ) -> bytes:
+        """The answer to one edit of the picture."""
+        answer = await self.infer(wire.edit(self._picture, mask, prompt, settings, control).request)
+        return bytes(bytes_tensor.outputs(answer)["IMAGE"])
+
+
+async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
+    """All of them, as they come."""
+    scripted = cluster.order == "fcfs"
+    # The router learns which template the picture is, by an edit that is dense in any case; then
+    # what things take.
+    await cluster.edit(_square(64), "", {"seed": 0})
+    warm = [
+        Request(number, 0.0, each.kind, each.masks, each.edits)
+        for number, each in enumerate(requests[:24], len(requests))
+    ]
+    if not all(
+        await asyncio.gather(*(cluster.run(each, 60.0, scripted=scripted) for each in warm))
+    ):
+        raise RuntimeError("not all of the first requests were answered")
+    late: list[float] = []
+
+    async def look() -> None:
+        while True:
+            wanted = time.monotonic() + 0.02
+            await asyncio.sleep(0.02)
+            late.append(time.monotonic() - wanted)
+
+    looking = asyncio.create_task(look())
+    processes = {"router": cluster.router, "emulators": psutil.Process()}
+    used = {name: sum(each.cpu_times()[:2]) for name, each in processes.items()}
+    begin, runs = time.monotonic(), []
+    for each in requests:
+        await asyncio.sleep(begin + each.at - time.monotonic())
+        runs.append(asyncio.create_task(cluster.run(each, each.due_s, scripted=scripted)))
+    met = await asyncio.gather(*runs)
+    took = time.monotonic() - begin
+    looking.cancel()
+    share = {
+        name: round((sum(each.cpu_times()[:2]) - used[name]) / took, 3)
+        for name, each in processes.items()
+    }
+    p99 = quantiles(late, n=100)[98]
+    by_kind = {
+        kind: round(mean(m for m, r in zip(met, requests, strict=True) if r.kind == kind), 3)
+        for kind in KINDS
+    }
+    return {
+        "in_time": round(mean(met), 3),
+        "by_kind": by_kind,
+        "seconds": round(took, 1),
+        "cores": share,
+        "late_ms_p99": round(1e3 * p99, 1),
+        "bottleneck": p99 > _LATE_S or max(share.values()) > _BUSY,
+    }
+
+
+async def _both(requests: Sequence[Request], hardware: Hardware) -> Figures:
+    found: Figures = {}
+    for order, rules in RULES.items():
+        async with Cluster(order, hardware).running() as cluster:
+            found[order] = await _measured(cluster, requests)
+        found[order]["simulated"] = round(simulated(requests, rules), 3)
+        print(order, json.dumps(found[order]), flush=True)
+    return found
+
+
+def due_plans(count: int, seed: int, loads: Sequence[float] = LOADS) -> Figures:
+    """At each load `count` requests in each order.
+
+    Returns:
+        `over_fcfs_points`: at each load in time by plans, less edit by edit; `due_apart_points`:
+        less what was simulated; `due_bottlenecks`: runs in which this machine was too slow;
+        `seconds_due`: all figures by load.
+    """
+    hardware = Hardware()
+    found: Figures = {}
+    for load in loads:
+        print(f"load {load:g}", flush=True)
+        found[f"{load:g}"] = asyncio.run(_both(drawn(count, load, seed, hardware), hardware))
+
+    def points(one: float, other: float) -> float:
+        return round(100 * (one - other), 1)
+
+    return {
+        "over_fcfs_points": {
+            load: points(each["slack"]["in_time"], each["fcfs"]["in_time"])
+            for load, each in found.items()
+        },
+        "due_apart_points": {
+            load: {name: points(of["in_time"], of["simulated"]) for name, of in each.items()}
+            for load, each in found.items()
+        },
+        "due_bottlenecks": sum(of["bottleneck"] for each in found.values() for of in each.values()),
+        "seconds_due": found,
+    }

@@ -1,0 +1,88 @@
+"""Plans with due times over emulated servers: what is asked for, and what the servers do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from maskserve_core.workflows.plan import NodeCall
+from maskserve_core.workflows.run import Task
+from maskserve_core.workflows.values import Judgement
+from maskserve_harness.benchmarks.due_plans import KINDS, NODES, RULES, WORKERS, drawn, simulated
+from maskserve_harness.emulated.nodes import EmulatedNodes
+from maskserve_harness.emulated.server import SERVICE
+from maskserve_harness.emulated.worker import EmulatedWorker
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_router.config import WorkflowFiles
+from maskserve_router.keys import KeyHolder
+from maskserve_router.node_pool import NodePool
+from maskserve_router.turns import Turns
+from tests.support.router_requests import edit_request, mask_of
+
+
+def test_requests_of_two_loads_differ_in_their_gaps_alone() -> None:
+    few, many = (drawn(40, load, 1, Hardware()) for load in (0.8, 1.6))
+    assert {each.kind for each in few} == set(KINDS)
+    for one, other in zip(few, many, strict=True):
+        assert one.edits == other.edits
+        assert one.at == pytest.approx(2 * other.at)
+
+
+def test_the_simulator_has_the_nodes_of_the_shipped_plans() -> None:
+    for each in drawn(40, 0.8, 1, Hardware()):
+        asked = each.asked()
+        edits = [n for n in asked.nodes if n.only == frozenset(WORKERS)]
+        assert len(edits) == each.tries * len(each.edits)
+        assert all(n.only == frozenset(NODES) for n in asked.nodes if n not in edits)
+        assert asked.known is not None
+        assert (asked.known < len(asked.nodes)) == (each.tries > 1)
+        assert asked.due - asked.arrival > 2 * max(each.edits)
+
+
+def test_little_is_done_in_time_and_all_is_late_where_it_comes_at_once() -> None:
+    idle, full = (drawn(30, load, 1, Hardware()) for load in (0.05, 100.0))
+    assert all(simulated(idle, rules) > 0.9 for rules in RULES.values())  # tries again are late
+    assert all(simulated(full, rules) < 0.6 for rules in RULES.values())
+
+
+async def test_an_edit_that_is_withdrawn_leaves_its_row() -> None:
+    """It kept the row for good, and all behind it waited."""
+    worker = EmulatedWorker("w", Hardware(dense_seconds=0.05), max_rows=1)
+    await worker.start()
+    try:
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            first = asyncio.ensure_future(
+                call(edit_request(b"", mask_of(4096, 64), request_id="first"))
+            )
+            while b'"first"' not in worker.told({"op": "status"}):
+                await asyncio.sleep(0.01)
+            first.cancel()
+            quick = edit_request(b"", mask_of(1, 64), request_id="next", num_inference_steps=1)
+            await asyncio.wait_for(call(quick), 60.0)
+            assert b'"first"' not in worker.told({"op": "status"})
+    finally:
+        await worker.stop()
+
+
+async def test_an_emulated_node_server_answers_a_router() -> None:
+    server = EmulatedNodes(
+        {"best": 0.0},
+        lambda node, inputs: {"picture": inputs["pictures"][1], "verdict": Judgement(1.0, True)},
+    )
+    await server.start()
+    pool = NodePool(WorkflowFiles(nodes=(server.address,)), Turns(1))
+    try:
+        await pool.check({"best"})
+        verdicts = (Judgement(0.0, False), Judgement(1.0, True))
+        task = Task(
+            "best-1", NodeCall("best-1", "best"), {"pictures": (b"a", b"b"), "verdicts": verdicts}
+        )
+        made = await pool.call(task, KeyHolder("anybody", 64, admin=True))
+        assert made.outputs == {"picture": b"b", "verdict": Judgement(1.0, True)}
+    finally:
+        await pool.close()
+        await server.stop()
