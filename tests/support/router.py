@@ -15,10 +15,10 @@ import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.imaging.containers import PNG_SIGNATURE
+from maskserve_harness.emulated.worker import EmulatedWorker
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
-from maskserve_harness.emulated.worker import EmulatedWorker
 from tests.support.router_requests import INFER, edit_request, mask_of
 
 SIDE = 64
