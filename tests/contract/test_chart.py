@@ -222,9 +222,9 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     host, _, port = found["stages"].rpartition(":")
     assert worker.stages.service == f"{host.removesuffix('.edits')}:{port}"
     (router,) = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]["containers"]
-    given = router_parser().parse_args(router["command"][1:])
-    assert given.node == [f"dns:{found['nodes-find']}", f"dns:{found['nodes-big']}"]
-    assert given.workflows in {mount["mountPath"] for mount in router["volumeMounts"]}
+    asked = router_parser().parse_args(router["command"][1:])
+    assert asked.node == [f"dns:{found['nodes-find']}", f"dns:{found['nodes-big']}"]
+    assert asked.workflows in {mount["mountPath"] for mount in router["volumeMounts"]}
 
 
 def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:
