@@ -313,7 +313,8 @@ def _show_status(values: dict[str, Any]) -> None:
         )
     wanted = values.get("wanted", {"workers": {}, "nodes": 0})
     counts = [f"{count} of {model}" for model, count in wanted["workers"].items()]
-    counts += [f"{wanted['nodes']} node servers"] if wanted["nodes"] else []
+    if servers := wanted["nodes"]:
+        counts.append(f"{servers} node server{'s' if servers > 1 else ''}")
     if counts:
         print(f"wanted   {', '.join(counts)}")
     for held in values.get("values", []):
