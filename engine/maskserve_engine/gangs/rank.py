@@ -27,6 +27,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.degree_costs import ExchangeCosts
+from maskserve_core.worker.garbage import what_stays
 from maskserve_core.worker.logs import about, start_log
 from maskserve_core.worker.policies import policy_of
 from maskserve_engine.adapters.control_net_loader import NetFolder
@@ -366,7 +367,8 @@ def main(pipe: Connection) -> None:
             send(pipe, answer)
 
     try:
-        rank = Rank(config)
+        with what_stays():
+            rank = Rank(config)
     except Exception as error:
         _log.exception("a rank could not start")
         tell(RankAnswer(0, None, f"{error}"))
