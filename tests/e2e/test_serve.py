@@ -144,7 +144,9 @@ def test_a_bad_configuration(serve: Callable[..., Serving], model: Path, tmp_pat
     )
 
 
-@pytest.mark.slow  # tests/unit/serving/test_serving.py holds what is said of such a log
+# tests/unit/engine/stages/test_loader.py holds what the model says, and what the
+# supervisor makes of its log tests/unit/serving/test_serving.py.
+@pytest.mark.slow
 def test_a_model_that_does_not_load(
     serve: Callable[..., Serving], model: Path, tmp_path: Path
 ) -> None:

@@ -438,7 +438,7 @@ def test_devices_above_the_models_heads_are_refused_in_a_sentence(
     check_devices(config, gpus=0)
 
 
-@pytest.mark.slow  # a model that does not load: tests/e2e/test_serve.py
+@pytest.mark.slow  # a model that does not load: tests/unit/engine/stages/test_loader.py
 def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:
     config, folder = config_for(tiny_fill, 2), tmp_path / "model"
     shutil.copytree(tiny_fill, folder)
