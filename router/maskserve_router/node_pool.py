@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import grpc
@@ -22,6 +25,7 @@ from maskserve_core.kept import Kept
 from maskserve_core.shares import urgency
 from maskserve_core.worker.step_scheduler import PATIENCE_S
 from maskserve_core.worker.values import NO_VALUES, Values, parse
+from maskserve_core.workflows.live_placement import LivePlacement
 from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.run import Task
@@ -29,6 +33,7 @@ from maskserve_core.workflows.values import NamedValue, changed, named_in
 from maskserve_core.workflows.wire import (
     MOST_ELEMENTS,
     NOT_HOSTED,
+    PLACED,
     RECORD,
     NodeResult,
     NodeTask,
@@ -45,6 +50,7 @@ from maskserve_router.turns import InTurn, Turns
 from maskserve_router.upstream import Upstream
 from maskserve_router.wanted import Busy
 
+log = logging.getLogger("maskserve.router")
 _TIMEOUT_S = 120.0
 _ASK_S = 5.0
 _PATIENCE_S = 120.0
@@ -52,6 +58,7 @@ _PATIENCE_S = 120.0
 _LOOK_S = 0.2
 _RESOLVE_S = 5.0
 """How often names are resolved anew."""
+_PLACE_S = 5.0
 _MODEL = "nodes"
 _UNKNOWN = ("unknown model", NOT_HOSTED)
 """Words of a server that does not run a node: Triton's, or its model's own."""
@@ -110,6 +117,7 @@ class NodePool:
         turns: makes messages of values, and values of messages.
         order: `[routing] order`, of a key's own calls.
         values: this host's folder.
+        place_s: seconds from one look at what lies where to the next.
     """
 
     def __init__(
@@ -118,10 +126,12 @@ class NodePool:
         turns: Turns,
         order: str = "slack",
         values: Values = NO_VALUES,
+        place_s: float = _PLACE_S,
     ) -> None:
         self._turns, self._order = turns, order
         self._addresses, self._resolves_at = files.nodes, -math.inf
         self._resolving: asyncio.Task[None] | None = None
+        self._place_s = place_s
         self._values, self._keeping = values, set[str]()
         self._here: dict[str, bool] = {}
         """Whether a server shares the folder, by address; unknown of those that were lost."""
@@ -148,8 +158,34 @@ class NodePool:
         """Models that a server was seen to run."""
         self._seconds: dict[str, float] = {}
         """What a call of each node type has taken of late."""
+        self._placement = LivePlacement()
+        self._placing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Have models lie where they are asked for."""
+        if self.known:
+            self._placing = asyncio.create_task(self._keep_placing())
+
+    async def _keep_placing(self) -> None:
+        while True:
+            try:
+                await self.place()
+            except Exception:
+                log.exception("placing the models of node servers")
+            await asyncio.sleep(self._place_s)
+
+    async def place(self) -> None:
+        """See what lies where, and what is asked; tell servers what they are to load."""
+        records = await self._all_records()
+        changes = await asyncio.to_thread(self._placement.seen, records, time.monotonic())
+        for address, models in changes.items():
+            log.info("node server %s is to have %s", address, ", ".join(sorted(models)) or "none")
+            await self._record(address, {PLACED: sorted(models)})
 
     async def close(self) -> None:
+        if self._placing is not None:
+            self._placing.cancel()
+            await asyncio.gather(self._placing, return_exceptions=True)
         for scope in self._keeping:
             self._values.end(scope, _KEPT)
         tasks = [*self._leaving, *([self._resolving] if self._resolving else [])]
@@ -173,10 +209,8 @@ class NodePool:
         """Of each server, by the name that a client knows it by, what it hosts
         (`NodeModels.record`); None of one that does not answer.
         """
-        await self._look()
-        servers = list(self._servers)
-        told = await asyncio.gather(*map(self._record, servers))
-        return dict(zip([self._known(each, client) for each in servers], told, strict=True))
+        told = await self._all_records()
+        return {self._known(address, client): record for address, record in told.items()}
 
     async def check(self, nodes: Collection[str]) -> None:
         """See that a run's nodes can be called, before any of its edits is made for nothing.
@@ -190,8 +224,7 @@ class NodePool:
         missing = [name for name in sorted(nodes) if NODE_TYPES[name].model not in self._hosted]
         if not missing:
             return
-        await self._look()
-        records = await asyncio.gather(*map(self._record, self._servers))
+        records = (await self._all_records()).values()
         for record in filter(None, records):
             self._hosted.update(each["name"] for each in record["models"])
         for name in missing:
@@ -228,8 +261,16 @@ class NodePool:
         """What a client knows a server by: operators by its address, others by its number."""
         return address if client.admin else f"nodes-{self._numbers[address]}"
 
-    async def _record(self, address: str) -> dict[str, Any] | None:
-        request = _request(NodeTask(RECORD, (), {}), ())
+    async def _all_records(self) -> dict[str, dict[str, Any] | None]:
+        await self._look()
+        servers = list(self._servers)
+        told = await asyncio.gather(*map(self._record, servers))
+        return dict(zip(servers, told, strict=True))
+
+    async def _record(
+        self, address: str, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any] | None:
+        request = _request(NodeTask(RECORD, (), dict(settings)), ())
         server = self._servers.get(address)
         if server is None:
             return None
@@ -249,8 +290,8 @@ class NodePool:
     async def call(
         self, task: Task, client: KeyHolder, due: float = math.inf, run: str = ""
     ) -> Made:
-        """Run a node for a client at the server that has least to do; at the next one where that is
-        gone, or at the first that is back.
+        """Run a node for a client at the server that would be done first, of those that have its
+        model; at the next one where that is gone, or at the first that is back.
 
         Args:
             task: the node.
@@ -354,13 +395,14 @@ class NodePool:
         while True:
             await self._look()
             gone = bool(self._addresses) and not self._servers
-            for address in sorted(self._servers, key=lambda each: (self._load[each], each)):
+            for address in sorted(self._servers, key=partial(self._rank, kind.model)):
                 raw = message.whole
                 if message.plain is not None and not await self._is_here(address):
                     raw = plain = plain or await self._turns.run(client, _LONG, message.plain)
                 if address not in self._servers:
                     gone = True
                     continue
+                self._placement.goes(kind.model, address)
                 try:
                     return await self._sent(address, raw, kind), address, tries
                 except grpc.aio.AioRpcError as error:
@@ -378,6 +420,9 @@ class NodePool:
                 raise EngineFailed(f"{kind.name}: no node server runs {kind.model}")
             tries = 2
             await asyncio.sleep(_LOOK_S)
+
+    def _rank(self, model: str, address: str) -> tuple[float, float, str]:
+        return *self._placement.score(model, address, self._load[address]), address
 
     async def _sent(self, address: str, raw: bytes, kind: NodeType) -> bytes:
         """One call, in the books while it is under way."""

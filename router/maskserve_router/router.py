@@ -183,6 +183,7 @@ class Router:
         try:
             await self._jobs.start()
             await self.pool.start()
+            self._nodes.start()
             await self.http.start()
             await self.admin.start()
             await self.grpc.start()

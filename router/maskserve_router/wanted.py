@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from maskserve_core.workflows.live_placement import BUSY_SHARE
 from maskserve_router.worker import Worker
 
 _REMEMBERED_S = 60.0
-_BUSY = 0.8
-"""Share of its time that a server is to be busy: the rest is for bursts. The chart scales by it."""
 
 
 class Busy:
@@ -37,7 +36,7 @@ class Busy:
 
 def servers_wanted(busy: float) -> int:
     """Servers for what keeps so many busy; at least one."""
-    return max(1, math.ceil(busy / _BUSY))
+    return max(1, math.ceil(busy / BUSY_SHARE))
 
 
 def workers_wanted(workers: Iterable[Worker]) -> dict[str, int]:

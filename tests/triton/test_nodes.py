@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from maskserve_core.config import Config, ValuesConfig
+from maskserve_core.config_file import config_of
 from maskserve_core.imaging.images import as_file, encode_png, plain_picture
 from maskserve_core.triton.nodes import NodeFront
 from maskserve_core.worker.values import Values
 from maskserve_core.workflows.node_models import NodeModels
 from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_core.workflows.pictures import PictureNodes
 from maskserve_core.workflows.values import Judgement, NamedValue, parts_of
-from maskserve_core.workflows.wire import RECORD, NodeResult, NodeTask, laid_out, picked_up
+from maskserve_core.workflows.wire import PLACED, RECORD, NodeResult, NodeTask, laid_out, picked_up
 from tests.fakes.pb_utils import FakeTriton
+from tests.support.eventually import eventually
 
 Ask = Callable[..., Any]
 VERDICTS = (Judgement(0.2, passed=False), Judgement(0.9, passed=True))
@@ -116,4 +119,34 @@ def test_the_record_says_what_the_host_holds(api: FakeTriton, values: Values) ->
     NodeFront(api, models, values).execute([request])
     record = msgspec.json.decode(request.sender.wait().text("RESULT"))
     assert record["values"] == {"host": values.host, "count": 1, "bytes": 9}
+    models.close()
+
+
+def test_who_asks_for_the_record_may_say_what_is_to_be_loaded(
+    api: FakeTriton, values: Values, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "clipseg"}')
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    config = config_of({"nodes": {"find": str(tmp_path), "load": "use"}})
+    models = NodeModels(config, lambda kind, config, loaded: PictureNodes(config.limits))
+    front = NodeFront(api, models, values)
+
+    def asked(settings: dict[str, Any]) -> Any:
+        task = msgspec.json.encode(NodeTask(RECORD, (), settings))
+        request = api.request(TASK=task, VALUES=cells([]))
+        front.execute([request])
+        return request.sender.wait()
+
+    def state(settings: dict[str, Any]) -> str:
+        record = msgspec.json.decode(asked(settings).text("RESULT"))
+        return str({each["name"]: each["state"] for each in record["models"]}["find"])
+
+    assert state({}) == "absent"
+    assert state({PLACED: ["find"]}) in ("coming", "here")
+    eventually("it is there", lambda: state({}) == "here")
+    eventually("nothing needs it", lambda: state({PLACED: []}) == "absent")
+    for wrong in ("find", [1]):
+        error = asked({PLACED: wrong}).error()
+        assert "TASK.placed: " in error.message()
+        assert "accepted: names of models" in error.message()
     models.close()

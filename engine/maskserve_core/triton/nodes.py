@@ -19,6 +19,7 @@ from maskserve_core.workflows.node_types import NodeType
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.wire import (
     NOT_HOSTED,
+    PLACED,
     RECORD,
     NodeResult,
     NodeTask,
@@ -54,6 +55,8 @@ class NodeFront:
         except (msgspec.MsgspecError, ValueError) as error:
             raise InvalidRequest("TASK", f"cannot be read ({error})", "a node's task") from None
         if task.node == RECORD:
+            if PLACED in task.settings:
+                self._models.place(_names(task.settings[PLACED]))
             record = {**self._models.record(), "values": self._values.held()}
             answer.finish({"RESULT": msgspec.json.encode(record), "MADE": [b""]})
             return
@@ -72,6 +75,13 @@ class NodeFront:
         put = partial(self._values.put, scope=task.scope, run=task.run)
         asked = AskedNode(task.node, inputs, every)
         self._models.call(kind.model, asked, partial(_answer, answer, kind, put))
+
+
+def _names(told: Any) -> list[str]:
+    try:
+        return msgspec.convert(told, list[str])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"TASK.{PLACED}", str(error), "names of models") from None
 
 
 def _answer(

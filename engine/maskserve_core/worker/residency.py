@@ -153,6 +153,9 @@ class Residency:
         if self._pins[resource] <= 0:
             del self._pins[resource]
 
+    def pinned(self, resource: Resource) -> bool:
+        return resource in self._pins
+
     def touch(self, resource: Resource, score: float) -> None:
         """What is here, or coming, is worth so much now."""
         self._held[resource].score = score

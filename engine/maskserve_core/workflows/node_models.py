@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ NODE_MODELS: Final = Kind(
     "node",
     MappingProxyType({"storage": LoadCost(5.0, 1e-9)}),
 )
+_THERE: Final = ("here", "coming")
 _TOGETHER: Final = 8
 _MOST_WAITING: Final = 10_000
 """Calls that wait for a load; routers send no more than keep a server busy."""
@@ -144,7 +145,7 @@ class NodeModels:
         self._ids = itertools.count()
         if config.nodes.load == "start":
             for name in self._needed:
-                self._submit(name, None, lambda made, seconds: None)
+                self._submit(name, None, _unheard)
 
     def close(self) -> None:
         self._loader.close()
@@ -160,21 +161,46 @@ class NodeModels:
         """Have a node run; `hosts` its model."""
         self._submit(model, asked, done)
 
+    def place(self, models: Collection[str]) -> None:
+        """Have these loaded as far as there is room beside what is needed now; of all others what
+        nothing needs goes. Whoever wants more asks again.
+        """
+        with self._door:
+            wanted = {name: self._needed[name] for name in models if name in self._needed}
+            kept = {_resource(folder) for needed in wanted.values() for folder in needed}
+            for folder in itertools.chain(*self._needed.values()):
+                resource = _resource(folder)
+                if resource not in kept and not self._residency.pinned(resource):
+                    self._residency.drop(resource)
+            left = self._budget - self._residency.nbytes(NODE_MODELS.name)
+            asked = {work.model for work in self._line}
+            for name, needed in wanted.items():
+                missing = [x for x in needed if self._residency.state(_resource(x)) not in _THERE]
+                nbytes = sum(folder.nbytes for folder in missing)
+                if missing and nbytes <= left and name not in asked:
+                    left -= nbytes
+                    self._line.append(NodeWork(name, None, _unheard, str(next(self._ids))))
+            self._advance()
+
     def record(self) -> dict[str, Any]:
-        """What routers and operators are told: each model's state, bytes, calls that wait or run,
-        those that ended, and seconds that one has taken of late.
+        """What routers and operators are told: each model's state, bytes, those that its calls need
+        with what they share, seconds of a load, calls that wait or run, those that ended, and
+        seconds that one has taken of late.
         """
         with self._door:
             waiting = [*self._line, *self._waiting.values()]
-            told = []
+            told, load = [], self._held.costs.published["storage"]
             for name in (*self._light, *self._needed):
-                queue, folder = self._queues.get(name), next(iter(self._needed.get(name, ())), None)
+                queue, needed = self._queues.get(name), self._needed.get(name, ())
+                folder, nbytes = next(iter(needed), None), sum(each.nbytes for each in needed)
                 state = "here" if folder is None else self._residency.state(_resource(folder))
                 told.append(
                     {
                         "name": name,
                         "state": state,
                         "bytes": folder.nbytes if folder else 0,
+                        "needs_bytes": nbytes,
+                        "load_s": round(load.seconds(nbytes), 4) if folder else 0.0,
                         "queue": sum(work.model == name for work in waiting)
                         + (len(queue.calls) if queue else 0),
                         "ended": queue.ended if queue else 0,
@@ -281,6 +307,10 @@ class NodeModels:
             if queue.calls:
                 queue.thread.submit(self._run, model)
             self._advance()
+
+
+def _unheard(made: dict[str, Any] | Exception, seconds: float) -> None:
+    """Nobody waits for it."""
 
 
 def _resource(folder: NodeFolder) -> Resource:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 Placed = Mapping[str, frozenset[str]]
@@ -29,6 +29,12 @@ class ModelLoad:
     nbytes: int
     load: float
     """Devices that it keeps busy: calls in a second, times their seconds."""
+    only: Set[str] | None = None
+    """Devices that may have it; None: all."""
+
+    def may(self, device: str) -> bool:
+        """Whether it may lie there, if there is room."""
+        return self.only is None or device in self.only
 
 
 def sustained(models: Sequence[ModelLoad], placed: Placed) -> float:
@@ -55,9 +61,11 @@ def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, fr
             first = _each_once(sorted(models, key=weigh), rooms, spread=spread)
             if first is None:
                 continue
-            made = _grown(models, rooms, first)
+            made = grown(models, rooms, first)
             if (found := sustained(models, made)) > worth:
                 best, worth = made, found
+            if found >= _most(models, rooms):
+                return made
     if best is None:
         largest = max(models, key=lambda model: model.nbytes)
         raise ValueError(
@@ -96,7 +104,7 @@ def _each_once(
         model = models[number]
         for name in sorted(left, key=left.__getitem__, reverse=spread):
             looks -= 1
-            if left[name] < model.nbytes or looks < 0:
+            if left[name] < model.nbytes or not model.may(name) or looks < 0:
                 continue
             left[name] -= model.nbytes
             placed[name].add(model.name)
@@ -109,28 +117,32 @@ def _each_once(
     return {name: frozenset(held) for name, held in placed.items()} if fits(0) else None
 
 
-def _grown(
-    models: Sequence[ModelLoad], rooms: Mapping[str, int], placed: dict[str, frozenset[str]]
+def grown(
+    models: Sequence[ModelLoad], rooms: Mapping[str, int], placed: Placed
 ) -> dict[str, frozenset[str]]:
-    """With copies added while they help, and then wherever there is room."""
+    """A placement with copies added while they help, and then wherever there is room. What lies
+    there goes for one that helps more alone.
+    """
     by_name = {model.name: model for model in models}
     while True:
-        placed = _filled(by_name, rooms, placed)
-        now, tight = _tight(models, placed)
+        made = _filled(by_name, rooms, placed)
+        now, tight = _tight(models, made)
+        if now >= _most(models, rooms):
+            return made
         best, worth = None, now * (1.0 + _LEAST_GAIN)
-        for change in _changes(by_name, rooms, placed, tight):
-            if (found := sustained(models, {**placed, **change})) > worth:
+        for change in _changes(by_name, rooms, made, tight):
+            if (found := sustained(models, {**made, **change})) > worth:
                 best, worth = change, found
         if best is None:
-            return placed
-        placed = {**placed, **best}
+            return made
+        placed = {**made, **best}
 
 
 def _filled(
-    by_name: Mapping[str, ModelLoad], rooms: Mapping[str, int], placed: dict[str, frozenset[str]]
+    by_name: Mapping[str, ModelLoad], rooms: Mapping[str, int], placed: Placed
 ) -> dict[str, frozenset[str]]:
-    """With a copy of a tight model wherever one fits, then of any: of those with the most load for
-    their copies.
+    """With a copy of a tight model wherever one fits, then of any: of those that lie nowhere, then
+    of those with the most load for their copies.
     """
     placed = dict(placed)
     models = list(by_name.values())
@@ -138,11 +150,18 @@ def _filled(
         copies = Counter(model for held in placed.values() for model in held)
         _, tight = _tight(models, placed)
         wanted = sorted(
-            models, key=lambda m: (m.name not in tight, -m.load / copies[m.name], m.name)
-        )
+            models,
+            key=lambda m: (
+                m.name not in tight, m.name in copies, -m.load / (copies[m.name] or 1), m.name,
+            ),
+        )  # fmt: skip
         for model, name in itertools.product(wanted, sorted(placed, key=lambda n: len(placed[n]))):
             held = placed[name]
-            if model.name not in held and _size(by_name, held) + model.nbytes <= rooms[name]:
+            if (
+                model.name not in held
+                and model.may(name)
+                and _size(by_name, held) + model.nbytes <= rooms[name]
+            ):
                 placed[name] = held | {model.name}
                 break
         else:
@@ -161,10 +180,11 @@ def _changes(
     copies = Counter(model for held in placed.values() for model in held)
     seen = set()
     for name, held in placed.items():
-        if held & tight == tight or (held, rooms[name]) in seen:
+        missing = frozenset(model for model in tight - held if by_name[model].may(name))
+        if not missing or (held, missing, rooms[name]) in seen:
             continue
-        seen.add((held, rooms[name]))
-        for model in tight - held:
+        seen.add((held, missing, rooms[name]))
+        for model in sorted(missing):
             for gone in _sets(held, by_name[model].nbytes + _size(by_name, held) - rooms[name],
                               by_name):  # fmt: skip
                 change = {name: held - gone | {model}}
@@ -202,6 +222,8 @@ def _moved(
     copies = Counter(each for held in now.values() for each in held)
     for spare in (False, True):
         for name, held in now.items():
+            if not by_name[model].may(name):
+                continue
             over = _size(by_name, held) + by_name[model].nbytes - rooms[name]
             gone: frozenset[str] | None = frozenset()
             if over > 0:
@@ -213,6 +235,12 @@ def _moved(
                 change[name] = held - gone | {model}
                 return True
     return False
+
+
+def _most(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> float:
+    """What no placement exceeds: all devices are full."""
+    total = sum(model.load for model in models)
+    return (1.0 - _LEAST_GAIN) * len(rooms) / total if total else math.inf
 
 
 def _size(by_name: Mapping[str, ModelLoad], held: Iterable[str]) -> int:

@@ -19,6 +19,8 @@ from maskserve_core.workflows.values import Areas, Judgement, NamedValue, change
 
 RECORD = "record"
 """In place of a node: what the server hosts (`NodeModels.record`), as RESULT."""
+PLACED = "placed"
+"""Setting of it: models that are to be loaded there (`NodeModels.place`)."""
 NOT_HOSTED = "is not run by this node server"
 """Words of a server whose `[nodes]` lack the node's model."""
 MOST_ELEMENTS = 256

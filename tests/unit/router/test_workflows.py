@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
 import threading
@@ -390,6 +391,81 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
     assert {made.server for made in await asyncio.gather(*calls)} == {"10.0.0.1:9", "10.0.0.2:9"}
     assert pool.busy()["find"] > 2
     await pool.close()
+
+
+async def test_calls_go_where_their_model_is_placed() -> None:
+    """Two servers, as they tell of themselves; one is full of `find` and is relieved of it."""
+    states = {
+        "a:1": {"find": "here", "enlarge": "here"},
+        "b:1": {"find": "absent", "enlarge": "absent"},
+    }
+    ended, sent, dead = dict.fromkeys(states, 0), [], set[str]()
+    placed: dict[str, list[str]] = {}
+
+    class Pool(NodePool):
+        async def _record(self, address: str, settings: Any = None) -> dict[str, Any] | None:
+            if address in dead:
+                return None
+            for name in (settings or {}).get("placed", ()):
+                placed.setdefault(address, []).append(name)
+                states[address][name] = "here"
+            models = [
+                {"name": name, "state": state, "bytes": 9, "ended": ended[address], "seconds": 1.0}
+                for name, state in states[address].items()
+            ]
+            return {"device_bytes": 18, "models": models}
+
+        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+            sent.append(address)
+            if address in dead:
+                raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, None, None, "gone")
+            self._load[address] += 1.0  # as if it had not answered yet
+            answer = pb.ModelInferResponse()
+            result = {"outputs": [{"name": "picture", "kind": "picture"}], "seconds": 0.1}
+            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+            bytes_tensor.add_output(answer, "MADE", [b"made"])
+            return answer.SerializeToString()
+
+    pool = Pool(WorkflowFiles(nodes=tuple(states), kept_bytes=0), Turns(1))
+    calls = itertools.count()
+
+    async def call() -> str:
+        task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"%d" % next(calls)})
+        made = await pool.call(task, CLIENT)
+        return made.server
+
+    await pool.place()
+    assert [await call() for _ in range(4)] == ["a:1"] * 4, "it lies there alone"
+    ended["a:1"] = 10_000
+    await pool.place()
+    assert set(placed) == {"b:1"}
+    pool._load = dict.fromkeys(states, 0.0)
+    assert [await call() for _ in range(4)] == ["a:1", "b:1"] * 2
+    dead.add("b:1")
+    sent.clear()
+    assert [await call() for _ in range(2)] == ["a:1"] * 2
+    assert "b:1" in sent
+    await pool.place()
+    sent.clear()
+    assert [await call() for _ in range(2)] == ["a:1"] * 2
+    assert "b:1" not in sent, "whoever does not answer is not tried first"
+    await pool.close()
+
+
+async def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    looked = 0
+
+    class Pool(NodePool):
+        async def place(self) -> None:
+            nonlocal looked
+            looked += 1
+            raise ValueError("a record that cannot be read")
+
+    pool = Pool(WorkflowFiles(nodes=("127.0.0.1:1",)), Turns(1), place_s=0.001)
+    pool.start()
+    await until("it looks again", lambda: looked >= 2)
+    await pool.close()
+    assert "placing the models of node servers" in caplog.text
 
 
 async def test_answers_of_nodes_are_kept_for_their_key() -> None:

@@ -86,6 +86,11 @@ class Server:
         told = self.models.record()["models"]
         return {each["name"]: (each["state"], each["queue"]) for each in told}
 
+    def load_s(self) -> float:
+        """Of `find`."""
+        [told] = [x["load_s"] for x in self.models.record()["models"] if x["name"] == "find"]
+        return float(told)
+
     def wait(self, *names: str) -> None:
         eventually("they are answered", lambda: set(names) <= set(self.made))
 
@@ -196,6 +201,52 @@ def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None
         raise small.made["a"]
     assert small.loads == []
     small.models.close()
+
+
+def test_what_is_placed_is_loaded_and_what_nothing_needs_goes(tmp_path: Path) -> None:
+    server = Server(tmp_path, device_bytes=150)
+    server.may_load.set()
+    server.models.place(["find", "boat"])
+    eventually("it is there", lambda: server.states()["find"] == ("here", 0))
+    server.models.place(["find"])
+    assert server.loads == ["find"]
+    server.call("find", "a")
+    server.models.place(["enlarge"])  # a call runs
+    assert server.states()["find"] == ("here", 1)
+    assert server.states()["enlarge"] == ("absent", 0), "nothing waits for it"
+    server.may_run.set()
+    server.wait("a")
+    eventually("it has ended", lambda: server.states()["find"] == ("here", 0))
+    server.models.place(["enlarge"])
+    eventually("it is there", lambda: server.states()["enlarge"] == ("here", 0))
+    assert server.states()["find"] == ("absent", 0)
+    server.models.place([])
+    assert server.states()["enlarge"] == ("absent", 0)
+    server.call("enlarge", "b")  # it is loaded again
+    server.wait("b")
+    assert server.loads == ["find", "enlarge", "enlarge"]
+    server.models.close()
+
+
+def test_what_is_placed_is_loaded_with_what_it_needs(tmp_path: Path) -> None:
+    kinds = {"find": "grounding-dino", "segment": "sam", "enlarge": "swin2sr"}
+    server = Server(tmp_path, device_bytes=200, kinds=kinds)
+    server.may_load.set()
+    guess = server.load_s()
+    server.models.place(["enlarge", "find"])
+    eventually("one is there", lambda: server.states()["enlarge"] == ("here", 0))
+    assert server.loads == ["enlarge"], "there is no room for the other"
+    server.models.place(["find"])
+    eventually("it is there", lambda: server.states()["find"] == ("here", 0))
+    assert sorted(server.loads) == ["enlarge", "find", "segment"]
+    told = {each["name"]: each for each in server.models.record()["models"]}
+    assert {name: each["needs_bytes"] for name, each in told.items()} == {
+        "pictures": 0, "find": 200, "segment": 100, "enlarge": 100,
+    }  # fmt: skip
+    assert server.load_s() != guess, "it is measured"
+    server.models.place(["find"])
+    assert server.states()["segment"] == ("here", 0), "`find` needs it"
+    server.models.close()
 
 
 @pytest.mark.parametrize(
