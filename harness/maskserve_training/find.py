@@ -48,7 +48,11 @@ def new_model(tokenizer: CLIPTokenizer) -> CLIPSegForImageSegmentation:
     """Untrained but for the text encoder."""
     text = CLIPTextModel.from_pretrained(DEMO_MODEL / "text_encoder")
     config = CLIPSegConfig(
-        text_config={**text.config.to_dict(), "model_type": "clipseg_text_model"},
+        text_config={
+            **text.config.to_dict(),
+            "model_type": "clipseg_text_model",
+            "_name_or_path": "",  # or where this checkout lies
+        },
         vision_config={
             "hidden_size": _WIDTH,
             "intermediate_size": 3 * _WIDTH,

@@ -69,10 +69,11 @@ _BOX: Final = 40
 _PROMPT: Final = "a red star"
 _COLOURS: Final = ("red", "green", "blue", "yellow", "purple")
 _SURE: Final = 0.5
-_ENOUGH: Final = 0.18
+_ENOUGH: Final = 0.17
 """Share of the mask that a thing must fill to be taken for what was asked for. An outline fills
-less than what nodes assume (0.2): of 200 edits behind those that are judged this was the most at
-which 1.2 tries did."""
+less than what nodes assume (0.2). Of the 200 edits behind those that are judged 94.5 % showed it
+with 0.15 to 0.18 (93.5 % of first tries), in 1.06 to 1.18 tries.
+"""
 NODES: Final = CHECKOUT / "assets" / "nodes"
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 
