@@ -421,8 +421,10 @@ class NodePool:
             tries = 2
             await asyncio.sleep(_LOOK_S)
 
-    def _rank(self, model: str, address: str) -> tuple[float, float, str]:
-        return *self._placement.score(model, address, self._load[address]), address
+    def _rank(self, model: str, address: str) -> tuple[float, float, bool, str]:
+        """By who would be done first; of equal ones by who is given names, or may be."""
+        score = self._placement.score(model, address, self._load[address])
+        return *score, not self._here.get(address, True), address
 
     async def _sent(self, address: str, raw: bytes, kind: NodeType) -> bytes:
         """One call, in the books while it is under way."""
@@ -465,7 +467,7 @@ def _copied(made: Made) -> Made:
 
 
 def _as_sent(part: Any) -> Any:
-    """What a server would have answered to one without files."""
+    """As it is where nobody has files."""
     return as_file(part) if isinstance(part, memoryview) else part
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from maskserve_core.worker.values import Values, parse
 from maskserve_core.workflows.plan import WorkflowPlan
-from maskserve_core.workflows.values import NamedValue, named_in
+from maskserve_core.workflows.values import NamedValue, changed, named_in
 from maskserve_core.workflows.wire import drawn, read_all
 
 _DRAWN = ("picture", "mask")
@@ -45,6 +45,15 @@ class RunValues:
             name: self._put(value) if kinds[name] in _DRAWN else value
             for name, value in inputs.items()
         }
+
+    def received(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A node's outputs; what came as bytes, as of another host, is put into files, too."""
+
+        def put(part: Any) -> Any:
+            held = isinstance(part, bytes) and self._values.put([part], self._scope, self.run)
+            return NamedValue(held) if held else part
+
+        return {name: changed(value, put) for name, value in outputs.items()}
 
     def made(self, outputs: Mapping[str, Any]) -> None:
         """A node has put these into files."""

@@ -51,7 +51,7 @@ from maskserve_core.workflows.node_types import EDIT, WorkflowError
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step, output_kinds
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
-from maskserve_core.workflows.values import Judgement, NamedValue, named_in
+from maskserve_core.workflows.values import Judgement, NamedValue, named_in, parts_of
 from maskserve_core.workflows.wire import drawn, nbytes
 from maskserve_router.admission import Admission
 from maskserve_router.edit_call import MODELS, request_id_of
@@ -254,6 +254,8 @@ class Workflows:
                     starts_by = self._times.due_of(run, task)
                     node = await self._nodes.call(task, client, starts_by, files.run)
                     made, told = node.outputs, {name: getattr(node, name) for name in _OF_NODES}
+                if any(isinstance(part, bytes) for part in parts_of(list(made.values()))):
+                    made = await turn(nbytes(made), files.received, made)
                 held.enter_context(self._admission.hold(client, nbytes(made)))
                 return made, told
 
@@ -400,6 +402,8 @@ class _Driven:
                 raise
             text = error.details if isinstance(error, Failure) else str(error)
             raise InvalidRequest(task.key, split_code(text)[1]) from None
+        finally:
+            del call  # its error, raised here, would hold itself, and the values that it has read
         asked = said.pop("tries", 1) + tries - 1
         told = {"key": task.key, "node": task.call.node, "tries": asked, **said}
         self.told[:] = [each for each in self.told if each["key"] != task.key]  # it is made again

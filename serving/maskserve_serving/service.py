@@ -90,7 +90,6 @@ class ServiceProcess(Process):
         if "file" not in given and given.get("format", "json") == "json":
             tables = with_values(tables, "log", file=str(self.output.with_suffix(".jsonl")))
         tables = with_values(tables, "", worker=self.name, runtime_dir=str(self._files.runtime))
-        tables = with_values(tables, "values", folder=str(self._files.values))
         self.config = self._files.prepare(tables)
         self._processes.close()
         self._processes = Processes(self._files.runtime)
@@ -191,6 +190,8 @@ class NodesProcess(ServiceProcess):
         file = self._spec.options.nodes
         tables = read_tables(file)
         tables = with_node_folders(tables, checked(tables).nodes.folders(), file)
+        if self._spec.options.router:
+            tables = with_values(tables, "values", folder=str(self._files.values))
         try:
             node_folders(checked(tables).nodes)
         except ConfigError as error:

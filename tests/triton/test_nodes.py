@@ -98,7 +98,18 @@ def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node
                 if isinstance(ours, NamedValue):
                     assert run
                     ours = as_file(values.read(ours.element, "k1"))
-                assert (as_file(ours) if isinstance(ours, bytes) else ours) == theirs
+                as_files = [as_file(x) if isinstance(x, bytes) else x for x in (ours, theirs)]
+                assert as_files[0] == as_files[1]
+
+
+def test_a_picture_passes_as_its_pixels_and_a_mask_as_a_png(ask: Ask) -> None:
+    drawn = np.random.default_rng().integers(0, 256, (24, 32, 3), np.uint8)
+    white = np.zeros((24, 32), np.uint8)
+    white[2:9, 3:9] = 255
+    given = {"picture": encode_png(drawn), "mask": encode_png(white)}
+    cut = ask("crop", given)["picture"]
+    assert cut == b"".join(plain_picture(drawn[:25, :25]))  # with 16 pixels around
+    assert ask("invert", {"mask": given["mask"]})["mask"] == encode_png(~white)
 
 
 def test_a_name_that_is_another_keys_or_gone_is_not_known(ask: Ask, values: Values) -> None:

@@ -13,6 +13,8 @@ decoder's processes; and their edits per second, as a share of those of two that
 `by-name`: 16 MiB from node to node by name, beside through the caller.
 `due`: plans with due times over eight emulated workers, beside edits as they come and beside the
 simulator (`due_plans`): 10 minutes with 300 plans.
+`hosts`: what a link adds to 8 MiB from node to node, and no link; None where this process may make
+no network namespaces.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
 
     python scripts/bench workflows --json workflows.json
@@ -51,12 +53,14 @@ from maskserve_harness.benchmarks.by_name import by_name
 from maskserve_harness.benchmarks.due_plans import due_plans
 from maskserve_harness.benchmarks.shared_stages import stages_edits, stages_memory
 from maskserve_harness.benchmarks.timing import hardware
+from maskserve_harness.benchmarks.two_hosts import two_hosts
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.looks import edits_with, followed
 from maskserve_harness.demo_model.named import held_out_scenes
 from maskserve_harness.demo_model.node_judges import enlarged_db, found_iou
 from maskserve_harness.demo_model.scenes import Picture, draw_background, to_bytes
 from maskserve_harness.reports import about, write_json
+from maskserve_harness.second_host import can_have_one, second_host
 from maskserve_harness.soaking.sampler import sample_process
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -393,9 +397,17 @@ def due(args: argparse.Namespace) -> dict[str, Any]:
     return due_plans(args.plans, args.seed)
 
 
+def hosts(args: argparse.Namespace) -> dict[str, Any]:
+    if not can_have_one():
+        return {"two_hosts_added_ms": None}
+    with tempfile.TemporaryDirectory() as kept, second_host() as other, served(args.find) as sides:
+        here, folder = f"127.0.0.1:{sides.nodes.ports.grpc}", Path(kept)
+        return two_hosts(here, sides.values, other, folder, 4 * args.rounds)
+
+
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "rivals": rivals, "added": added, "shared": shared, "models": models, "verified": verified,
-    "stages": stages, "by-name": named, "due": due,
+    "stages": stages, "by-name": named, "due": due, "hosts": hosts,
 }  # fmt: skip
 
 

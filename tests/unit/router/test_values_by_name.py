@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -23,7 +26,7 @@ from maskserve_core.workflows.nodes import edit, invert, outline
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import NamedValue
+from maskserve_core.workflows.values import Areas, Judgement, NamedValue, changed
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.edit_call import make_edit_call
@@ -57,8 +60,8 @@ def left(values: Values) -> int:
 class Served(NodePool):
     """Servers that answer in this process: `here:1` shares the folder, `far:1` has none."""
 
-    def __init__(self, address: str, values: Values, kept_bytes: int = 2**20) -> None:
-        files = WorkflowFiles(nodes=(address,), kept_bytes=kept_bytes)
+    def __init__(self, *addresses: str, values: Values, kept_bytes: int = 2**20) -> None:
+        files = WorkflowFiles(nodes=addresses, kept_bytes=kept_bytes)
         super().__init__(files, Turns(1), values=values)
         self.theirs, self.asked = values, list[list[bytes]]()
 
@@ -93,10 +96,10 @@ async def inverted(pool: NodePool, files: RunValues) -> Made:
 
 
 async def test_a_server_of_another_host_is_given_values_and_gives_them(values: Values) -> None:
-    files, far = RunValues(values, "k1"), Served("far:1", values)
+    files, far = RunValues(values, "k1"), Served("far:1", values=values)
     assert (await inverted(far, files)).outputs == {"mask": MASK[::-1]}
     assert far.asked == [[MASK]]
-    here = Served("here:1", values)
+    here = Served("here:1", values=values)
     made = (await inverted(here, files)).outputs["mask"]
     assert isinstance(made, NamedValue)
     assert bytes(files.read({"": made})[""]) == MASK[::-1]
@@ -108,10 +111,20 @@ async def test_a_server_of_another_host_is_given_values_and_gives_them(values: V
     assert left(values) == 0
 
 
+async def test_of_servers_that_have_nothing_to_do_one_of_this_host_is_asked(
+    values: Values,
+) -> None:
+    files, pool = RunValues(values, "k1"), Served("far:1", "here:1", values=values, kept_bytes=0)
+    servers = [(await inverted(pool, files)).server for _ in range(3)]
+    assert servers == ["nodes-0", "nodes-1", "nodes-1"]  # what far:1 is, is known once it is asked
+    files.end()
+    await pool.close()
+
+
 async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     values: Values,
 ) -> None:
-    pool = Served("here:1", values)
+    pool = Served("here:1", values=values)
     for kept in (False, True):
         files = RunValues(values, "k1")
         made = await inverted(pool, files)
@@ -145,7 +158,7 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
 
 
 async def test_kept_answers_that_make_room_leave_no_files(values: Values) -> None:
-    pool, files = Served("here:1", values, kept_bytes=2000), RunValues(values, "k1")
+    pool, files = Served("here:1", values=values, kept_bytes=2000), RunValues(values, "k1")
     for i in range(12):
         given = files.given(PLAN, {"mask": b"mask %d" % i})
         await pool.call(call(given["mask"]), CLIENT, run=files.run)
@@ -197,7 +210,12 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
         async def call(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
             called.append(task.key)
             [given] = task.inputs.values()
+            held = [(values._store.folder / name).read_bytes() for name in values.ids()]
+            held_by_name = [values.read(reference(each), "k1") for each in held]
+            if called.count("outline-2") == 2 and task.key == "outline-2":
+                values.remove(given.element[6:70].decode())  # under its reader
             raw = bytes(values.read(given.element, "k1"))
+            assert held_by_name == held
             put = values.put([task.key.encode() + raw], "k1", run)
             assert put is not None
             kind = "mask" if task.call.node == "invert" else "picture"
@@ -228,7 +246,13 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
     message = ModelRequest(pb.ModelInferRequest(model_name="late"))
     for name, value in {"IMAGE": PICTURE, "MASK": MASK, "SETTINGS": b"{}"}.items():
         message.add(name, [value])
-    raw = await served.infer(message, {}, None, CLIENT)
+    gc.disable()
+    try:
+        raw = await served.infer(message, {}, None, CLIENT)
+        await asyncio.sleep(0)  # its tasks have ended
+        assert str(values._store.folder) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
     found = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
     first = b"outline-1" + PICTURE
     assert bytes(found["RIMS"]) == b"outline-2" + first
@@ -261,3 +285,32 @@ def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
     files.end()
     assert left(values) == 0
     assert not RunValues(Values(ValuesConfig()), "k1").run
+
+
+def test_what_another_host_answered_lies_in_files_of_this_one(values: Values) -> None:
+    files = RunValues(values, "k1")
+    areas = Areas((MASK, PICTURE), (0, 0))
+    came = {
+        "picture": PICTURE,
+        "regions": areas,
+        "name": "a star",
+        "verdict": Judgement(1.0, passed=True),
+    }
+    made = files.received(came)
+    assert (made["name"], made["verdict"]) == (came["name"], came["verdict"])
+    assert all(isinstance(part, NamedValue) for part in (made["picture"], *made["regions"].masks))
+    assert {name: as_sent(value) for name, value in files.read(made).items()} == came
+    files.made(made)
+    assert files.count == 2  # equal ones are one file
+    files.end()
+    assert left(values) == 0
+    assert files.received({"picture": PICTURE}) == {"picture": PICTURE}  # it is over
+    assert RunValues(Values(ValuesConfig()), "k1").received(came) == came
+
+
+def reference(raw: bytes) -> bytes:
+    return b"value:%s:%d" % (hashlib.sha256(raw).hexdigest().encode(), len(raw))
+
+
+def as_sent(value: Any) -> Any:
+    return changed(value, lambda part: bytes(part) if isinstance(part, memoryview) else part)

@@ -14,7 +14,7 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
-from maskserve_serving.service import ControlNetProcess, StagesProcess
+from maskserve_serving.service import ControlNetProcess, NodesProcess, StagesProcess
 from maskserve_serving.spec import Spec, with_stages
 
 
@@ -106,3 +106,11 @@ def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
         assert service._options.host == host
         assert service.grpc_url == f"127.0.0.1:{service.ports.grpc}"
         assert own.threads(checked({})) == max(1, cores() // (workers + 1))
+
+
+def test_a_node_server_has_the_folder_of_values_of_its_router(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[values]\nfolder = "/mine"\n')
+    beside, alone = spec(tmp_path, nodes=nodes, router=True), spec(tmp_path, nodes=nodes)
+    assert checked(NodesProcess(beside).tables()).values.folder == str(beside.files.values)
+    assert checked(NodesProcess(alone).tables()).values.folder == "/mine"

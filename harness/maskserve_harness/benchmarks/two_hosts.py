@@ -1,0 +1,103 @@
+"""8 MiB from one node to the next, where both run on one host, and where a link is between them."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from maskserve_core.config import ValuesConfig
+from maskserve_core.imaging.images import as_file, encode_png
+from maskserve_core.worker.values import Values
+from maskserve_core.workflows.plan import NodeCall
+from maskserve_core.workflows.run import Task
+from maskserve_harness.second_host import THERE, SecondHost
+from maskserve_router.config import WorkflowFiles
+from maskserve_router.keys import KeyHolder
+from maskserve_router.node_pool import NodePool
+from maskserve_router.run_values import RunValues
+from maskserve_router.turns import Turns
+
+_SMALL, _PADDED = 648, 512
+"""Sides of a picture of 1 MiB, and what makes it one of 8 MiB on each side."""
+_SIDE: Final = _SMALL + 2 * _PADDED
+_CLIENT: Final = KeyHolder("bench", 64, admin=True)
+_WAYS: Final = (("here", "here"), ("here", "there"), ("there", "here"), ("there", "there"))
+"""Hosts of who makes the value and of who reads it, of a router that is here."""
+_BASE_PORT: Final = 9000
+
+
+def two_hosts(
+    here: str, folder: Path, other: SecondHost, kept: Path, rounds: int
+) -> dict[str, Any]:
+    """What a link adds, in ms: medians of each way, in turn. `pad` makes 8 MiB of noise of 1 MiB,
+    which its host is sent in any case, and `crop` reads them.
+
+    Args:
+        here: address of a node server of this host.
+        folder: of the values that it shares with its router.
+        other: serves nothing yet.
+        kept: for what it keeps on disk.
+        rounds: of each way.
+
+    Raises:
+        AssertionError: they give different pictures.
+    """
+    (kept / "nodes.toml").write_text('[model]\ndevice = "cpu"\n')
+    files = ["--nodes", str(kept / "nodes.toml"), "--log-dir", str(kept / "logs-there")]
+    other.serve(["--workers", "0", "--base-port", str(_BASE_PORT), *files], folder=kept)
+    addresses = {"here": here, "there": f"{THERE}:{_BASE_PORT + 8}"}
+    return asyncio.run(_measured(addresses, Values(ValuesConfig(str(folder))), rounds))
+
+
+async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> dict[str, Any]:
+    pools = {
+        host: NodePool(WorkflowFiles(nodes=(each,), kept_bytes=0), Turns(2), values=values)
+        for host, each in addresses.items()
+    }
+    rng, seconds = np.random.default_rng(), {way: list[float]() for way in _WAYS}
+    white = np.zeros((_SIDE, _SIDE), np.uint8)
+    white[800:840, 800:840] = 255
+    mask = encode_png(white)
+    with ExitStack() as held:
+        for _ in range(rounds + 1):  # the first one warms
+            picture = encode_png(rng.integers(0, 256, (_SMALL, _SMALL, 3), np.uint8))
+            cuts = set()
+            for way in _WAYS:
+                files = RunValues(values, _CLIENT.scope)
+                held.callback(files.end)
+                begin = time.perf_counter()
+                maker, reader = way
+                cut = await _two(pools[maker], pools[reader], picture, mask, files)
+                seconds[way].append(round(time.perf_counter() - begin, 4))
+                cuts.add(as_file(files.read(cut)["picture"]))
+                files.end()
+            assert len(cuts) == 1
+    for pool in pools.values():
+        await pool.close()
+    middle = {way: 1e3 * statistics.median(each[1:]) for way, each in seconds.items()}
+    one_host = middle[_WAYS[0]]
+    added = {way: round(middle[way] - one_host, 1) for way in _WAYS[1:]}
+    return {
+        "two_hosts_added_ms": max(added[_WAYS[1]], added[_WAYS[2]]),
+        **{f"two_hosts_{maker}_to_{reader}_ms": ms for (maker, reader), ms in added.items()},
+        "two_hosts_one_host_ms": round(one_host, 1),
+        "seconds_two_hosts": {" to ".join(way): each for way, each in seconds.items()},
+    }
+
+
+async def _two(
+    maker: NodePool, reader: NodePool, picture: bytes, mask: bytes, files: RunValues
+) -> dict[str, Any]:
+    """What the second node gives; in between the router does what it does in a run."""
+    sides = dict.fromkeys(("left", "top", "right", "bottom"), _PADDED)
+    pad = Task("pad", NodeCall("pad", "pad", settings=sides), {"picture": picture})
+    padded = files.received((await maker.call(pad, _CLIENT, run=files.run)).outputs)
+    inputs = {"picture": padded["picture"], "mask": mask}
+    cut = Task("crop", NodeCall("crop", "crop"), inputs)
+    return files.received((await reader.call(cut, _CLIENT, run=files.run)).outputs)

@@ -1,0 +1,209 @@
+"""A second host on this machine: a network namespace at the other end of a veth pair, with a
+/dev/shm of its own. It needs root and Debian's iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+HERE, THERE = "198.18.77.1", "198.18.77.2"
+"""Addresses of this host and of the other, of the network that RFC 2544 keeps for tests."""
+_NOBODY: Final = "02:00:00:00:00:01"
+_READY: Final = "ready;"
+_READY_S: Final = 600.0
+_END_S: Final = 60.0
+
+
+def can_have_one() -> bool:
+    """Whether this process may make namespaces."""
+    return os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nsenter")))
+
+
+class SecondHost:
+    """Its link and its processes.
+
+    Args:
+        name: of the namespace; that of the link begins with it, at most 13 characters.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._here, self._there = f"{name}-0", f"{name}-1"
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._served: list[_Served] = []
+
+    def make(self) -> None:
+        _ip("netns", "add", self.name)
+        _ip("link", "add", self._here, "type", "veth", "peer", "name", self._there)
+        _ip("link", "set", self._there, "netns", self.name)
+        _ip("addr", "add", f"{HERE}/30", "dev", self._here)
+        self._ip("addr", "add", f"{THERE}/30", "dev", self._there)
+        self._ip("link", "set", "lo", "up")
+        _ip("link", "set", self._here, "up")
+        self._ip("link", "set", self._there, "up")
+        hold = "mount -t tmpfs tmpfs /dev/shm && echo held && exec sleep infinity"
+        self._holder = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, "sh", "-c", hold], stdout=subprocess.PIPE
+        )
+        assert self._holder.stdout is not None
+        if not self._holder.stdout.readline():
+            raise RuntimeError("no memory of its own can be mounted there")
+
+    def remove(self) -> None:
+        self.end()
+        if self._holder is not None:
+            self._holder.kill()
+            self._holder.communicate()
+        for command in (["link", "del", self._here], ["netns", "del", self.name]):
+            subprocess.run(["ip", *command], check=False, capture_output=True)
+
+    # Processes
+
+    def serve(self, *commands: Sequence[str], folder: Path) -> None:
+        """Run `maskserve serve` there, once for each list of arguments but for its address, and
+        wait until all are ready.
+
+        Args:
+            commands: the lists.
+            folder: for what they keep on disk.
+
+        Raises:
+            RuntimeError: one ended, or was not ready in time.
+        """
+        assert self._holder is not None
+        enter = ["nsenter", "-t", str(self._holder.pid), "-m", "-n", f"--wd={Path.cwd()}"]
+        serve = [sys.executable, "-m", "maskserve_client.cli", "serve", "--host", THERE]
+        environment = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+        environment.pop("XDG_RUNTIME_DIR", None)
+        begun = [_Served([*enter, *serve, *arguments], environment) for arguments in commands]
+        self._served += begun
+        for each in begun:
+            each.wait_ready()
+
+    def end(self) -> None:
+        """Stop what it serves."""
+        self._stop(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End what it serves as a power failure does."""
+        self._stop(signal.SIGKILL)
+
+    @property
+    def memory(self) -> Path:
+        """Its /dev/shm."""
+        assert self._holder is not None
+        return Path(f"/proc/{self._holder.pid}/root/dev/shm")
+
+    # The link
+
+    def slow(self, mbit: int) -> None:
+        """No more than so much passes in a second, each way."""
+        rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms"]
+        _run("tc", "qdisc", "replace", "dev", self._here, *rate)
+        _run("tc", "-n", self.name, "qdisc", "replace", "dev", self._there, *rate)
+
+    def cut(self) -> None:
+        """Nothing passes, as with a cable pulled."""
+        self._ip("link", "set", self._there, "down")
+
+    def deaf(self) -> None:
+        """Nothing of what is sent there arrives, without a word; what it sends does."""
+        to = ["lladdr", _NOBODY, "dev", self._here, "nud", "permanent"]
+        _ip("neigh", "replace", THERE, *to)
+
+    def mute(self) -> None:
+        """Nothing of what it sends arrives, without a word; what is sent there does."""
+        to = ["lladdr", _NOBODY, "dev", self._there, "nud", "permanent"]
+        self._ip("neigh", "replace", HERE, *to)
+
+    def whole(self) -> None:
+        """The link is as at first."""
+        self._ip("link", "set", self._there, "up")
+        for prefix, device, other in (
+            ([], self._here, THERE),
+            (["-n", self.name], self._there, HERE),
+        ):
+            for command in (
+                ["tc", *prefix, "qdisc", "del", "dev", device, "root"],
+                ["ip", *prefix, "neigh", "del", other, "dev", device],
+            ):
+                subprocess.run(command, check=False, capture_output=True)
+
+    def _stop(self, how: signal.Signals) -> None:
+        served, self._served = self._served, []
+        for each in served:
+            each.process.send_signal(how)
+        for each in served:
+            each.wait()
+
+    def _ip(self, *command: str) -> None:
+        _ip("-n", self.name, *command)
+
+
+class _Served:
+    """One `maskserve serve`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            command, env=environment, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._said = list[str]()
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def wait_ready(self) -> None:
+        if not self._ready.wait(_READY_S) or self.process.poll() is not None:
+            raise RuntimeError("\n".join(self._said[-20:]))
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._said.append(line.rstrip())
+            if line.startswith(_READY):
+                self._ready.set()
+        self._ready.set()  # it has ended
+
+
+@contextmanager
+def second_host() -> Iterator[SecondHost]:
+    """One, with its link up, that serves nothing yet.
+
+    Raises:
+        RuntimeError: this process may make none.
+    """
+    made = SecondHost(f"ms{os.getpid()}")
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()
+
+
+def _ip(*command: str) -> None:
+    _run("ip", *command)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

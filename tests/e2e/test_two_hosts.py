@@ -1,0 +1,325 @@
+"""Workflows over two hosts: a worker and a node server here, and a worker and a node server at the
+other end of a link, which share no folder. Runs give what they give on one host, also where the
+link is slow or cut, where that host dies, and where values find no room or are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_client.client import Client
+from maskserve_core.errors import MaskserveError
+from maskserve_core.workflows.definition import Workflow, each
+from maskserve_core.workflows.nodes import best, edit, enlarge, outline, shows
+from maskserve_core.workflows.passes import compiled
+from maskserve_core.workflows.plan import dump_plan
+from maskserve_harness.router_site import RouterSite
+from maskserve_harness.second_host import THERE, SecondHost, can_have_one, second_host
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from tests.fakes.pictures import encode, scene
+from tests.support.eventually import eventually
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_have_one(), reason="needs root and iproute2"),
+]
+
+SIDE, STEPS, BASE = 64, 100, 9000
+WORKER, NODES = f"{THERE}:{BASE + 1}", f"{THERE}:{BASE + 18}"
+"""Of the other host."""
+WHOLE_S, ANSWER_S = 240.0, 400.0
+ROOM = "8m"
+"""Of the memory in which values lie."""
+MASK = np.zeros((SIDE, SIDE), np.uint8)
+MASK[8:40, 16:56] = 255
+
+with Workflow("both", "The better of two edits, enlarged.") as flow:
+    image, mask = flow.picture("image"), flow.mask("mask")
+    rims = outline(image)
+    with each(2) as one:
+        painted = edit(rims, mask, "a red star")
+        pictures = one.all(painted)
+        verdicts = one.all(shows(painted, mask, "a red star", enough=1.0))
+    flow.gives(image=enlarge(best(pictures, verdicts).picture), rims=rims)
+
+
+@dataclass
+class Site:
+    """Both hosts, and routers of this one."""
+
+    here: Supervisor
+    there: SecondHost
+    serve_there: Callable[[], None]
+    values: Path
+    routers: dict[str, RouterSite]
+    """`one` knows this host alone, and shares no files; `two` knows both; `far` has edits made on
+    both and nodes run there."""
+
+    def run(self, router: str, seed: int) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """Outputs and META of a run whose picture nobody has sent before."""
+        picture = np.roll(scene(SIDE, SIDE), seed % SIDE, axis=1) ^ np.uint8(seed % 251)
+        given = {"image": encode(picture), "mask": encode(MASK)}
+        with Client(self.routers[router].grpc_url) as client:
+            return client.run_workflow(
+                "both", given, seed=seed, num_inference_steps=STEPS, reproducible=True, cache="off",
+                timeout=ANSWER_S,
+            )  # fmt: skip
+
+    def names(self) -> set[str]:
+        """Of all files of values, and of their owners; routers keep no answers, but could."""
+        own = {".lock", ".host", "filled", "results", ".open-unscoped-kept"}
+        return {path.name for path in self.values.iterdir()} - own
+
+    def lose(self) -> int:
+        """Remove all values that lie there now; how many."""
+        files = [path for path in self.values.iterdir() if len(path.name) == 64]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(files)
+
+    def up(self) -> bool:
+        """Whether routers see both workers and node servers."""
+        told = [status(self.routers[name].grpc_url) for name in ("two", "far")]
+        workers = [worker for each in told for worker in each["workers"].values()]
+        nodes = [server for each in told for server in each["nodes"].values()]
+        return all(x["up"] and x["state"] == "ready" for x in workers) and all(nodes)
+
+
+def status(url: str) -> dict[str, Any]:
+    with Client(url) as client:
+        return client.control("status")
+
+
+@pytest.fixture(scope="module")
+def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    from tests.fakes.tiny_nodes import build_enlarge, build_find
+
+    folder = tmp_path_factory.mktemp("two-hosts")
+    build_find(folder / "find")
+    build_enlarge(folder / "big")
+    plan = compiled(flow.plan)
+    (folder / "plans").mkdir()
+    (folder / "plans" / "both.json").write_bytes(dump_plan(plan))
+    values = folder / "values"
+    values.mkdir()
+    threads = "torch_threads = 1\n"  # bits depend on it
+    of_nodes = f'[model]\ndevice = "cpu"\n{threads}[nodes]\nfind = "{folder / "find"}"\n'
+    of_nodes += f'enlarge = "{folder / "big"}"\n'
+    shared = f'[values]\nfolder = "{values}"\nleast_bytes = 1\n'
+    for name, text in {
+        "here.toml": f"[model]\n{threads}{shared}",
+        "here-nodes.toml": of_nodes + shared,
+        "there.toml": f"[model]\n{threads}",
+        "there-nodes.toml": of_nodes,
+    }.items():
+        (folder / name).write_text(text)
+    base = free_base_port()
+    here = Supervisor(
+        ServeOptions(
+            model=str(model), name="here", config=folder / "here.toml", entries=None,
+            nodes=folder / "here-nodes.toml", base_port=base, log_dir=folder / "logs",
+        )
+    )  # fmt: skip
+    disk, left = folder / "disk", list[Path]()
+    disk.mkdir()
+    logs = ["--log-dir", str(folder / "logs-there")]
+    worker_there = [
+        "--model", str(model), "--name", "there", "--config", str(folder / "there.toml"),
+        "--base-port", str(BASE), "--entries", "", *logs,
+    ]  # fmt: skip
+    nodes_there = ["--nodes", str(folder / "there-nodes.toml"), "--workers", "0", *logs]
+    nodes_there += ["--base-port", str(BASE + 10)]
+    with contextlib.ExitStack() as held:
+        mounted(values, held)
+        held.callback(lambda: left.extend(values.glob(".open-*")))
+        other = held.enter_context(second_host())
+
+        def serve_there() -> None:
+            other.serve(worker_there, nodes_there, folder=disk)
+
+        serve_there()
+        held.enter_context(here)
+        worker, nodes = here.workers[0].grpc_url, f"127.0.0.1:{here.services[0].ports.grpc}"
+        files: dict[str, object] = {"folder": str(values), "least_bytes": 1}
+        routers = {}
+        for name, workers, servers, by_name in (
+            ("one", [worker], [nodes], {}),
+            ("two", [worker, WORKER], [nodes, NODES], files),
+            ("far", [worker, WORKER], [NODES], files),
+        ):
+            own = folder / name
+            own.mkdir()
+            tables: dict[str, dict[str, object]] = {
+                "workflows": {"folder": str(folder / "plans"), "nodes": servers, "kept_bytes": 0},
+                "values": by_name,
+                "routing": {"policy": "round_robin"},
+            }
+            routers[name] = held.enter_context(RouterSite(workers, own, tables))
+        yield Site(here, other, serve_there, values, routers)
+        assert here.workers[0].restarts == 0
+    assert not left
+    for what in (["netns", "list"], ["link", "show"]):
+        told = subprocess.run(["ip", *what], check=True, capture_output=True, text=True).stdout
+        assert other.name not in told
+
+
+def mounted(folder: Path, held: contextlib.ExitStack) -> None:
+    """Memory of so much room, in which the values of this host lie."""
+    options = ["-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs"]
+    subprocess.run(["mount", *options, str(folder)], check=True)
+    held.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(site: Site) -> Iterator[None]:
+    """The link is whole and both hosts serve before each test, and after it no value is left."""
+    eventually("both hosts serve", site.up, timeout_s=WHOLE_S)
+    yield
+    site.there.whole()
+    eventually("both hosts serve", site.up, timeout_s=WHOLE_S)
+    eventually("no value is left", lambda: not site.names(), timeout_s=30)
+    folder = str(site.values).encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            said = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:400]
+            if "maskserve_router" in said:  # what it found lost goes when it looks for garbage
+                continue
+            eventually(
+                f"no value is mapped by {said}",
+                lambda maps=process / "maps": folder not in maps.read_bytes(),
+            )
+    assert not list(site.there.memory.glob("*/values"))  # nothing is put there
+
+
+def a_seed() -> int:
+    return int(np.random.default_rng().integers(2**31))
+
+
+def hosts_of(meta: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Workers and node servers that a run was at."""
+    workers = {told["worker"] for told in meta["nodes"] if "worker" in told}
+    return workers, {told["server"] for told in meta["nodes"] if "server" in told}
+
+
+@pytest.mark.parametrize("router", ["two", "far"])
+def test_a_run_over_two_hosts_gives_the_bytes_of_one(site: Site, router: str) -> None:
+    seed = a_seed()
+    expected, _ = site.run("one", seed)
+    found, meta = site.run(router, seed)
+    assert found == expected
+    workers, servers = hosts_of(meta)
+    assert workers == {"here-0", "there-0"}
+    assert router == "two" or servers == {NODES}
+    assert meta["values"]["count"] > 0
+
+
+def away(site: Site, how: str) -> Callable[[], None]:
+    """Harms the other host; returns what makes it whole."""
+    if how == "killed":
+        site.there.kill()
+        return site.serve_there
+    getattr(site.there, how)()
+    return site.there.whole
+
+
+@contextlib.contextmanager
+def running(site: Site, router: str, seed: int) -> Iterator[Any]:
+    """A run whose edits run on both hosts, as a future."""
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(site.run, router, seed)
+        url = site.here.workers[0].grpc_url
+        eventually(
+            "edits run on both hosts",
+            lambda: made.done() or all(status(each)["running"] for each in (url, WORKER)),
+            timeout_s=60,
+        )
+        assert not made.done()
+        yield made
+
+
+@pytest.mark.parametrize("how", ["cut", "deaf", "mute", "killed"])
+def test_a_run_goes_on_without_a_host_that_is_gone(site: Site, how: str) -> None:
+    """The router's host has all values: what is lost is what the other was just doing."""
+    seed = a_seed()
+    expected, _ = site.run("one", seed)
+    with running(site, "two", seed) as made:
+        whole = away(site, how)
+        found, meta = made.result()
+    assert found == expected
+    assert "here-0" in hosts_of(meta)[0]
+    whole()
+
+
+@pytest.mark.parametrize("how", ["cut", "deaf", "mute", "killed"])
+def test_a_run_waits_for_a_host_that_alone_runs_its_nodes(site: Site, how: str) -> None:
+    seed = a_seed()
+    expected, _ = site.run("one", seed)
+    with running(site, "far", seed) as made:
+        whole = away(site, how)
+        threading.Timer(3.0, whole).start()
+        found, meta = made.result()
+    assert found == expected
+    assert hosts_of(meta)[1] == {NODES}
+
+
+def test_over_a_slow_link_a_run_gives_the_same(site: Site) -> None:
+    seed = a_seed()
+    expected, _ = site.run("one", seed)
+    site.there.slow(mbit=1)
+    found, meta = site.run("far", seed)
+    assert found == expected
+    assert hosts_of(meta)[1] == {NODES}
+
+
+@pytest.mark.parametrize("router", ["two", "far"])
+def test_values_that_find_no_room_pass_as_bytes(site: Site, router: str) -> None:
+    seed = a_seed()
+    expected, _ = site.run("one", seed)
+    filled = site.values / "filled"
+    with filled.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(site.values).free)
+    found, meta = site.run(router, seed)
+    filled.unlink()
+    assert found == expected
+    assert meta["values"]["count"] == 0
+
+
+@pytest.mark.parametrize("router", ["two", "far"])
+def test_values_that_expire_under_their_readers_are_made_again(site: Site, router: str) -> None:
+    seed = a_seed()
+    expected, _ = site.run("one", seed)
+    with running(site, router, seed) as made:
+        lost = site.lose()
+        while not made.done():
+            time.sleep(0.2)
+            lost += site.lose()
+            if lost > 3:
+                break
+        found, _ = made.result()
+    assert found == expected
+    assert lost
+
+
+def test_the_name_of_a_value_means_nothing_on_the_other_host(site: Site) -> None:
+    """Nor to another key on this one: tests/triton/test_nodes.py."""
+    with running(site, "two", a_seed()) as made:
+        name = next(path for path in site.values.iterdir() if len(path.name) == 64)
+        reference = b"value:%s:%d" % (name.name.encode(), name.stat().st_size)
+        with Client(WORKER) as client, pytest.raises(MaskserveError, match=r"IMAGE|value"):
+            client.edit(reference, encode(MASK), "a red star", seed=1, num_inference_steps=1)
+        made.result()
