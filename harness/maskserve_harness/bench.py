@@ -38,6 +38,7 @@ COMMANDS = {
     "profile_lora": "quality.profile_lora",
     "unet_adapters": "quality.unet_adapters",
     "windows": "quality.windows",
+    "approximate": "quality.approximate",
     # The code itself.
     "module_index": "documents.module_index",
     "way_of_an_edit": "benchmarks.way_of_an_edit",

@@ -1,0 +1,23 @@
+"""A start from an earlier result, small: what must be the whole edit, and what must not."""
+
+from __future__ import annotations
+
+import torch
+
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.scenes import held_out_edits
+from maskserve_harness.quality.approximate import SKIPPED, STEPS, Trial, turned
+from maskserve_harness.quality.systems import Rig
+
+
+def test_a_start_is_the_whole_edit_at_step_0_and_from_its_own_state_alone() -> None:
+    trial = Trial(Rig(DEMO_MODEL, STEPS), held_out_edits(2))
+    results, step = trial.whole[STEPS], SKIPPED[-1]
+    others = turned(results)
+    for latents, begin, same in (
+        (trial.noised(others, 0), 0, True),
+        (trial.whole[step], step, True),
+        (trial.noised(others, step), step, False),
+    ):
+        for made, whole in zip(trial.started(latents, begin), results, strict=True):
+            assert torch.equal(made, whole) == same
