@@ -37,7 +37,7 @@ def running_files(base_port: int) -> list[WorkerFiles]:
     return [
         WorkerFiles(own, disk / own.name)
         for memory, disk in zip(*found, strict=True)
-        for own in sorted(memory.iterdir())
+        for own in sorted(memory.glob("worker-*"))
     ]
 
 
