@@ -184,9 +184,10 @@ class Router:
             await self._jobs.start()
             await self.pool.start()
             self._nodes.start()
+            # Who is told over HTTP that the router is ready may ask over gRPC.
+            await self.grpc.start()
             await self.http.start()
             await self.admin.start()
-            await self.grpc.start()
         except BaseException:
             await self.stop()
             raise

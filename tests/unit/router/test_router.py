@@ -175,6 +175,21 @@ async def test_keys_and_tls(tmp_path: Path):
         writer.close()
 
 
+async def test_it_is_ready_over_http_once_it_listens_over_grpc():
+    ports = dict.fromkeys(("http_port", "grpc_port", "admin_port"), 0)
+    router = Router(router_config_of({"listen": ports}))
+    starts = []
+    for listener in (router.grpc, router.http, router.admin):
+
+        async def start(listener=listener, begin=listener.start):
+            await begin()
+            starts.append(listener)
+
+        listener.start = start
+    async with router:
+        assert starts[0] is router.grpc
+
+
 async def test_the_model_that_settings_name_chooses_among_workers():
     async with cluster(models=("one", "two")) as (router, workers), calling(router) as call:
         for _ in range(3):
