@@ -131,7 +131,7 @@ def _form(
             min_width=200,
         )
         run = gr.Button("Edit", variant="primary", elem_id="run", min_width=100)
-        stop = gr.Button("Stop", variant="stop", elem_id="stop", visible=False, min_width=100)
+        stop = gr.Button("Stop", variant="stop", elem_id="stop", visible="hidden", min_width=100)
     if model in WORDS:
         with gr.Row(elem_classes="chips", elem_id="chips"):
             for words in WORDS[model]:
@@ -214,8 +214,14 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
     request = gr.State(_fresh_id)  # of the next edit, and of the one under way
 
     def buttons(*, running: bool) -> dict[Any, Any]:
-        """Stop stands where Edit does, while there is something to stop."""
-        return {form.run: gr.Button(visible=not running), form.stop: gr.Button(visible=running)}
+        """Stop stands where Edit does, while there is something to stop. The other is hidden, not
+        taken away: of a button that comes and goes at once the page may miss that it goes.
+        """
+        shown = {True: True, False: "hidden"}
+        return {
+            form.run: gr.Button(visible=shown[not running]),
+            form.stop: gr.Button(visible=shown[running]),
+        }
 
     def facts(result: EditResult, made: PagePicture) -> dict[Any, Any]:
         """What is told of an edit that is done, beside its picture."""
