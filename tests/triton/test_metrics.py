@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from maskserve_core.config import Config
+from maskserve_core.config_file import config_of
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.contracts.status_record import AdapterStatus, AdapterTierTotal
 from maskserve_core.models.flux import flux_work
@@ -27,6 +28,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.start.assembly import assemble
+from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
@@ -171,7 +173,8 @@ def engine_counters() -> set[str]:
         weight_bytes=0,
         entry_halves=1,
     )
-    engine = assemble(Config(), adapter, prompt=lambda: None)
+    config = config_of({"model": {"path": str(DEMO_MODEL)}})
+    engine = assemble(config, adapter, prompt=lambda: None)
     audits = engine.manager.audits.counters()
     more = {*LORAS.counters(), *CONTROL_NETS.counters()}
     return {*engine.counters, *engine.cache.counters(), *audits, *more}
