@@ -56,7 +56,7 @@ from maskserve_core.workflows.wire import drawn, nbytes
 from maskserve_router.admission import Admission
 from maskserve_router.edit_call import MODELS, request_id_of
 from maskserve_router.edits import Edits
-from maskserve_router.failures import Failure
+from maskserve_router.failures import Failure, let_go
 from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import NodePool, hosts
@@ -385,16 +385,16 @@ class _Driven:
         tries = self._machine.tries[task.key]
         try:
             outputs, said = call.result()
-        except EngineFailed:
+        except EngineFailed as error:
             if task.call.node == EDIT or tries == _TRIES:  # an edit has had its second worker
                 raise
-            self._machine.lost(task.key)
+            self._lost(task, error)
             return
         except (TemplateNotFound, InvalidRequest, Failure) as error:
             if error.code == TemplateNotFound.code and named_in(list(task.inputs.values())):
                 if tries == _TRIES:
                     raise EngineFailed(f"{task.key}: what it reads was lost each time") from None
-                self._machine.lost(task.key)
+                self._lost(task, error)
                 return
             if error.code == DeadlineExceeded.code:
                 raise DeadlineExceeded(f"{task.key} was not done in time") from None
@@ -402,8 +402,6 @@ class _Driven:
                 raise
             text = error.details if isinstance(error, Failure) else str(error)
             raise InvalidRequest(task.key, split_code(text)[1]) from None
-        finally:
-            del call  # its error, raised here, would hold itself, and the values that it has read
         asked = said.pop("tries", 1) + tries - 1
         told = {"key": task.key, "node": task.call.node, "tries": asked, **said}
         self.told[:] = [each for each in self.told if each["key"] != task.key]  # it is made again
@@ -411,6 +409,11 @@ class _Driven:
         self._tell({"event": "node", **told})
         self._files.made(outputs)
         self._machine.done(task.key, outputs)
+
+    def _lost(self, task: Task, error: MaskserveError | Failure) -> None:
+        """It runs again, and nobody is told of its error."""
+        let_go(error)  # it leads to the frame of `run`, where the outputs will be mapped
+        self._machine.lost(task.key)
 
 
 def _nodes_of(plan: WorkflowPlan) -> set[str]:

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from msgspec import structs
@@ -30,6 +31,7 @@ from maskserve_core.workflows.values import Areas, Judgement, NamedValue, change
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.edit_call import make_edit_call
+from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyHolder
 from maskserve_router.metrics import Metrics
 from maskserve_router.model_request import ModelRequest
@@ -211,11 +213,14 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
             called.append(task.key)
             [given] = task.inputs.values()
             held = [(values._store.folder / name).read_bytes() for name in values.ids()]
-            held_by_name = [values.read(reference(each), "k1") for each in held]
+            assert held == [bytes(values.read(reference(each), "k1")) for each in held]
             if called.count("outline-2") == 2 and task.key == "outline-2":
                 values.remove(given.element[6:70].decode())  # under its reader
-            raw = bytes(values.read(given.element, "k1"))
-            assert held_by_name == held
+            try:
+                raw = bytes(values.read(given.element, "k1"))
+            except TemplateNotFound as error:
+                failure = Failure(grpc.StatusCode.NOT_FOUND, str(error))
+                raise failure from None  # and its frame has it, as in `NodePool`
             put = values.put([task.key.encode() + raw], "k1", run)
             assert put is not None
             kind = "mask" if task.call.node == "invert" else "picture"
