@@ -17,7 +17,7 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.heartbeat import Heartbeat, says_ready
 from maskserve_serving.orphans import RUN_DIR
 from maskserve_serving.supervisor_log import SupervisorLog
-from maskserve_serving.triton_log import TritonLog, failure
+from maskserve_serving.triton_log import TritonLog, failure, refusal
 
 
 class Process(ABC):
@@ -120,6 +120,11 @@ class Process(ABC):
     def ready(self) -> bool:
         """Whether it says that it can serve."""
         return says_ready(self.http_url)
+
+    def refused(self) -> str | None:
+        """Which of its models does not load, and why, in words; None if it said so of none."""
+        why = refusal(self.said())
+        return None if why is None else f"{why}; the log is {self.output}"
 
     def stalled(self) -> str | None:
         """What it waits for in vain at its start, in words; None if nothing."""

@@ -219,6 +219,8 @@ class Supervisor:
             self._look_after(watch, now)
         elif watch.process.ready():
             self._set_ready(watch, now)
+        elif (refused := watch.process.refused()) is not None:
+            self._restart(watch, refused)
         elif (stalled := watch.process.stalled()) is not None:
             self._restart(watch, stalled, stalled=True)
         elif watch.process.loading_s > self.options.load_timeout_s:

@@ -15,6 +15,7 @@ _LAST_WORDS_S = 0.5
 
 # Triton quotes a Python model's failure as "<type>: <sentence>\n\nAt:\n  <frames>".
 _FAILED = re.compile(r"failed to load '([^']+)' version \d+: (\w+[\w ]*?): (.*)")
+_RAISED = re.compile(_FAILED.pattern + r"(?:\\n|\n){2}At:")
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _ABORTED = re.compile(r"^terminate called after throwing an instance of '([^']+)'", re.MULTILINE)
 _ERROR_LINE = re.compile(
@@ -29,17 +30,31 @@ def loaded_models(text: str) -> set[str]:
     return set(_LOADED.findall(text))
 
 
+def refusal(text: str) -> str | None:
+    """What a model said that does not load, as one sentence; None if none did. Triton still waits
+    for all others to load before it ends.
+
+    What Triton says of a model is none: it may take a process for dead.
+    """
+    found = _RAISED.search(text)
+    return None if found is None else _told(found)
+
+
 def failure(text: str) -> str | None:
     """Why the server did not start, as one sentence; None if the log does not say."""
     found = _FAILED.search(text)
     if found is not None:
-        return f"model {found.group(1)} failed to load: {_clean(found.group(3))}"
+        return _told(found)
     aborted = _ABORTED.search(text)
     if aborted is not None:
         return f"tritonserver aborted ({aborted.group(1)})"
     errors = [match.group(1) for match in map(_ERROR_LINE.match, text.splitlines()) if match]
     errors = [e for e in errors if e.strip() and not any(words in e for words in _HARMLESS)]
     return _clean(errors[0]) if errors else None
+
+
+def _told(failed: re.Match[str]) -> str:
+    return f"model {failed.group(1)} failed to load: {_clean(failed.group(3))}"
 
 
 def _clean(sentence: str) -> str:

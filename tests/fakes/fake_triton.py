@@ -35,16 +35,24 @@ subprocess.Popen(["/bin/sh", "-c", outlive], stdout=subprocess.DEVNULL)
 threading.Thread(target=record, daemon=True).start()
 port = next(int(a.split("=")[1]) for a in sys.argv if a.startswith("--http-port="))
 print("fake Triton at", port, flush=True)
+if os.path.exists({says!r}):
+    print(open({says!r}).read(), flush=True)
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
 
 
 def fake_triton(folder: Path, lingers_s: float = 0.0) -> Path:
-    """The program, made in `folder`; while `folder/deaf` exists it answers nobody."""
+    """The program, made in `folder`; while `folder/deaf` exists it answers nobody, and it says
+    at its start what `folder/says` has.
+    """
     program = folder / "tritonserver"
     program.write_text(
         _PROGRAM.format(
-            python=sys.executable, path=sys.path, deaf=str(folder / "deaf"), lingers_s=lingers_s
+            python=sys.executable,
+            path=sys.path,
+            deaf=str(folder / "deaf"),
+            says=str(folder / "says"),
+            lingers_s=lingers_s,
         )
     )
     program.chmod(0o755)

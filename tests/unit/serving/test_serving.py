@@ -85,10 +85,26 @@ error: creating server: Internal - failed to load all models
 
 def test_the_models_own_sentence_is_taken_from_the_log() -> None:
     assert triton_log.loaded_models(LOG) == {"edit"}
-    assert triton_log.failure(LOG) == (
+    told = (
         "model denoiser failed to load: ConfigError: [model] path: cannot load /m/transformer: "
         "it is broken"
     )
+    assert triton_log.failure(LOG) == triton_log.refusal(LOG) == told
+    still_loads = "".join(LOG.splitlines(keepends=True)[:2])
+    assert triton_log.refusal(still_loads) == told
+    doubt = (
+        LOG.splitlines()[0]
+        + "\n"
+        + (
+            "E1120 20:20:38.0 9597 model_lifecycle.cc:642] \"failed to load 'encoder' version 1: "
+            'Internal: Stub process is not healthy."\n'
+        )
+    )
+    assert triton_log.failure(doubt) == (
+        "model encoder failed to load: Stub process is not healthy."
+    )
+    assert triton_log.refusal(doubt) is None
+    assert triton_log.refusal(doubt + still_loads) == told
     assert triton_log.failure('I1120 20:20:37.8 1 x.cc:1] "all is well"\n') is None
     last = "error: creating server: Invalid argument - unknown backend\n"
     assert triton_log.failure(last) == "creating server: Invalid argument - unknown backend"

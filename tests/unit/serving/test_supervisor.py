@@ -125,6 +125,19 @@ def test_a_log_folder_that_cannot_be_written_is_told_at_the_start(
         start()
 
 
+def test_a_model_that_does_not_load_is_told_while_others_still_load(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "deaf").touch()  # it is not ready
+    (tmp_path / "says").write_text(
+        "E1120 20:20:38.0 9597 model_lifecycle.cc:642] \"failed to load 'denoiser' version 1: "
+        'Internal: ConfigError: it is broken\\n\\nAt:\\n  /w/model.py(19): initialize\\n"\n'
+    )
+    told = r"model denoiser failed to load: ConfigError: it is broken; the log is .*worker-0\.log"
+    with pytest.raises(ServeError, match=told):
+        start()
+
+
 def test_a_surprise_does_not_end_the_watch(
     start: Start, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
