@@ -26,8 +26,10 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def ended(wait: Callable[[], object], handler: Handler, at: int) -> tuple[bool, bool]:
-    """Whether a wait ends, and whether it got as far as its instruction `at`.
+def ended(
+    wait: Callable[[], object], handler: Handler, at: int, patience_s: float
+) -> tuple[bool, bool]:
+    """Whether a wait ends in so long, and whether it got as far as its instruction `at`.
 
     There the handler is called within it, as a signal's is.
     """
@@ -54,14 +56,16 @@ def ended(wait: Callable[[], object], handler: Handler, at: int) -> tuple[bool, 
 
     thread = threading.Thread(target=waits, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(patience_s)
     return not thread.is_alive(), called
 
 
-def ends_at_every_instruction(make: Callable[[], tuple[Callable[[], object], Handler]]) -> bool:
+def ends_at_every_instruction(
+    make: Callable[[], tuple[Callable[[], object], Handler]], patience_s: float
+) -> bool:
     """Args: `make`: a wait and the handler that ends it, new ones at each call."""
     for at in range(400):
-        over, called = ended(*make(), at)
+        over, called = ended(*make(), at, patience_s)
         if not over:
             return False
         if not called:
@@ -76,7 +80,7 @@ def test_it_ends() -> None:
         assert callable(handler)
         return lambda: stop.wait(0.02), handler
 
-    assert ends_at_every_instruction(make)
+    assert ends_at_every_instruction(make, patience_s=60)
 
 
 def test_an_event_does_not() -> None:
@@ -84,7 +88,7 @@ def test_an_event_does_not() -> None:
         stop = threading.Event()
         return lambda: stop.wait(0.02), lambda *_: stop.set()
 
-    assert not ends_at_every_instruction(make)
+    assert not ends_at_every_instruction(make, patience_s=2)
 
 
 def test_each_further_signal_is_told() -> None:
