@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -68,8 +69,6 @@ _SMALL = 512
 """Bytes that a kept answer takes beside its values."""
 _LONG = 2**30
 """Bytes that a thread is worth."""
-_KEPT = "kept"
-"""What has the values of kept answers, in place of a run."""
 _REMEMBERED = 0.2
 """Weight of the last call in what a node's calls take."""
 
@@ -133,6 +132,8 @@ class NodePool:
         self._resolving: asyncio.Task[None] | None = None
         self._place_s = place_s
         self._values, self._keeping = values, set[str]()
+        self._keeper = f"kept{secrets.token_hex(8)}"
+        """Has the values of kept answers, in place of a run; each router has its own."""
         self._here: dict[str, bool] = {}
         """Whether a server shares the folder, by address; unknown of those that were lost."""
         self._kept: Kept[_Asked, Made] = Kept(
@@ -140,7 +141,7 @@ class NodePool:
             _nbytes,
             lambda asked: asked.scope,
             files.kept_s,
-            gone=lambda asked, made: values.free(_names(made), asked.scope, _KEPT),
+            gone=lambda asked, made: values.free(_names(made), asked.scope, self._keeper),
         )
         self._coming: dict[_Asked, asyncio.Future[Made]] = {}
         """Answers that are being made."""
@@ -187,7 +188,7 @@ class NodePool:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
         for scope in self._keeping:
-            self._values.end(scope, _KEPT)
+            self._values.end(scope, self._keeper)
         tasks = [*self._leaving, *([self._resolving] if self._resolving else [])]
         for task in tasks:
             task.cancel()
@@ -336,8 +337,8 @@ class NodePool:
     def _keep(self, asked: _Asked, made: Made) -> None:
         if names := _names(made):
             self._keeping.add(asked.scope)
-            self._values.begin(asked.scope, _KEPT)
-            if not self._values.own(names, asked.scope, _KEPT):
+            self._values.begin(asked.scope, self._keeper)
+            if not self._values.own(names, asked.scope, self._keeper):
                 return
         self._kept.put(asked, made)
 

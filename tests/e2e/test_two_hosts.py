@@ -82,8 +82,9 @@ class Site:
 
     def names(self) -> set[str]:
         """Of all files of values, and of their owners; routers keep no answers, but could."""
-        own = {".lock", ".host", "filled", "results", ".open-unscoped-kept"}
-        return {path.name for path in self.values.iterdir()} - own
+        own, could = {".lock", ".host", "filled", "results"}, ".open-unscoped-kept"
+        names = {path.name for path in self.values.iterdir()} - own
+        return {name for name in names if not name.startswith(could)}
 
     def lose(self) -> int:
         """Remove all values that lie there now; how many."""

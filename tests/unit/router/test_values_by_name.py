@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,52 @@ async def test_kept_answers_that_make_room_leave_no_files(values: Values) -> Non
     files.end()
     assert 0 < left(values) < 12
     await pool.close()
+    assert left(values) == 0
+
+
+@pytest.mark.parametrize("how", ["ends", "has no room"])
+async def test_what_a_router_keeps_no_other_lets_go(values: Values, how: str) -> None:
+    """Two routers share the folder and have kept the same answer."""
+    one = Served("here:1", values=values, kept_bytes=2000)
+    other = Served("here:1", values=values)
+
+    async def kept(pool: NodePool, mask: bytes = MASK) -> bool:
+        files = RunValues(values, "k1")
+        given = files.given(PLAN, {"mask": mask})
+        made = await pool.call(call(given["mask"]), CLIENT, run=files.run)
+        files.end()
+        return made.kept
+
+    assert [await kept(one), await kept(other)] == [False, False]
+    if how == "ends":
+        await one.close()
+    else:
+        for i in range(12):
+            await kept(one, b"mask %d" % i)
+    assert await kept(other)
+    for pool in (one, other):
+        await pool.close()
+    assert left(values) == 0
+
+
+async def test_what_a_router_that_died_has_kept_goes_though_another_keeps_on(
+    values: Values, tmp_path: Path
+) -> None:
+    died, other = (Served("here:1", values=values) for _ in range(2))
+    files = RunValues(values, "k1")
+    given = files.given(PLAN, {"mask": MASK})["mask"]
+    await died.call(call(given), CLIENT, run=files.run)
+    files.end()
+    assert left(values) == 1
+    for mark in (tmp_path / "values").glob(".open-*"):
+        os.utime(mark, (1, 1))  # long ago
+    for mask in (b"some mask", b"another mask"):  # the second one finds it gone
+        files = RunValues(values, "k1")
+        given = files.given(PLAN, {"mask": mask})["mask"]
+        await other.call(call(given), CLIENT, run=files.run)
+        files.end()
+    assert left(values) == 2
+    await other.close()
     assert left(values) == 0
 
 
