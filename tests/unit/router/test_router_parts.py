@@ -194,6 +194,19 @@ def test_edits_all_alike_are_predicted_too(answered: list[float], predicted: flo
     assert times.predict(1000, 2.0) == predicted
 
 
+@pytest.mark.parametrize("off", [20.0, 3.0, 0.05])
+def test_a_first_answer_that_was_foretold_badly_says_little(off: float):
+    """A worker that has measured nothing yet prices by guesses."""
+    times, rng = AnswerTimes(), random.Random(7)
+    for number in range(32):
+        tokens, denoised_s = rng.choice([1024, 4096]), rng.uniform(0.3, 4.0)
+        seconds = answer(1.3, 3e-4, tokens, denoised_s) * rng.uniform(0.9, 1.1)
+        times.learn(tokens, denoised_s * (off if number == 0 else 1.0), seconds)
+        if number >= 16:
+            for edit in ((1024, 0.5), (4096, 0.5), (1024, 4.0)):
+                assert times.predict(*edit) == pytest.approx(answer(1.3, 3e-4, *edit), rel=0.25)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_answers_make_a_prediction_negative(seed: int):
     times, rng = AnswerTimes(), random.Random(seed)
