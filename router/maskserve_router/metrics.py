@@ -48,7 +48,7 @@ class Metrics:
         )
         self.nodes_busy = gauge(
             "node_servers_busy",
-            "Node servers that this router's calls of a model have kept busy of late.",
+            "Node servers that all routers' calls of a model have kept busy of late.",
             "model",
         )
         self.route_seconds = histogram("route_seconds", "Seconds of one decision.", _ROUTE)

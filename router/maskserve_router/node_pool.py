@@ -49,7 +49,6 @@ from maskserve_router.keys import KeyHolder
 from maskserve_router.names import DNS, resolved
 from maskserve_router.turns import InTurn, Turns
 from maskserve_router.upstream import Upstream
-from maskserve_router.wanted import Busy
 
 log = logging.getLogger("maskserve.router")
 _TIMEOUT_S = 120.0
@@ -152,8 +151,6 @@ class NodePool:
         """Seconds of work that each has been sent and not answered."""
         self._numbers: dict[str, int] = {}
         """Of all that there were."""
-        self._busy: dict[str, Busy] = {}
-        """By Triton model."""
         self._leaving = set[asyncio.Task[None]]()
         self._hosted: set[str] = set()
         """Models that a server was seen to run."""
@@ -201,10 +198,9 @@ class NodePool:
         """Whether there are to be any."""
         return bool(self._addresses)
 
-    def busy(self) -> dict[str, float]:
-        """Servers that the calls of each model have kept busy of late."""
-        now = time.monotonic()
-        return {model: each.servers(now) for model, each in self._busy.items()}
+    def busy(self) -> Mapping[str, float]:
+        """Servers that the calls of each model have kept busy of late, other routers' too."""
+        return self._placement.busy()
 
     async def records(self, client: KeyHolder) -> dict[str, Any]:
         """Of each server, by the name that a client knows it by, what it hosts
@@ -380,9 +376,7 @@ class NodePool:
         starts_by = due - self._seconds.get(kind.name, kind.price_s)
         async with line.place(client.scope, self._urgency(starts_by)):
             answer, address, tries = await self._answer(message, kind, client)
-            made = await self._turns.run(client, len(answer), _made, answer, address, tries)
-        self._busy.setdefault(kind.model, Busy()).add(made.seconds, time.monotonic())
-        return made
+            return await self._turns.run(client, len(answer), _made, answer, address, tries)
 
     def _urgency(self, starts_by: float) -> float:
         due = None if self._order == "fcfs" else starts_by

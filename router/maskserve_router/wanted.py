@@ -8,31 +8,6 @@ from collections.abc import Iterable
 from maskserve_core.workflows.live_placement import BUSY_SHARE
 from maskserve_router.worker import Worker
 
-_REMEMBERED_S = 60.0
-
-
-class Busy:
-    """Servers that some work keeps busy: its seconds in a second; older ones count less."""
-
-    def __init__(self) -> None:
-        self._seconds, self._at = 0.0, 0.0
-
-    def add(self, seconds: float, now: float) -> None:
-        """So much has been done.
-
-        Args:
-            seconds: that a server had with it.
-            now: on a clock of this process.
-        """
-        self._seconds, self._at = self._left(now) + seconds, now
-
-    def servers(self, now: float) -> float:
-        """How many, unrounded."""
-        return self._left(now) / _REMEMBERED_S
-
-    def _left(self, now: float) -> float:
-        return self._seconds * math.exp((self._at - now) / _REMEMBERED_S)
-
 
 def servers_wanted(busy: float) -> int:
     """Servers for what keeps so many busy; at least one."""

@@ -146,7 +146,7 @@ class Workflows:
         return await self._nodes.records(client)
 
     def node_servers_wanted(self) -> int:
-        """For what the router's calls keep busy; 0: it knows of no node server."""
+        """For what calls keep busy; 0: the router knows of no node server."""
         return servers_wanted(sum(self._nodes.busy().values())) if self._nodes.known else 0
 
     async def stream(

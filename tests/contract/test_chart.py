@@ -234,7 +234,7 @@ def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:
     (trigger,) = spec["triggers"]
     promql.parse(trigger["metadata"]["query"])
     name = f'{Metrics().nodes_busy._name}{{namespace="edits",model=~"find|segment"}}'
-    assert trigger["metadata"]["query"] == f"sum({name})"
+    assert trigger["metadata"]["query"] == f"sum(max by (model) ({name}))"
     assert "replicas" not in one(resources, "Deployment", "-nodes-find")["spec"]
     assert one(resources, "Deployment", "-stages")["spec"]["replicas"] == 1
 

@@ -36,13 +36,15 @@ class _Lying(NamedTuple):
     rooms: Mapping[str, int]
     placed: Placed
     """Models with weights that lie there, or are to."""
+    busy: Mapping[str, float]
+    """Servers that calls of each model keep busy."""
 
 
 class LivePlacement:
-    """`score` may be asked in another thread than `seen`."""
+    """All but `seen` may be asked in another thread."""
 
     def __init__(self) -> None:
-        self._lying = _Lying({}, {}, {})
+        self._lying = _Lying({}, {}, {}, {})
         self._ended: dict[tuple[str, str], int] = {}
         """Calls in all, by server and model, when they were last counted."""
         self._counted_at = 0.0
@@ -60,7 +62,7 @@ class LivePlacement:
             server: one of them.
             queue_s: seconds of work that it has still to do.
         """
-        models, rooms, placed = self._lying
+        models, rooms, placed, _ = self._lying
         told = models.get(server, {}).get(model)
         if told is None:
             return 3, queue_s
@@ -70,9 +72,13 @@ class LivePlacement:
         place = 0 if lies else 1 if told["bytes"] <= left else 2
         return place, load_s + queue_s + told["seconds"]
 
+    def busy(self) -> Mapping[str, float]:
+        """Servers that calls of each model have kept busy in the last minute, whoever asked."""
+        return self._lying.busy
+
     def goes(self, model: str, server: str) -> None:
         """A call goes there: it loads what it needs, so the next ones go there, too."""
-        models, _, placed = self._lying
+        models, _, placed, _ = self._lying
         if model in models.get(server, {}) and model not in placed[server]:
             placed = {**placed, server: placed[server] | {model}}
             self._lying = self._lying._replace(placed=placed)
@@ -98,13 +104,14 @@ class LivePlacement:
             )
             for name, models in told.items()
         }
-        self._count(told, now)
-        loads = self._loads(told, rooms)
+        busy = self._count(told, now)
+        loads = _loads(told, rooms, busy)
         placed = _better(loads, rooms, here, told)
-        self._lying = _Lying(told, rooms, placed)
+        self._lying = _Lying(told, rooms, placed, busy)
         return {name: held for name, held in placed.items() if held != here[name]}
 
-    def _count(self, told: Mapping[str, _Told], now: float) -> None:
+    def _count(self, told: Mapping[str, _Told], now: float) -> dict[str, float]:
+        """`_Lying.busy`."""
         passed = now - self._counted_at if self._ended else 0.0
         self._counted_at, kept = now, math.exp(-passed / _WINDOW_S)
         self._seen_s = self._seen_s * kept + passed
@@ -117,24 +124,27 @@ class LivePlacement:
                 new = new if new >= 0 else ended  # it was started anew
                 self._busy[name] = self._busy.get(name, 0.0) + new * each["seconds"]
                 self._ended[server, name] = ended
+        return {name: seconds / (self._seen_s or 1.0) for name, seconds in self._busy.items()}
 
-    def _loads(self, told: Mapping[str, _Told], rooms: Mapping[str, int]) -> list[ModelLoad]:
-        """Of models with weights that some server can have. Where one could not be loaded it is
-        not to lie; a call tries it there again that has no other server.
-        """
-        sizes: dict[str, int] = {}
-        only: dict[str, set[str]] = {}
-        for server, models in told.items():
-            for name, each in models.items():
-                nbytes = each.get("needs_bytes", each["bytes"])
-                if 0 < nbytes <= rooms[server] and each["state"] != "failed":
-                    sizes[name] = max(sizes.get(name, 0), nbytes)
-                    only.setdefault(name, set()).add(server)
-        loads = []
-        for name, nbytes in sorted(sizes.items()):
-            load = self._busy.get(name, 0.0) / self._seen_s if self._seen_s else 0.0
-            loads.append(ModelLoad(name, nbytes, load if load > _IDLE else 0.0, only[name]))
-        return loads
+
+def _loads(
+    told: Mapping[str, _Told], rooms: Mapping[str, int], busy: Mapping[str, float]
+) -> list[ModelLoad]:
+    """Of models with weights that some server can have. Where one could not be loaded it is not to
+    lie; a call tries it there again that has no other server.
+    """
+    sizes: dict[str, int] = {}
+    only: dict[str, set[str]] = {}
+    for server, models in told.items():
+        for name, each in models.items():
+            nbytes = each.get("needs_bytes", each["bytes"])
+            if 0 < nbytes <= rooms[server] and each["state"] != "failed":
+                sizes[name] = max(sizes.get(name, 0), nbytes)
+                only.setdefault(name, set()).add(server)
+    return [
+        ModelLoad(name, nbytes, busy[name] if busy[name] > _IDLE else 0.0, only[name])
+        for name, nbytes in sorted(sizes.items())
+    ]
 
 
 def _better(

@@ -389,7 +389,6 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
     await until("the one has gone", lambda: call("f") and list(pool._servers) == ["10.0.0.2:9"])
     goes_on.set()
     assert {made.server for made in await asyncio.gather(*calls)} == {"10.0.0.1:9", "10.0.0.2:9"}
-    assert pool.busy()["find"] > 2
     await pool.close()
 
 
@@ -439,6 +438,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     ended["a:1"] = 10_000
     await pool.place()
     assert set(placed) == {"b:1"}
+    assert min(pool.busy().values()) > 2
     pool._load = dict.fromkeys(states, 0.0)
     assert [await call() for _ in range(4)] == ["a:1", "b:1"] * 2
     dead.add("b:1")

@@ -117,6 +117,18 @@ class Site:
 
 
 @pytest.mark.parametrize("routers", [1, 3])
+def test_all_routers_tell_how_many_servers_calls_keep_busy(routers: int) -> None:
+    """Each sees what the others ask for, too."""
+    site = Site(Server(SIZES, 3), Server(SIZES, 3), routers=routers)
+    assert site.routers[0].busy() == {}
+    site.run(200, a=1.2, b=0.3)
+    for router in site.routers:
+        assert router.busy() == pytest.approx({"a": 1.2, "b": 0.3, "c": 0.0}, abs=0.2)
+    site.run(300)
+    assert max(site.routers[-1].busy().values()) < 0.02
+
+
+@pytest.mark.parametrize("routers", [1, 3])
 def test_calls_come_to_where_the_placement_is_and_stay(routers: int) -> None:
     site = Site(Server(SIZES, 2), Server(SIZES, 2), routers=routers)
     site.run(200, a=1.0, b=0.3, c=0.1)
