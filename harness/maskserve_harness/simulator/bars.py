@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -121,17 +121,23 @@ def routing(case: Case, policies: tuple[str, ...] = POLICY_NAMES) -> Report:
 def batching(
     rates: Sequence[float] = (0.2, 0.3, 0.4, 0.5),
     overheads: Sequence[float | None] = (None, SMALL_BATCHES_IDLE, FEW_TOKENS_IDLE),
+    text: Literal["frozen", "computed"] = "computed",
 ) -> list[Report]:
     """Static batching and the strawman against continuous batching, on one worker.
 
     Args:
         rates: edits per second.
         overheads: see `Hardware.overhead`.
+        text: see `Hardware.own_text`; FlashPS computes it.
     """
     reports = []
     for overhead in overheads:
         hardware = Hardware(
-            entry_format="bfloat16", stride=1, overhead=overhead, dense_seconds=0.21
+            entry_format="bfloat16",
+            stride=1,
+            overhead=overhead,
+            dense_seconds=0.21,
+            own_text=text,
         )
         for rate in rates:
             runs = {
@@ -154,6 +160,7 @@ def batching(
             p95 = {mode: _mean(r.p95 for r in rs) for mode, rs in runs.items()}
             reports.append(
                 {
+                    "text": text,
                     "overhead": hardware.costs.compute.fixed / 0.21,
                     "rate": rate,
                     "seeds": SEEDS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from maskserve_core.config import CacheConfig, Config, ModelConfig
 from maskserve_core.contracts.keys import anchor_steps
@@ -79,6 +80,8 @@ class Hardware:
     device idle. None: as the cost model estimates."""
     dense_seconds: float | None = None
     """Of a single dense row's step; None: as the cost model estimates."""
+    own_text: Literal["frozen", "computed"] = _CACHE.own_text
+    """Whether cached rows leave their text out in most steps; then every block reads its entry."""
     control: tuple[int, int] = (5, 10)
     """Blocks of the ControlNet of edits that have one; FLUX."""
     anchors: int = field(init=False)
@@ -106,7 +109,7 @@ class Hardware:
             anchors=anchors,
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
-            anchored=len(clock_steps(STEPS, own_rule(Config(), facts).stride)) / STEPS,
+            anchored=len(clock_steps(STEPS, own_rule(self.config, facts).stride)) / STEPS,
             lora=typical_lora(facts, work),
             text_shares=self.text_shares,
         )
@@ -128,6 +131,10 @@ class Hardware:
         return replace(costs, compute=Line(share * dense, (1 - share) * dense / flops))
 
     @property
+    def config(self) -> Config:
+        return Config(cache=CacheConfig(own_text=self.own_text))
+
+    @property
     def facts(self) -> ModelFacts:
         return MODELS[self.model]
 
@@ -143,7 +150,7 @@ class Hardware:
     @property
     def text_shares(self) -> TextShares:
         """Of the steps of edits."""
-        return text_shares(Config(), self.facts, STEPS, shared=False)
+        return text_shares(self.config, self.facts, STEPS, shared=False)
 
     @property
     def tokens(self) -> int:
@@ -171,7 +178,7 @@ class Hardware:
 
     def own_steps(self, steps: int) -> frozenset[int]:
         """Anchors of an edit of so many steps whose template is not at hand."""
-        count = own_count(steps, own_stride(Config(), self.facts))
+        count = own_count(steps, own_stride(self.config, self.facts))
         return own_steps(count, range(steps, 0, -1), 0.0) if count else frozenset()
 
     def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:

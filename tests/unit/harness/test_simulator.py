@@ -13,6 +13,7 @@ import pytest
 from maskserve_core.config import CacheConfig, ModelConfig
 from maskserve_core.routing import POLICIES
 from maskserve_engine.adapters.lora_loader import LORAS
+from maskserve_harness.simulator import bars
 from maskserve_harness.simulator.capacity import at_load, capacity
 from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.command import main
@@ -238,6 +239,19 @@ def test_static_batches_end_together():
         assert len(batch) <= 8
         assert len({job.ended for job in batch}) == 1
         assert not any(start < other < batch[0].ended for other in starts)
+
+
+def test_rows_that_compute_their_text_share_a_step_that_others_spend_loading(monkeypatch):
+    """FlashPS's rows do. Of others each block reads its entry, and with one for each step a link
+    takes as long for every further row.
+    """
+    monkeypatch.setattr(bars, "EDITS", 400)
+    monkeypatch.setattr(bars, "SEEDS", (1,))
+    gained = [
+        bars.batching((0.5,), (bars.SMALL_BATCHES_IDLE,), text)[0]["over"]["static"]
+        for text in ("computed", "frozen")
+    ]
+    assert gained[0] > 0.1 > gained[1]
 
 
 def test_mask_aware_is_under_round_robin_where_masks_differ():
