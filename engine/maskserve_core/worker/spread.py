@@ -4,6 +4,8 @@ device, since its entries are there.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from maskserve_core.contracts.keys import name_of
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.worker.step_scheduler import (
@@ -34,6 +36,8 @@ class Spread:
         self._each = [StepScheduler(max_rows, max_waiting, priming_share) for _ in range(devices)]
         self._device: dict[str, int] = {}
         """Of each ticket."""
+        self._taken: Counter[str] = Counter()
+        """Steps of each."""
         self._lost: frozenset[int] = frozenset()
 
     @property
@@ -59,11 +63,12 @@ class Spread:
 
     def cancel(self, request_id: str) -> Ticket | None:
         device = self._device.pop(request_id, None)
+        del self._taken[request_id]
         return None if device is None else self._each[device].cancel(request_id)
 
     def finish(self, request_id: str) -> None:
         self._each[self._device[request_id]].finish(request_id)
-        del self._device[request_id]
+        del self._device[request_id], self._taken[request_id]
 
     def drain(self) -> None:
         for each in self._each:
@@ -84,9 +89,11 @@ class Spread:
             decision = each.schedule(now)
             admitted += decision.admitted
             expired += decision.expired
-            runs += [Run(run.rows, (device,), run.steps) for run in decision.runs]
+            for run in decision.runs:
+                runs.append(Run(run.rows, (device,), run.steps))
+                self._taken.update({ticket.request_id: run.steps for ticket in run.rows})
         for ticket in expired:
-            del self._device[ticket.request_id]
+            del self._device[ticket.request_id], self._taken[ticket.request_id]
         return Decision(tuple(admitted), tuple(runs), tuple(expired))
 
     def check_integrity(self) -> None:
@@ -102,9 +109,12 @@ class Spread:
         return [device for device in range(len(self._each)) if device not in self._lost]
 
     def _load(self, device: int) -> int:
-        """Tokens to compute, as its tickets have said."""
+        """Tokens that are left to compute, as its tickets have said."""
         each = self._each[device]
-        return sum(t.steps * t.active_tokens for t in (*each.running, *each.waiting))
+        return sum(
+            (t.steps - self._taken[t.request_id]) * t.active_tokens
+            for t in (*each.running, *each.waiting)
+        )
 
     def _fill(self, device: int) -> None:
         """Give its free rows to tickets that have none elsewhere."""

@@ -48,7 +48,7 @@ class Ticket:
     """Model calls from start to end."""
     total_tokens: int
     active_tokens: int
-    """Tokens computed per step; all of them for a dense row."""
+    """Tokens computed per step, on average; all of them for a dense row."""
     arrival: float
     priority: int = 0
     deadline: float | None = None

@@ -432,9 +432,15 @@ class RequestState:
         return 0.0 if self.loads is None else self.loads.stalled
 
     @property
+    def dense_share(self) -> float:
+        """Of a cached edit's steps, those that compute all tokens; 0 of others."""
+        return self.route.dense_steps / self.work.steps if self.mode == "cached" else 0.0
+
+    @property
     def step_tokens(self) -> int:
-        """Tokens that one step of it computes."""
-        return self.work.tokens(self.mode)
+        """Tokens that one step of it computes, on average."""
+        own, all_of_them = self.work.tokens(self.mode), self.work.tokens("dense")
+        return round(own + self.dense_share * (all_of_them - own))
 
     def late(self, now: float) -> bool:
         """Whether its deadline has passed."""
@@ -477,7 +483,7 @@ class RequestState:
             self.said = RowStatus(
                 request_id=self.request_id,
                 kind=kind,
-                active_tokens=self.step_tokens,
+                active_tokens=self.work.tokens(self.mode),
                 total_tokens=self.work.passes * self.work.total_tokens,
                 steps_left=left,
                 template_id=self.job.request.template_id,
@@ -485,7 +491,7 @@ class RequestState:
                 due_ns=0 if self.due is None else int(1e9 * self.due),
                 controls=shares(self.controls.wanted, self.work.steps),
                 adapter_bytes=self.loras.nbytes,
-                dense_share=self.route.dense_steps / self.work.steps if kind == "cached" else 0.0,
+                dense_share=self.dense_share,
                 own=self.route.own is not None,
             )
         self.said.steps_left = left

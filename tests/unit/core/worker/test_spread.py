@@ -29,6 +29,16 @@ def test_a_ticket_goes_where_least_is_to_be_computed() -> None:
     assert {t.request_id for t in decision.admitted} == {"long", "short", "next", "last"}
 
 
+def test_steps_that_were_taken_are_nothing_to_be_computed() -> None:
+    spread = Spread(2, 4, 8, 0.25)
+    spread.submit(ticket("long", 10))
+    spread.submit(ticket("short", 6))
+    for now in range(7):
+        spread.schedule(float(now), Devices(busy=frozenset({1})))
+    spread.submit(ticket("next"))
+    assert rows(spread.schedule(7.0)) == {0: ["long", "next"], 1: ["short"]}
+
+
 def test_a_busy_device_is_left_alone() -> None:
     spread = Spread(2, 4, 8, 0.25)
     for name in "ab":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,3 +39,5 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
         assert ticket.active_tokens == status.active_tokens == passes * computed
         assert ticket.total_tokens == status.total_tokens == passes * 16
         assert edit.work.mask_ratio == 3 / 16
+        begun = replace(edit, route=Route(mode, "hit", dense_steps=1))  # of four
+        assert begun.make_ticket().active_tokens == round(passes * (16 + 3 * computed) / 4)
