@@ -288,7 +288,7 @@ class NodePool:
         self, task: Task, client: KeyHolder, due: float = math.inf, run: str = ""
     ) -> Made:
         """Run a node for a client at the server that would be done first, of those that have its
-        model; at the next one where that is gone, or at the first that is back.
+        model; at the next one where that is gone or cannot do it, or at the first that is back.
 
         Args:
             task: the node.
@@ -297,7 +297,7 @@ class NodePool:
             run: that may have its outputs as files; empty: they are bytes.
 
         Raises:
-            Failure: the node's own error.
+            Failure: the node's own error, or the last server's.
             EngineFailed: no server runs it; the same call may succeed again.
         """
         made = await self._had(task, client, due, run)
@@ -387,6 +387,7 @@ class NodePool:
     ) -> tuple[bytes, str, int]:
         """A server's answer, which one's it is, and the number of tries; raises as `call`."""
         end, tries, plain = time.monotonic() + _PATIENCE_S, 1, b""
+        failed: Failure | None = None
         while True:
             await self._look()
             gone = bool(self._addresses) and not self._servers
@@ -408,10 +409,15 @@ class NodePool:
                 if unknown or failure.status is grpc.StatusCode.UNAVAILABLE:
                     gone = gone or not unknown
                     continue
+                if failure.coded and failure.code == EngineFailed.code:
+                    failed = failure  # a load failed, or there is no room: so it is there alone
+                    continue
                 if failure.coded:
                     raise failure
                 raise EngineFailed(f"{kind.name}: its node server failed the call")
             if not gone or time.monotonic() > end:
+                if failed is not None:
+                    raise failed
                 raise EngineFailed(f"{kind.name}: no node server runs {kind.model}")
             tries = 2
             await asyncio.sleep(_LOOK_S)

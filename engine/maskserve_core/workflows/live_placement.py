@@ -55,7 +55,7 @@ class LivePlacement:
 
     def score(self, model: str, server: str, queue_s: float) -> tuple[int, float]:
         """The lowest one has a call: first where its model lies, then where there is room for it,
-        where that can be made, where nobody knows; of these who is done first.
+        where that can be made, where it cannot be had or nobody knows; of these who is done first.
 
         Args:
             model: that it needs.
@@ -64,7 +64,7 @@ class LivePlacement:
         """
         models, rooms, placed, _ = self._lying
         told = models.get(server, {}).get(model)
-        if told is None:
+        if told is None or not _can_be_had(told, rooms[server]):
             return 3, queue_s
         load_s = 0.0 if told["state"] == "here" else told.get("load_s", 0.0)
         left = rooms[server] - sum(models[server][each]["bytes"] for each in placed[server])
@@ -137,14 +137,23 @@ def _loads(
     only: dict[str, set[str]] = {}
     for server, models in told.items():
         for name, each in models.items():
-            nbytes = each.get("needs_bytes", each["bytes"])
-            if 0 < nbytes <= rooms[server] and each["state"] != "failed":
-                sizes[name] = max(sizes.get(name, 0), nbytes)
+            if each["bytes"] and _can_be_had(each, rooms[server]):
+                sizes[name] = max(sizes.get(name, 0), _needed(each))
                 only.setdefault(name, set()).add(server)
     return [
         ModelLoad(name, nbytes, busy[name] if busy[name] > _IDLE else 0.0, only[name])
         for name, nbytes in sorted(sizes.items())
     ]
+
+
+def _can_be_had(told: Mapping[str, Any], room: int) -> bool:
+    """Whether a model that lies at a server, or may, has room there and no load of it failed."""
+    return told["state"] != "failed" and _needed(told) <= room
+
+
+def _needed(told: Mapping[str, Any]) -> int:
+    nbytes: int = told.get("needs_bytes", told["bytes"])
+    return nbytes
 
 
 def _better(

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.status_record import LoadCost
-from maskserve_core.errors import InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_core.worker.holdings import Holdings
 from maskserve_core.worker.loading import Kind, Loaded, ResourceLoader
 from maskserve_core.worker.observations import Observations
@@ -89,7 +89,10 @@ class NodeLoader(ResourceLoader[NodeFolder]):
         return 0.0
 
     def _brought(self, wanted: NodeFolder, begin: float) -> Loaded:
-        self.opened[wanted.name] = self._open(wanted.kind, self._config, self.opened)
+        try:
+            self.opened[wanted.name] = self._open(wanted.kind, self._config, self.opened)
+        except ValueError as error:  # no call's fault
+            raise EngineFailed(f"nodes: model {wanted.name} {error}") from None
         return Loaded(wanted.version, wanted.nbytes, time.monotonic() - begin, wanted.nbytes)
 
 
@@ -318,12 +321,12 @@ def _resource(folder: NodeFolder) -> Resource:
 
 
 def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
-    """Raises InvalidRequest: there is no room for them, whatever goes."""
+    """Raises EngineFailed: there is no room for them here, whatever goes."""
     nbytes = sum(folder.nbytes for folder in needed)
     if nbytes > budget:
         names = " and ".join(folder.name for folder in needed)
-        told = f"model {names} has {nbytes} bytes, and all may have {budget}"
-        raise InvalidRequest("nodes", told, NODE_MODELS.budget)
+        told = f"nodes: model {names} has {nbytes} bytes, and all may have {budget}"
+        raise EngineFailed(f"{told} ({NODE_MODELS.budget})")
 
 
 def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:

@@ -452,6 +452,48 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     await pool.close()
 
 
+async def test_a_call_that_a_server_cannot_do_is_the_next_ones() -> None:
+    """A load failed there, or there is no room. What a call lacks is told at once."""
+    told = {
+        "a:1": "[ENGINE_FAILED] nodes: model enlarge could not be loaded",
+        "b:1": "",
+    }
+    asked = list[str]()
+
+    class Pool(NodePool):
+        async def _record(self, address: str, settings: Any = None) -> None:
+            return None
+
+        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+            asked.append(address)
+            if told[address]:
+                status = grpc.StatusCode.INTERNAL
+                raise grpc.aio.AioRpcError(status, None, None, told[address])
+            answer = pb.ModelInferResponse()
+            result = {"outputs": [{"name": "picture", "kind": "picture"}], "seconds": 0.1}
+            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+            bytes_tensor.add_output(answer, "MADE", [b"made"])
+            return answer.SerializeToString()
+
+    pool = Pool(WorkflowFiles(nodes=tuple(told), kept_bytes=0), Turns(1))
+
+    async def call() -> Made:
+        task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"p"})
+        return await pool.call(task, CLIENT)
+
+    assert (await call()).outputs == {"picture": b"made"}
+    assert asked == ["a:1", "b:1"]
+    told["b:1"] = "[ENGINE_FAILED] nodes: model enlarge has 9 bytes, and all may have 8"
+    with pytest.raises(Failure, match="all may have 8"):
+        await call()
+    asked.clear()
+    told["a:1"] = "[TEMPLATE_NOT_FOUND] value 0123 is not known here"
+    with pytest.raises(Failure, match="not known"):
+        await call()
+    assert asked == ["a:1"]
+    await pool.close()
+
+
 async def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
     looked = 0
 

@@ -220,6 +220,20 @@ def test_a_model_that_no_server_has_has_the_last_place_everywhere() -> None:
     assert LivePlacement().score("a", "s0", 2.0) == (3, 2.0)
 
 
+@pytest.mark.parametrize("why", ["it failed there", "it is too large"])
+def test_a_call_goes_last_to_where_its_model_cannot_be_loaded(why: str) -> None:
+    """One that has room beside: of the other a model has to go for it."""
+    cannot, other = Server({**SIZES, "d": 2}, 3), Server({**SIZES, "d": 2}, 3)
+    other.here = ["a", "b", "c"]
+    if why == "it failed there":
+        cannot.broken = {"d"}
+    else:
+        cannot.room = 1
+    router = LivePlacement()
+    router.seen({"x": cannot.record(0.0), "y": other.record(0.0)}, 0.0)
+    assert router.score("d", "y", 9.0) < router.score("d", "x", 0.0)
+
+
 def test_what_a_server_lacks_or_could_not_load_is_not_placed_there() -> None:
     sizes = {**SIZES, "huge": 9}
     site = Site(Server(sizes, 2), Server({"b": 1}, 2), Server(sizes, 2))

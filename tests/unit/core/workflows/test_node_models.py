@@ -12,7 +12,7 @@ import pytest
 
 from maskserve_core.config import ConfigError
 from maskserve_core.config_file import config_of
-from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.workflows.asked import AskedNode, one_by_one
 from maskserve_core.workflows.node_models import NodeModels
 from tests.support.eventually import eventually
@@ -121,7 +121,7 @@ def test_calls_that_came_meanwhile_share_one(tmp_path: Path) -> None:
         server.call("find", name)
     server.may_run.set()
     server.wait("a", "b", "bad", "c")
-    assert [len(each) for each in server.ran] in ([1, 3], [4])
+    assert len(server.ran) <= 2  # those that had come as its thread began, and all others
     assert isinstance(server.made.pop("bad"), InvalidRequest)
     assert server.made == {name: {"said": name} for name in "abc"}
     server.models.close()
@@ -156,7 +156,7 @@ def test_what_cannot_be_loaded_is_told_and_others_go_on(tmp_path: Path) -> None:
     server.call("find", "a")
     server.call("enlarge", "b")
     server.wait("a", "b")
-    assert isinstance(server.made["a"], MaskserveError)
+    assert isinstance(server.made["a"], EngineFailed)
     assert "model find has no weights" in str(server.made["a"])
     assert server.made["b"] == {"said": "b"}
     server.broken.clear()
@@ -170,7 +170,7 @@ def test_a_model_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> N
     server = Server(tmp_path, device_bytes=99)
     server.call("find", "a")
     server.wait("a")
-    with pytest.raises(InvalidRequest, match="model find has 100 bytes, and all may have 99"):
+    with pytest.raises(EngineFailed, match="model find has 100 bytes, and all may have 99"):
         raise server.made["a"]
     assert server.loads == []
     server.models.close()
@@ -197,7 +197,7 @@ def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None
     small = Server(tmp_path, device_bytes=150, kinds=kinds)
     small.call("find", "a")
     small.wait("a")
-    with pytest.raises(InvalidRequest, match="find and segment has 200 bytes, and all may have 15"):
+    with pytest.raises(EngineFailed, match="find and segment has 200 bytes, and all may have 15"):
         raise small.made["a"]
     assert small.loads == []
     small.models.close()
