@@ -117,9 +117,15 @@ def _split(option: str, url: str) -> tuple[str, int]:
 
 @contextmanager
 def own_server(
-    model: str, log_dir: Path, config: Path | None = None, *, devices: Literal[1, 2, 4, 8] = 1
+    model: str, log_dir: Path, config: Path | None = None, *, devices: Literal[0, 1, 2, 4, 8] = 0
 ) -> Iterator[Server]:
     """A worker on free ports. It drains and stops at the end, and stops at once on an exception.
+
+    Args:
+        model: that it serves.
+        log_dir: for its logs.
+        config: a file.
+        devices: of the worker; 0: the configuration's, or 1.
 
     Raises:
         ServeError: it cannot start.
@@ -135,7 +141,7 @@ def own_workers(
     count: int,
     config: Path | None = None,
     *,
-    devices: Literal[1, 2, 4, 8] = 1,
+    devices: Literal[0, 1, 2, 4, 8] = 0,
 ) -> Iterator[list[Server]]:
     """The same of several workers, which share the cores."""
     options = ServeOptions(

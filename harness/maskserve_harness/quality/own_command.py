@@ -93,10 +93,11 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     bench.fill_entry("kv")
     timer = Timer(device, args.clock)
     dense, rows = bench.row(None, 0), [bench.anchored_row(m, i) for i, m in enumerate(RATIOS)]
-    walking = count()
+    # One of its own: `rows` stay between their anchors.
+    walker, walking = bench.anchored_row(RATIOS[1], len(RATIOS)), count()
     calls: list[Callable[[], object]] = [
         kept(bench, 1, partial(bench.step, [dense], "kv")),
-        lambda: bench.at_anchor(rows[1], 2 * (next(walking) % 2)),
+        lambda: bench.at_anchor(walker, 2 * (next(walking) % 2)),
         *[kept(bench, 1, stepping(bench, [row], NO_TEXT)) for row in rows],
     ]
     for call in calls:
