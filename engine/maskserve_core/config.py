@@ -328,11 +328,15 @@ class ControlsConfig(Table, frozen=True):
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Bytes of ControlNets that stay on the denoiser's device."""
     service: str = ""
-    """Address (HOST:PORT, gRPC) of a ControlNet service on this host, which then runs them
-    (`maskserve serve --controlnet-device`); empty: they run beside the base."""
+    """Address (HOST:PORT, gRPC) of a ControlNet service, which then runs them (`maskserve serve
+    --controlnet-device`); empty: they run beside the base. At an address of loopback residuals come
+    through memory, at any other over TCP."""
     service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
     """Silence of the service after which the edits that need it fail; below `[engine]
-    heartbeat_timeout_s`."""
+    heartbeat_timeout_s`. Over a network what a step adds has to come in this time."""
+    listen: str = ""
+    """Of a service: HOST:PORT (TCP) at which denoisers of other hosts connect for their steps;
+    `maskserve serve --workers 0 --controlnet-device` sets it. Empty: only those of its own host."""
 
 
 class NodesConfig(Table, frozen=True):

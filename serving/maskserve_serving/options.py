@@ -61,8 +61,8 @@ class ServeOptions:
 
     model: str = _flag("folder in diffusers format, or a hub id", "")
     workers: int = _flag(
-        "Triton servers (default %(default)s); 0: --stages-device or --nodes alone, for "
-        "workers and routers of other hosts",
+        "Triton servers (default %(default)s); 0: --controlnet-device, --stages-device or --nodes "
+        "alone, for workers and routers of other hosts",
         1,
         type=int,
         metavar="N",
@@ -151,7 +151,7 @@ class ServeOptions:
         "",
         metavar="D",
     )
-    """Its ports are base + {4 HTTP, 5 gRPC, 6 metrics}."""
+    """Its ports are base + {3 steps of other hosts' workers, 4 HTTP, 5 gRPC, 6 metrics}."""
     stages_device: str = _flag(
         "encode and decode there, in a server of its own that all workers ask: cpu, cuda or cuda:N "
         "(default: each worker does by itself)",
@@ -247,12 +247,13 @@ class ServeOptions:
 
     def check(self) -> None:
         """Raises ServeError: the flags do not go together."""
-        alone = bool(self.stages_device) or self.nodes is not None
+        with_model = bool(self.stages_device or self.controlnet_device)
+        alone = with_model or self.nodes is not None
         if self.workers < 0 or not (self.workers or alone):
             raise ServeError(f"--workers: {self.workers} is not at least 1")
-        if not self.workers and (self.router or self.controlnet_device):
-            raise ServeError("--workers: 0 is for --stages-device and --nodes alone")
-        if not self.model and (self.workers or self.stages_device):
+        if not self.workers and self.router:
+            raise ServeError("--workers: 0 is for services alone, and goes without --router")
+        if not self.model and (self.workers or with_model):
             raise ServeError("--model: is missing; name a folder in diffusers format, or a hub id")
 
     @property

@@ -19,6 +19,8 @@ class Ports:
     http: int
     grpc: int
     metrics: int
+    link: int = 0
+    """Of a ControlNet service: of steps of other hosts' denoisers; 0: none."""
 
     @classmethod
     def of_worker(cls, base: int, index: int) -> Ports:
@@ -28,7 +30,7 @@ class Ports:
     @classmethod
     def of_controlnet(cls, base: int) -> Ports:
         """Of the ControlNet service, among those set aside for the first worker."""
-        return cls(base + 4, base + 5, base + 6)
+        return cls(base + 4, base + 5, base + 6, base + 3)
 
     @classmethod
     def of_nodes(cls, base: int) -> Ports:
@@ -42,7 +44,8 @@ class Ports:
         return cls(first + 4, first + 5, first + 6)
 
     def all(self) -> dict[str, int]:
-        return {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
+        named = {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
+        return named | ({"steps": self.link} if self.link else {})
 
 
 def check_free(host: str, ports: Ports, option: str = "--base-port") -> None:

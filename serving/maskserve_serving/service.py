@@ -132,17 +132,22 @@ class ServiceProcess(Process):
 
 
 class ControlNetProcess(ServiceProcess):
-    """ControlNets beside the workers' denoisers, on a device of their own."""
+    """ControlNets beside the workers' denoisers, on a device of their own. Without workers here,
+    for those of other hosts.
+    """
 
     def __init__(self, spec: Spec) -> None:
-        super().__init__("controlnet", spec, Ports.of_controlnet(spec.options.base_port))
+        options = spec.options
+        host = _HOST if options.workers else options.host
+        super().__init__("controlnet", spec, Ports.of_controlnet(options.base_port), host=host)
 
     def tables(self) -> dict[str, Any]:
         spec = self._spec
         tables = spec.with_controlnets(spec.with_model(spec.tables))
         threads, device = spec.threads(checked(tables)), spec.options.controlnet_device
         tables = with_values(tables, "model", device=device, torch_threads=threads)
-        tables = with_values(tables, "controls", service="")
+        listen = "" if spec.options.workers else f"{self._options.host}:{self.ports.link}"
+        tables = with_values(tables, "controls", service="", listen=listen)
         if not checked(tables).controls.folder:
             raise ServeError(
                 "--controlnet-device: there are no ControlNets to serve; give --controlnets DIR"

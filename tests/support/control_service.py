@@ -15,7 +15,9 @@ from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, split_code
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.control_link.network import NetworkMessages
 from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.transport import Attached, Messages, SocketMessages
 from maskserve_engine.triton.controlnet import ControlNetFrontend
 from tests.fakes.jobs import config_of
 from tests.fakes.pb_utils import FakeTriton
@@ -49,6 +51,11 @@ class DirectCalls:
         """It has nothing of its own."""
 
 
+def over_tcp(attached: Attached) -> Messages:
+    """As a denoiser of another host connects."""
+    return NetworkMessages("127.0.0.1", attached)
+
+
 class Service:
     """Random ControlNets in a folder, and a service of them.
 
@@ -61,7 +68,8 @@ class Service:
     def __init__(self, model: Path, folder: Path, nets: dict[str, Any], **controls: Any) -> None:
         for name, net in nets.items():
             net.save_pretrained(folder / "nets" / name)
-        config = config_of(model, controls={"folder": str(folder / "nets"), **controls})
+        own = {"folder": str(folder / "nets"), "listen": "127.0.0.1:0", **controls}
+        config = config_of(model, controls=own)
         self.folder = folder / "run"
         self.config: Config = replace(config, runtime_dir=str(self.folder))
         self.triton = FakeTriton()
@@ -69,10 +77,14 @@ class Service:
         known = ControlNets(self.config, load_facts(str(model)))
         self.versions = {name: known.find(name, "x").version for name in nets}
 
-    def denoiser(self, patience_s: float = 10.0) -> ControlService:
+    def denoiser(
+        self,
+        patience_s: float = 10.0,
+        connect: Callable[[Attached], Messages] = SocketMessages,
+    ) -> ControlService:
         """Another one's, that has had all ControlNets loaded."""
         calls = DirectCalls(self.front, self.triton)
-        own = ControlService(calls, torch.device("cpu"), "float32", patience_s)
+        own = ControlService(calls, torch.device("cpu"), "float32", patience_s, connect)
         for name, version in self.versions.items():
             own.load(name, version, 60.0)
         return own

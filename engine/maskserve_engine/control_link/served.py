@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,12 +23,12 @@ from maskserve_core.contracts.settings import AdapterMode
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.reuse import Reuse, SentAsk
-from maskserve_engine.control_link.slots import RowSlots
 from maskserve_engine.control_link.transport import (
     AddedPart,
     Answered,
     Ask,
     AskedRow,
+    Attached,
     Lost,
     Messages,
     SocketMessages,
@@ -73,7 +73,7 @@ class ServedRow:
         self, link: Link, name: str, opening: Opening, opened: Future[Any], *, fast: bool
     ) -> None:
         self.link, self.name = link, name
-        self.slots = RowSlots(link.folder, name)
+        self.slots = link.messages.slots(name)
         controls, steps = [each.input for each in opening.facts.controls], opening.facts.timesteps
         count = len(steps)
         scales = [tuple(each.scale_at(step, count) for each in controls) for step in range(count)]
@@ -167,7 +167,6 @@ class Link:
 
     Args:
         messages: to the service.
-        folder: of the slots.
         session: as the service has named it.
         calls: of the service.
         device: of the base.
@@ -177,14 +176,12 @@ class Link:
     def __init__(
         self,
         messages: Messages,
-        folder: Path,
         session: str,
         calls: ServiceCalls,
         device: torch.device,
         patience_s: float,
     ) -> None:
-        self.folder, self.session = folder, session
-        self._messages, self._calls = messages, calls
+        self.messages, self.session, self._calls = messages, session, calls
         self._device, self._patience_s = device, patience_s
         self._names, self._numbers = itertools.count(), itertools.count(1)
         self._rows: set[ServedRow] = set()
@@ -208,7 +205,7 @@ class Link:
             ControlLost: the session is over.
         """
         self._check()
-        if self._messages.ended():
+        if self.messages.ended():
             raise self._over("it has ended")
         name = f"{self.session}-{next(self._names)}"
         opened = self._pool.submit(self._open, name, opening)
@@ -253,7 +250,7 @@ class Link:
     def _send(self, questions: Sequence[_Question], batch: int) -> None:
         """Send one ask, for rows whose nets are run together."""
         self._check()
-        while self._messages.come():  # rows that leave blocks out read nothing, and it would wait
+        while self.messages.come():  # rows that leave blocks out read nothing, and it would wait
             self._read(self._patience_s)
         number, rows = next(self._numbers), []
         for each in questions:
@@ -264,7 +261,7 @@ class Link:
             dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
             rows.append(AskedRow(row.name, each.step, each.computed, slot, shape, dtype))
         try:
-            self._messages.ask(Ask(number, batch, tuple(rows)))
+            self.messages.ask(Ask(number, batch, tuple(rows)))
         except Lost as error:
             raise self._over(str(error)) from error
         self._answers[number] = _Answer()
@@ -281,7 +278,7 @@ class Link:
     def _read(self, patience_s: float) -> None:
         """The next message."""
         try:
-            more = self._messages.next(patience_s)
+            more = self.messages.next(patience_s)
         except Lost as error:
             raise self._over(str(error)) from error
         if more.number in self._answers:
@@ -300,7 +297,7 @@ class Link:
             part = answer.at(row.name, place)
             if part is not None or answer.ended:
                 break
-            if not self._messages.come():
+            if not self.messages.come():
                 begin = begin or time.monotonic()
             self._read(begin + self._patience_s - time.monotonic() if begin else self._patience_s)
         if begin:
@@ -309,7 +306,7 @@ class Link:
             raise EngineFailed(f"the ControlNet service failed: {answer.error}")
         if part is None:
             return None
-        slot, dtype = row.slots.answer(sent.slot), getattr(torch, part.dtype)
+        slot, dtype = row.slots.answer(part.slot), getattr(torch, part.dtype)
         with self._slots():
             return slot.read(part.offset, part.shape, dtype).to(self._device)
 
@@ -318,12 +315,12 @@ class Link:
         """From any thread. A service may have ended with nobody waiting for it: where it was frozen
         as rows were opened, none of them has asked for anything.
         """
-        return bool(self.lost) or self._messages.ended()
+        return bool(self.lost) or self.messages.ended()
 
     def close(self) -> None:
         """It is over, and nobody is to be told."""
         self.lost = self.lost or "it is closed"
-        self._messages.close()
+        self.messages.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, name: str, opening: Opening) -> None:
@@ -369,7 +366,7 @@ class ControlService:
         device: of the base.
         dtype: of the base; the service's must be the same.
         patience_s: `[controls] service_timeout_s`.
-        connect: to its socket, by the session's name.
+        connect: to what it has said when attached to.
     """
 
     def __init__(
@@ -378,7 +375,7 @@ class ControlService:
         device: torch.device,
         dtype: str,
         patience_s: float,
-        connect: Callable[[str, str], Messages] = SocketMessages,
+        connect: Callable[[Attached], Messages] = SocketMessages,
     ) -> None:
         self._calls, self._device, self._dtype = calls, device, dtype
         self._patience_s, self._connect = patience_s, connect
@@ -406,12 +403,12 @@ class ControlService:
             self._calls.call({"op": "health"}, b"", self._patience_s)
             return link
         said = self._calls.call({"op": "attach", "dtype": self._dtype}, b"", self._patience_s)
-        session, folder = str(said["session"]), Path(said["folder"])
+        attached = msgspec.convert(said, Attached)
         try:
-            messages = self._connect(str(said["socket"]), session)
+            messages = self._connect(attached)
         except Lost as error:
             raise Overloaded(f"the ControlNet service: {error}; try again later") from error
-        self._link = Link(messages, folder, session, self._calls, self._device, self._patience_s)
+        self._link = Link(messages, attached.session, self._calls, self._device, self._patience_s)
         return self._link
 
     # Called from the engine's thread.

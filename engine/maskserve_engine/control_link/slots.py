@@ -1,15 +1,20 @@
-"""Memory that two processes of one host share: one writes tensors there, the other reads them.
+"""Memory for tensors that go between a denoiser and a ControlNet service.
 
-A slot is a file in memory. Nothing in it says what is there, or whether it is there yet: messages
-do (`transport`), each with the number of what was asked. A row has two slots each way, so that one
-step's tensors are written while those of the step before are read.
+On one host a slot is a file in memory: one process writes there, the other reads. Where a network
+is between them each end has its own, and messages bring the bytes along (`network`). Nothing in a
+slot says what is there, or whether it is there yet: messages do (`transport`), each with the number
+of what was asked. A row has two slots each way, so that one step's tensors are written while those
+of the step before are read.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 
 import torch
@@ -23,40 +28,64 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-class Slot:
-    """One file, mapped as far as it was needed; views of it outlive its removal."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._map: mmap.mmap | None = None
+class Slot(ABC):
+    """Tensors, by where in it they begin."""
 
     def write(self, offset: int, x: Tensor) -> None:
-        """Put a tensor of any device there; the file grows as needed.
+        """Put a tensor of any device there.
 
         Raises:
             OSError: there is no room for it.
         """
         if x.numel():
-            self._mapped(offset + x.nbytes, grow=True)
-            self.read(offset, x.shape, x.dtype).copy_(x)
+            self.room(offset, x.shape, x.dtype).copy_(x)
 
+    @abstractmethod
+    def room(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where a tensor will lie, to be filled.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+
+    @abstractmethod
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A view of what lies there.
 
         Raises:
-            OSError: the file is not there, or smaller.
+            OSError: it does not.
         """
-        count = 1
-        for n in shape:
-            count *= n
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        mapped = self._mapped(offset + count * dtype.itemsize, grow=False)
-        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Views stay good."""
+
+
+class SharedSlot(Slot):
+    """One file, mapped as far as it was needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+
+    def room(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._view(offset, shape, dtype, grow=True)
+
+    def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._view(offset, shape, dtype, grow=False)
 
     def remove(self) -> None:
         with suppress(OSError):
             self.path.unlink()
+
+    def _view(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, *, grow: bool
+    ) -> Tensor:
+        count = prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        mapped = self._mapped(offset + count * dtype.itemsize, grow=grow)
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
 
     def _mapped(self, nbytes: int, *, grow: bool) -> mmap.mmap:
         if self._map is None or len(self._map) < nbytes:
@@ -73,19 +102,49 @@ class Slot:
         return self._map
 
 
+class HeldSlot(Slot):
+    """Memory of this process."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def room(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        held = self._held.get(offset)
+        if held is None or (held.shape, held.dtype) != (torch.Size(shape), dtype):
+            held = self._held[offset] = torch.empty(shape, dtype=dtype)
+        return held
+
+    def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        held = self._held.get(offset)
+        if held is None or (held.shape, held.dtype) != (torch.Size(shape), dtype):
+            raise OSError("what is to be read has not come")
+        return held
+
+    def remove(self) -> None:
+        self._held.clear()
+
+
 class RowSlots:
     """The slots of one row.
 
     Args:
-        folder: in memory.
-        row: its name.
+        slot: makes one, by its name among them.
     """
 
-    def __init__(self, folder: Path, row: str) -> None:
+    def __init__(self, slot: Callable[[str], Slot]) -> None:
         self._asks, self._answers = (
-            tuple(Slot(folder / f"{row}.{number}.{way}") for number in range(2))
-            for way in ("ask", "answer")
+            tuple(slot(f"{number}.{way}") for number in range(2)) for way in ("ask", "answer")
         )
+
+    @classmethod
+    def shared(cls, folder: Path, row: str) -> RowSlots:
+        """Of a row of this name, in a folder in memory."""
+        return cls(lambda name: SharedSlot(folder / f"{row}.{name}"))
+
+    @classmethod
+    def held(cls) -> RowSlots:
+        """In memory of this process."""
+        return cls(lambda name: HeldSlot())
 
     def ask(self, slot: int) -> Slot:
         """Where the denoiser puts what a step is of."""

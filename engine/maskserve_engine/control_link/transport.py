@@ -1,9 +1,8 @@
-"""How messages go between a denoiser and a ControlNet service of one host, and tensors with them.
+"""What a denoiser and a ControlNet service tell one another of steps, and how it goes on one host.
 
 Messages are small and go through a Unix socket that keeps their bounds (SOCK_SEQPACKET): who reads
 it sleeps until something comes, and is told at once when the other process has ended. Tensors lie
-in shared memory (`slots`); a message says where. What carries both to another host would have the
-same two ends.
+in shared memory (`slots`); a message says where. To another host `network` carries both.
 """
 
 from __future__ import annotations
@@ -11,16 +10,32 @@ from __future__ import annotations
 import select
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from maskserve_core.files.sockets import short_path
+from maskserve_engine.control_link.slots import RowSlots
 
-_MOST_BYTES = 2**20
+MOST_BYTES = 2**20
+"""Of a message, without tensors."""
 _SEND_S = 1.0
 """A denoiser that reads nothing for so long is given up: it holds up all others."""
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """What a service says to a denoiser that attaches."""
+
+    session: str
+    """Its name."""
+    socket: str
+    """To connect to on the service's host; the slots lie beside it."""
+    port: int
+    """To connect to from others; 0: none may."""
+    key: str
+    """What shows there that it is this session."""
 
 
 class AskedRow(msgspec.Struct, array_like=True, frozen=True):
@@ -53,6 +68,7 @@ class AddedPart(msgspec.Struct, array_like=True, frozen=True):
     first: int
     last: int
     """The last place at which it is added."""
+    slot: int
     offset: int
     shape: tuple[int, ...]
     dtype: str
@@ -75,6 +91,10 @@ class Lost(Exception):
 
 class Messages(Protocol):
     """A denoiser's end. Another transport has this and brings tensors by another way."""
+
+    def slots(self, row: str) -> RowSlots:
+        """Where its tensors lie: of an ask, before it is sent; residuals, once they have come."""
+        ...
 
     def ask(self, ask: Ask) -> None:
         """Raises Lost."""
@@ -99,21 +119,25 @@ class SocketMessages:
     """See `Messages`.
 
     Args:
-        path: of the service's socket.
-        session: as the service has named it.
+        attached: what the service has said.
     """
 
-    def __init__(self, path: str, session: str) -> None:
+    def __init__(self, attached: Attached) -> None:
+        path = Path(attached.socket)
+        self._folder = path.parent
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(_SEND_S)
-            with short_path(Path(path).parent) as short:
-                self._socket.connect(f"{short}/{Path(path).name}")
-            self._socket.send(session.encode())
+            with short_path(self._folder) as short:
+                self._socket.connect(f"{short}/{path.name}")
+            self._socket.send(attached.session.encode())
         except OSError as error:
             self._socket.close()
             raise Lost(f"its socket does not answer ({error.strerror or error})") from error
         self._answers = msgspec.msgpack.Decoder(Answered)
+
+    def slots(self, row: str) -> RowSlots:
+        return RowSlots.shared(self._folder, row)
 
     def ask(self, ask: Ask) -> None:
         try:
@@ -122,10 +146,11 @@ class SocketMessages:
         except OSError as error:
             raise Lost("it has ended or reads nothing") from error
 
-    def next(self, patience_s: float) -> Answered:
+    def next(self, patience_s: float | None) -> Answered:
+        """See `Messages`; None: as long as it takes."""
         try:
-            self._socket.settimeout(max(patience_s, 1e-3))
-            message = self._socket.recv(_MOST_BYTES)
+            self._socket.settimeout(None if patience_s is None else max(patience_s, 1e-3))
+            message = self._socket.recv(MOST_BYTES)
         except TimeoutError:
             raise Lost("it has not answered in time") from None
         except OSError:
@@ -147,6 +172,11 @@ class SocketMessages:
         # POLLHUP comes unasked, and before messages that nobody has read.
         looks.register(number, 0)
         return bool(looks.poll(0))
+
+    def end(self) -> None:
+        """Whoever waits in `next` is told that it has ended; from any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
@@ -172,7 +202,7 @@ class Connection:
             Lost: the denoiser has ended.
         """
         try:
-            message = self._socket.recv(_MOST_BYTES)
+            message = self._socket.recv(MOST_BYTES)
         except OSError:
             message = b""
         if not message:

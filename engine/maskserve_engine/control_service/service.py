@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.errors import MaskserveError
 from maskserve_core.files.sockets import short_path
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader
 from maskserve_engine.control_link.slots import aligned
 from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
+from maskserve_engine.control_service.remote import RemoteDenoisers
 from maskserve_engine.control_service.sessions import DenoiserSessions
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.control import NetStep, Residual
@@ -49,6 +50,9 @@ class ControlNetService:
         connection: of a denoiser; a bench's is as slow as some network.
         ended: called where nobody can be answered any more; by itself it ends the process, which
             the supervisor notices.
+
+    Raises:
+        ConfigError: it cannot listen where it is told to.
     """
 
     def __init__(
@@ -63,8 +67,10 @@ class ControlNetService:
         self._config, self._folder, self._connection = config, folder, connection
         self._device = device_of(config)
         self._adapter: Adapter = adapter or load_adapter(_shape_of(config))
+        remote = _listener(config.controls.listen)
+        port = 0 if remote is None else remote.getsockname()[1]
         self.sessions = DenoiserSessions(
-            config, folder, str(folder / "socket"), loader, self._adapter
+            config, folder, str(folder / "socket"), port, loader, self._adapter
         )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
@@ -77,6 +83,7 @@ class ControlNetService:
         self._turn_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="controlnets", daemon=True)
         self._thread.start()
+        self._remote = None if remote is None else RemoteDenoisers(remote, self.sessions)
         threading.Thread(target=self._watch, name="controlnets-watch", daemon=True).start()
 
     @property
@@ -93,6 +100,8 @@ class ControlNetService:
 
     def close(self) -> None:
         self._stop.set()
+        if self._remote is not None:
+            self._remote.close()
         self._thread.join(10.0)
         self.sessions.close()
         self._listener.close()
@@ -182,13 +191,31 @@ class ControlNetService:
                 row.slots.answer(slots[name]).write(offset, added)
                 ends[name] = aligned(offset + added.nbytes)
                 dtype = str(added.dtype).removeprefix("torch.")
-                parts.append(AddedPart(name, first, last, offset, tuple(added.shape), dtype))
+                shape = tuple(added.shape)
+                parts.append(AddedPart(name, first, last, slots[name], offset, shape, dtype))
             connection.send(Answered(ask.number, tuple(parts)))
 
         if session.batch is None or session.batch[0] != ask.batch:
             session.batch = ask.batch, self._adapter.net_batch()
         session.batch[1].run(steps, send)
         connection.send(Answered(ask.number, ended=True))
+
+
+def _listener(address: str) -> socket.socket | None:
+    """Of denoisers of other hosts, at HOST:PORT; None: there is no address.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, int(port)), family=family, backlog=64)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(f"[controls] listen: {address!r} cannot be used: {error}") from None
 
 
 def _shape_of(config: Config) -> Config:

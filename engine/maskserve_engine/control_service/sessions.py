@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from maskserve_engine.adapters.control_net_loader import (
 )
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots
+from maskserve_engine.control_link.transport import Attached
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.control import NetBatch
 from maskserve_engine.requests.control_nets import EditControlNets
@@ -56,6 +58,8 @@ class DenoiserSession:
 
     name: str
     opened: float
+    key: str
+    """As of `transport.Attached`."""
     rows: dict[str, OpenRow] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     """Versions of ControlNets; each is held for `_owner` of it."""
@@ -70,7 +74,8 @@ class DenoiserSessions:
     Args:
         config: of the service: `[model] device` is that of the nets.
         folder: where the slots of rows are.
-        socket: what denoisers connect to.
+        socket: in it, what denoisers of this host connect to.
+        port: what those of other hosts connect to; 0: none may.
         loader: brings ControlNets from `[controls] folder`.
         adapter: of the base's family.
     """
@@ -80,10 +85,12 @@ class DenoiserSessions:
         config: Config,
         folder: Path,
         socket: str,
+        port: int,
         loader: Callable[..., ControlNetLoader],
         adapter: Adapter,
     ) -> None:
-        self._folder, self._socket, self._adapter = folder, socket, adapter
+        self._folder, self._socket, self._port = folder, socket, port
+        self._adapter = adapter
         self._device, self._dtype = device_of(config), dtype_of(config)
         self._loader = loader(config, adapter.facts, self._brought)
         self._door = threading.Lock()
@@ -102,8 +109,8 @@ class DenoiserSessions:
     def close(self) -> None:
         self._loader.close()
 
-    def attach(self, dtype: str) -> dict[str, str]:
-        """A session for a denoiser: its name, the socket to connect to, and the slots' folder.
+    def attach(self, dtype: str) -> Attached:
+        """A session for a denoiser.
 
         Raises:
             InvalidRequest: its numbers are of another type.
@@ -117,8 +124,17 @@ class DenoiserSessions:
                 if not each.connected and now - each.opened > _CONNECT_S:
                     self._forget(each.name)
             name = f"{os.getpid()}-{next(self._names)}"
-            self._sessions[name] = DenoiserSession(name, now)
-        return {"session": name, "socket": self._socket, "folder": str(self._folder)}
+            self._sessions[name] = DenoiserSession(name, now, secrets.token_hex())
+        return self.attached(name)
+
+    def attached(self, name: str) -> Attached:
+        """What its denoiser was told.
+
+        Raises:
+            EngineFailed: there is no such session.
+        """
+        with self._door:
+            return Attached(name, self._socket, self._port, self._session(name).key)
 
     def load(self, session: str, control: ResolvedControl, done: Done) -> None:
         """Hold a ControlNet for a denoiser, until it drops it or ends; `done` is told in any
@@ -169,7 +185,7 @@ class DenoiserSessions:
         }
         with torch.inference_mode():
             made = self._adapter.net_row(Opening(opening.facts, arrays), nets)
-        own.rows[row] = OpenRow(made, RowSlots(self._folder, row), tuple(nets))
+        own.rows[row] = OpenRow(made, RowSlots.shared(self._folder, row), tuple(nets))
 
     def close_row(self, session: str, row: str) -> None:
         with self._door:

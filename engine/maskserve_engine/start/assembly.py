@@ -29,6 +29,7 @@ from maskserve_engine.base.mailbox import Inbox, OutputThread
 from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
+from maskserve_engine.control_link.network import connection_to
 from maskserve_engine.control_link.served import ControlService, ServiceCalls
 from maskserve_engine.control_link.served_nets import ServedNetLoader
 from maskserve_engine.families.adapter import Adapter
@@ -100,6 +101,7 @@ def load_engine(
         adapter.device,
         str(dtype_of(config)).removeprefix("torch."),
         config.controls.service_timeout_s,
+        connection_to(config.controls.service),
     )
     return assemble(
         config,

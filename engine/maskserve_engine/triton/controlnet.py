@@ -3,7 +3,7 @@
 | op | keys | answer |
 |---|---|---|
 | `health` | | `sessions`, `rows`, `nets` |
-| `attach` | `dtype` | `session`, `socket`, `folder` |
+| `attach` | `dtype` | `session`, `socket`, `port`, `key` |
 | `load` | `session`, `name`, `version` | `digest`, once the ControlNet is there |
 | `drop` | `session`, `version` | |
 | `open` | `session`, `row`, `opening`; ARRAYS | |
@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from maskserve_core.config import Config
@@ -57,7 +58,7 @@ class ControlNetFrontend:
                     raise EngineFailed(f"the ControlNet service has failed: {service.problem}")
                 _reply(answer, sessions.counts())
             case {"op": "attach", "dtype": str(dtype)}:
-                _reply(answer, sessions.attach(dtype))
+                _reply(answer, msgspec.to_builtins(sessions.attach(dtype)))
             case {
                 "op": "load",
                 "session": str(session),

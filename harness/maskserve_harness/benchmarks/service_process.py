@@ -16,6 +16,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -44,7 +45,8 @@ class DirectCalls:
         sessions = self._service.sessions
         match op:
             case {"op": "attach"}:
-                return dict(sessions.attach(op["dtype"]))
+                attached: dict[str, Any] = msgspec.to_builtins(sessions.attach(op["dtype"]))
+                return attached
             case {"op": "load"}:
                 found: list[Loaded | MaskserveError] = []
                 came = threading.Event()

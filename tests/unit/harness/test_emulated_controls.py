@@ -15,7 +15,7 @@ RATE = 2_000.0
 
 
 def answered(number: int, *shape: int) -> Answered:
-    return Answered(number, (AddedPart("row", 0, 0, 0, shape, "bfloat16"),))
+    return Answered(number, (AddedPart("row", 0, 0, 0, 0, shape, "bfloat16"),))
 
 
 def test_messages_come_in_turn_when_their_bytes_would_have() -> None:

@@ -20,8 +20,8 @@ from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, 
 from maskserve_core.files.sockets import short_path
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.served import ControlService, RowAsk, ask_service
-from maskserve_engine.control_link.slots import Slot
-from maskserve_engine.control_link.transport import Answered, Ask, Lost
+from maskserve_engine.control_link.slots import RowSlots, SharedSlot
+from maskserve_engine.control_link.transport import Answered, Ask, Attached, Lost, SocketMessages
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.local_executor import LocalExecutor
@@ -29,15 +29,21 @@ from maskserve_engine.requests.executor import DenseRowSpec, StepInput, StepResu
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
-from tests.support.control_service import DirectCalls, Service
+from tests.support.control_service import DirectCalls, Service, over_tcp
 from tests.support.engines import edit
+from tests.support.eventually import eventually
+
+both_ways = pytest.mark.parametrize("connect", [SocketMessages, over_tcp], ids=["memory", "tcp"])
 
 
 class Silent:
     """A frozen service's end: it takes what it is sent, and says nothing."""
 
-    def __init__(self, path: str, session: str) -> None:
+    def __init__(self, attached: Attached) -> None:
         self.asked: list[Ask] = []
+
+    def slots(self, row: str) -> RowSlots:
+        return RowSlots.held()
 
     def ask(self, ask: Ask) -> None:
         self.asked.append(ask)
@@ -119,12 +125,13 @@ def check_only_it_fails(site: Site, executor: LocalExecutor, jobs: Any, named: s
     assert np.allclose(found, alone(site, jobs[1]), atol=1e-4)
 
 
+@both_ways
 @pytest.mark.parametrize("adapters", ["exact", "fast"])
 def test_one_that_ends_fails_its_edits_in_words_and_batch_mates_go_on(
-    site: Site, adapters: str
+    site: Site, adapters: str, connect: Any
 ) -> None:
     jobs = site.jobs(adapters)
-    service = site.service.denoiser()
+    service = site.service.denoiser(connect=connect)
     executor = executor_of(site, service, jobs)
     assert not step(executor, "with", "without").failed
     site.service.front.close()
@@ -170,13 +177,14 @@ def test_losing_it_again_and_again_is_no_fault_of_the_model(site: Site) -> None:
         assert set(step(executor, "with").failed) == {"with"}
 
 
-def test_one_that_ends_with_nobody_waiting_is_noticed(site: Site) -> None:
+@both_ways
+def test_one_that_ends_with_nobody_waiting_is_noticed(site: Site, connect: Any) -> None:
     """Or its ControlNets would be held to be there for good, and no edit bring them anew."""
-    service, version = site.service.denoiser(), site.service.versions["one"]
+    service, version = site.service.denoiser(connect=connect), site.service.versions["one"]
     service.load("one", version, 60.0)
     assert service.holds(version)
     site.service.front.close()
-    assert not service.holds(version)
+    eventually("it is noticed", lambda: not service.holds(version))
 
 
 def test_a_denoiser_attaches_again_once_a_new_one_is_there(site: Site, tmp_path: Path) -> None:
@@ -198,9 +206,10 @@ def test_a_denoiser_attaches_again_once_a_new_one_is_there(site: Site, tmp_path:
     again.close()
 
 
-def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site) -> None:
+@both_ways
+def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site, connect: Any) -> None:
     jobs = site.jobs()
-    service = site.service.denoiser()
+    service = site.service.denoiser(connect=connect)
     executor = executor_of(site, service, jobs)
     [served] = executor._served.values()
     served.await_opened()
@@ -218,9 +227,10 @@ def slots(site: Site) -> list[Path]:
     return [each for each in (site.service.folder / "controls").iterdir() if not each.is_socket()]
 
 
-def test_a_denoiser_that_ends_leaves_nothing(site: Site) -> None:
+@both_ways
+def test_a_denoiser_that_ends_leaves_nothing(site: Site, connect: Any) -> None:
     jobs = site.jobs()
-    executor = executor_of(site, site.service.denoiser(), jobs)
+    executor = executor_of(site, site.service.denoiser(connect=connect), jobs)
     step(executor, "with", "without")
     assert slots(site)
     executor.close()
@@ -231,12 +241,13 @@ def test_a_denoiser_that_ends_leaves_nothing(site: Site) -> None:
     assert not slots(site)
 
 
+@both_ways
 def test_a_denoiser_that_leaves_blocks_out_for_long_does_not_hold_up_its_service(
-    site: Site,
+    site: Site, connect: Any
 ) -> None:
     """Rows that skip steps (`first_block_threshold`) do not read what is said of them."""
     job = site.jobs(num_inference_steps=150)[0]
-    service = site.service.denoiser()
+    service = site.service.denoiser(connect=connect)
     row: Any = site.adapter.dense_row(job)
     opening = site.adapter.opening(row, job)
     assert opening is not None
@@ -276,7 +287,7 @@ def test_numbers_of_another_type_are_refused(site: Site) -> None:
 
 
 def test_a_slot_grows_and_tells_what_is_not_there(tmp_path: Path) -> None:
-    writer, reader = Slot(tmp_path / "slot"), Slot(tmp_path / "slot")
+    writer, reader = SharedSlot(tmp_path / "slot"), SharedSlot(tmp_path / "slot")
     with pytest.raises(OSError, match="slot"):
         reader.read(0, (4,), torch.float32)
     for offset in (0, 2**16, 64):
@@ -358,7 +369,7 @@ def test_an_edit_says_how_many_of_its_steps_asked_ahead(site: Site) -> None:
     config = structs.replace(
         service.config,
         cache=structs.replace(service.config.cache, enabled=False),
-        controls=structs.replace(service.config.controls, service="here"),
+        controls=structs.replace(service.config.controls, service="127.0.0.1:1"),
     )
     engine = load_engine(config, calls=DirectCalls(service.front, service.triton))
     named = ResolvedControl(name="one", version=service.versions["one"])

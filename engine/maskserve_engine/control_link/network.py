@@ -1,0 +1,285 @@
+"""The same messages over TCP, and the bytes of tensors behind them (docs/adr/0061).
+
+A `Wire` is one connection. Messages are those of the standard library's `multiprocessing`, as
+bytes: they have bounds, and both ends show that they know the session's key. A tensor's bytes go
+from its memory and into it. The kernel tells of a peer that does not answer any more, whatever way
+the link is cut, and of one that lets a tensor wait halfway.
+
+At the denoiser a thread takes in what comes, so that residuals cross the link while the base
+computes; at the service `control_service.remote` hands on to the socket and slots of its host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from math import prod
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from weakref import WeakValueDictionary
+
+import msgspec
+import torch
+from torch import Tensor
+
+from maskserve_engine.control_link.slots import RowSlots
+from maskserve_engine.control_link.transport import (
+    MOST_BYTES,
+    AddedPart,
+    Answered,
+    Ask,
+    AskedRow,
+    Attached,
+    Lost,
+    Messages,
+    SocketMessages,
+)
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_S = 5.0
+_SILENT_S = 8
+"""After which a peer that does not acknowledge what it was sent, or that it is there, is gone; and
+one that stops in the middle of a message."""
+_MOST_NAME = 200
+_MOST_SAMPLE, _MOST_ADDED = 2**26, 2**31
+"""Bytes of one row's tensor in an ask, and of one residual: hundreds of times FLUX's at 1024x1024,
+and eighty times."""
+_STALL = struct.pack("ll", _SILENT_S, 0)
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
+    (socket.SOL_SOCKET, socket.SO_RCVTIMEO, _STALL),
+    (socket.SOL_SOCKET, socket.SO_SNDTIMEO, _STALL),
+)
+
+
+class Wire:
+    """One end of a connection. One thread may send while another receives.
+
+    Args:
+        connected: is the wire's from now on.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(None)  # the kernel has the limits, also for `multiprocessing`
+        for level, option, value in _OPTIONS:
+            connected.setsockopt(level, option, value)
+        self._socket = connected
+        self._messages = Connection(os.dup(connected.fileno()))
+
+    def introduce(self, session: str, key: str) -> None:
+        """As the denoiser of a session.
+
+        Raises:
+            Lost: the other end is not the service that has named it.
+        """
+        try:
+            self._messages.send_bytes(session.encode())
+            answer_challenge(self._messages, key.encode())
+            deliver_challenge(self._messages, key.encode())
+        except Exception as error:  # it may say anything
+            raise Lost(f"it does not know this session ({error})") from error
+
+    def welcome(self, key_of: Callable[[str], str]) -> str:
+        """The session of the denoiser at the other end.
+
+        Args:
+            key_of: a session; raises for one that is not known.
+
+        Raises:
+            Lost: it has none.
+        """
+        try:
+            session = self._messages.recv_bytes(_MOST_NAME).decode()
+            key = key_of(session).encode()
+            deliver_challenge(self._messages, key)
+            answer_challenge(self._messages, key)
+        except Exception as error:  # likewise
+            raise Lost(f"whoever connected has no session here ({error})") from error
+        return session
+
+    def send(self, message: bytes, tensors: Sequence[Tensor] = ()) -> None:
+        """Raises Lost: the other end has ended, or takes nothing."""
+        try:
+            self._messages.send_bytes(message)
+            for each in tensors:
+                self._socket.sendall(_bytes(each.cpu().contiguous()))
+        except OSError as error:
+            raise Lost(f"it has ended or reads nothing ({error.strerror or error})") from error
+
+    def receive(self) -> bytes:
+        """The next message, for as long as it takes.
+
+        Raises:
+            Lost: the other end has ended, or sends what is no message.
+        """
+        try:
+            self._messages.poll(None)
+            return self._messages.recv_bytes(MOST_BYTES)
+        except (OSError, EOFError) as error:
+            raise Lost(f"it has ended ({error})" if str(error) else "it has ended") from error
+
+    def fill(self, x: Tensor) -> None:
+        """With the bytes behind a message.
+
+        Raises:
+            Lost: they do not come.
+        """
+        left = _bytes(x)
+        while left:
+            try:
+                count = self._socket.recv_into(left)
+            except OSError as error:
+                raise Lost(f"it has ended ({error.strerror or error})") from error
+            if not count:
+                raise Lost("it has ended")
+            left = left[count:]
+
+    def end(self) -> None:
+        """Both ends are told, and whoever waits here; from any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nobody uses it any more."""
+        self._messages.close()
+        self._socket.close()
+
+
+def _bytes(x: Tensor) -> memoryview:
+    return memoryview(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else memoryview(b"")
+
+
+def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:
+    """Where a row's tensor comes to lie that a message announces.
+
+    Args:
+        part: of the message.
+        slots: of the row; None: it is closed, and nobody reads it.
+
+    Raises:
+        Lost: it is none, or too large.
+        OSError: there is no room.
+    """
+    dtype, asked = getattr(torch, part.dtype, None), isinstance(part, AskedRow)
+    if not isinstance(dtype, torch.dtype) or any(n < 0 for n in part.shape):
+        raise Lost(f"it sends {part.dtype} {part.shape}, which is no tensor")
+    nbytes = prod(part.shape) * dtype.itemsize
+    if nbytes > (_MOST_SAMPLE if asked else _MOST_ADDED):
+        raise Lost(f"it sends {nbytes} bytes of one row")
+    if part.slot not in (0, 1):
+        raise Lost(f"it names a slot {part.slot}")
+    if slots is None:
+        return torch.empty(part.shape, dtype=dtype)
+    if isinstance(part, AskedRow):
+        return slots.ask(part.slot).room(0, part.shape, dtype)
+    return slots.answer(part.slot).room(part.offset, part.shape, dtype)
+
+
+class NetworkMessages:
+    """A denoiser's end (`transport.Messages`).
+
+    Args:
+        host: of the service.
+        attached: what it has said.
+
+    Raises:
+        Lost: it does not answer there, or does not know the session.
+    """
+
+    def __init__(self, host: str, attached: Attached) -> None:
+        if not attached.port:
+            raise Lost("it takes no denoisers of other hosts ([controls] listen)")
+        try:
+            connected = socket.create_connection((host, attached.port), _CONNECT_S)
+        except OSError as error:
+            told = f"{host}:{attached.port} does not answer ({error.strerror or error})"
+            raise Lost(told) from error
+        self._wire = Wire(connected)
+        try:
+            self._wire.introduce(attached.session, attached.key)
+        except Lost:
+            self._wire.close()
+            raise
+        self._slots: WeakValueDictionary[str, RowSlots] = WeakValueDictionary()
+        """Of the rows that are open."""
+        self._came: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
+        """None: nothing follows."""
+        self._over = threading.Event()
+        self._receiver = threading.Thread(target=self._receive, name="controlnets", daemon=True)
+        self._receiver.start()
+
+    def slots(self, row: str) -> RowSlots:
+        held = self._slots[row] = RowSlots.held()
+        return held
+
+    def ask(self, ask: Ask) -> None:
+        samples = [
+            self._slots[each.row].ask(each.slot).read(0, each.shape, getattr(torch, each.dtype))
+            for each in ask.rows
+        ]
+        self._wire.send(msgspec.msgpack.encode(ask), samples)
+
+    def next(self, patience_s: float) -> Answered:
+        try:
+            answered = self._came.get(timeout=max(patience_s, 1e-3))
+        except queue.Empty:
+            raise Lost("it has not answered in time") from None
+        if answered is None:
+            self._came.put(None)
+            raise Lost("it has ended")
+        return answered
+
+    def come(self) -> bool:
+        return not self._came.empty()
+
+    def ended(self) -> bool:
+        return self._over.is_set()
+
+    def close(self) -> None:
+        self._wire.end()
+        self._receiver.join()
+        self._wire.close()
+
+    def _receive(self) -> None:
+        answers = msgspec.msgpack.Decoder(Answered)
+        try:
+            while True:
+                answered = answers.decode(self._wire.receive())
+                for part in answered.parts:
+                    self._wire.fill(room_for(part, self._slots.get(part.row)))
+                self._came.put(answered)
+        except Exception as error:
+            _log.info("a ControlNet service's link is over: %s", error)
+            self._wire.end()
+        finally:
+            self._over.set()
+            self._came.put(None)
+
+
+def connection_to(service: str) -> Callable[[Attached], Messages]:
+    """How a denoiser connects to a service: on its own host through memory, else over TCP.
+
+    Args:
+        service: `[controls] service`, HOST:PORT.
+    """
+    host = service.rpartition(":")[0].strip("[]")
+    return SocketMessages if _is_here(host) else partial(NetworkMessages, host)
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,288 @@
+"""The link between a denoiser and a ControlNet service of another host: TCP, here on loopback.
+
+What becomes of edits when either ends: test_lost_service.py; over two namespaces, with links that
+are cut and slow: tests/e2e/test_two_hosts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.config import ConfigError
+from maskserve_core.errors import Overloaded
+from maskserve_engine.base.job import ControlInput
+from maskserve_engine.control_link import network
+from maskserve_engine.control_link.network import NetworkMessages, Wire, connection_to, room_for
+from maskserve_engine.control_link.slots import HeldSlot, RowSlots
+from maskserve_engine.control_link.transport import (
+    AddedPart,
+    Ask,
+    AskedRow,
+    Attached,
+    Lost,
+    SocketMessages,
+)
+from maskserve_engine.control_service.service import ControlNetService
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.loop.local_executor import LocalExecutor
+from maskserve_engine.requests.executor import DenseRowSpec, StepInput
+from tests.fakes.control_nets import random_net
+from tests.fakes.jobs import config_of, encode_case, random_case
+from tests.support.control_service import DirectCalls, Service, over_tcp
+from tests.support.eventually import eventually
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@contextmanager
+def wires() -> Iterator[tuple[Wire, Wire]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = Wire(socket.create_connection(listener.getsockname()))
+        other = Wire(listener.accept()[0])
+    yield one, other
+    for each in (one, other):
+        each.close()
+
+
+@pytest.fixture
+def service(tiny_inpaint: Path, tmp_path: Path) -> Iterator[Service]:
+    made = Service(tiny_inpaint, tmp_path, {"one": random_net(1, 1, 1)})
+    yield made
+    made.close()
+
+
+def attached(service: Service) -> Attached:
+    calls = DirectCalls(service.front, service.triton)
+    return msgspec.convert(calls.call({"op": "attach", "dtype": "float32"}, b"", 5.0), Attached)
+
+
+def test_tensors_come_as_they_were_sent() -> None:
+    rng = np.random.default_rng()
+    shapes = [tuple(rng.integers(1, 40, rng.integers(1, 4)).tolist()) for _ in range(12)]
+    shapes += [(0, 4), (700, 3000)]  # more than a socket holds
+    sent = [torch.randn(shape).to(DTYPES[at % 3]) for at, shape in enumerate(shapes)]
+    sent.append(torch.randn(6, 5).T)
+    with wires() as (one, other):
+        sender = threading.Thread(target=one.send, args=(b"message", sent))
+        sender.start()
+        assert other.receive() == b"message"
+        for each in sent:
+            came = torch.empty(each.shape, dtype=each.dtype)
+            other.fill(came)
+            assert torch.equal(came, each)
+        sender.join()
+        one.send(b"again")
+        assert other.receive() == b"again"
+
+
+def test_one_that_ends_is_told_wherever_the_other_waits() -> None:
+    for sent, waits in (
+        (b"", lambda wire: wire.receive()),
+        (b"\0\0\0\x09half", lambda wire: wire.receive()),
+        (b"1234", lambda wire: wire.fill(torch.empty(64))),
+    ):
+        with wires() as (one, other):
+            one._socket.sendall(sent)
+            threading.Timer(0.05, one.end).start()
+            with pytest.raises(Lost, match="it has ended"):
+                waits(other)  # type: ignore[no-untyped-call]
+
+
+def test_a_message_has_bounds() -> None:
+    with wires() as (one, other):
+        one._socket.sendall((2**20 + 1).to_bytes(4, "big"))
+        with pytest.raises(Lost):
+            other.receive()
+
+
+def asked(shape: Any, dtype: str = "float32", slot: int = 0) -> AskedRow:
+    return AskedRow("row", 0, 1, slot, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (asked((2**24 + 1,)), "bytes of one row"),
+        (AddedPart("row", 0, 0, 0, 0, (2**30 + 1,), "bfloat16"), "bytes of one row"),
+        (asked((-1, -4)), "no tensor"),
+        (asked((1,), "load"), "no tensor"),
+        (asked((1,), "no such"), "no tensor"),
+        (asked((1,), slot=2), "slot"),
+        (asked((1,), slot=-1), "slot"),
+    ],
+)
+def test_so_have_tensors(part: Any, told: str) -> None:
+    with pytest.raises(Lost, match=told):
+        room_for(part, RowSlots.held())
+
+
+def test_what_a_closed_row_is_sent_is_read_and_forgotten() -> None:
+    assert room_for(AddedPart("row", 0, 3, 1, 64, (5, 2), "bfloat16"), None).shape == (5, 2)
+
+
+def test_a_held_slot_tells_what_has_not_come() -> None:
+    slot = HeldSlot()
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    slot.write(64, x)
+    seen = slot.read(64, (3, 4), torch.float32)
+    assert torch.equal(seen, x)
+    for offset, shape, dtype in (
+        (0, (3, 4), torch.float32), (64, (4, 3), torch.float32), (64, (3, 4), torch.float16),
+    ):  # fmt: skip
+        with pytest.raises(OSError, match="has not come"):
+            slot.read(offset, shape, dtype)
+    slot.write(64, y[:2])
+    assert torch.equal(seen, x)
+    assert torch.equal(slot.read(64, (2, 4), torch.float32), y[:2])
+
+
+@pytest.mark.parametrize(
+    ("service", "here"),
+    [
+        ("127.0.0.1:8005", True), ("localhost:8005", True), ("[::1]:8005", True),
+        ("127.9.9.9:1", True), ("198.18.77.2:8005", False), ("nets:8005", False),
+        ("[2001:db8::1]:8005", False),
+    ],
+)  # fmt: skip
+def test_the_address_says_by_which_way(service: str, here: bool) -> None:
+    assert (connection_to(service) is SocketMessages) == here
+
+
+@pytest.mark.parametrize("adapters", ["exact", "fast"])
+def test_edits_are_the_same_bytes_by_either_way(
+    service: Service, tiny_inpaint: Path, adapters: str
+) -> None:
+    config, rng = config_of(tiny_inpaint), np.random.default_rng()
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    jobs = []
+    for name in ("a", "b"):
+        case = random_case(rng, num_inference_steps=4, strength=1.0, adapters=adapters)
+        picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+        moments = encoder.encode(picture, case.mask, "").moments
+        control = ControlInput(service.versions["one"], picture, moments=moments)
+        jobs.append(replace(encode_case(encoder, case, name), controls=(control,)))
+    found = []
+    for connect in (SocketMessages, over_tcp):
+        executor = LocalExecutor(adapter, None, service.denoiser(connect=connect))
+        for job in jobs:
+            executor.make(job.request.request_id, DenseRowSpec(job))
+        results: list[Any] = []
+        for number in range(4):
+            executor.step(StepInput(number + 1, ("a", "b")), results.append)
+            assert not results[-1].failed
+        found.append([executor.result(name).array() for name in ("a", "b")])
+        executor.close()
+    assert not np.array_equal(found[0][0], found[0][1])
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
+
+
+def refused(messages: Callable[[], Any]) -> str:
+    with pytest.raises(Lost) as told:
+        messages()
+    return str(told.value)
+
+
+def test_whoever_has_no_key_of_a_session_is_turned_away(service: Service) -> None:
+    own = attached(service)
+    for other in (
+        msgspec.structs.replace(own, key="0" * 64),
+        msgspec.structs.replace(own, session="1-0"),
+        msgspec.structs.replace(own, session="x" * 500),
+    ):
+        assert "does not know this session" in refused(lambda at=other: over_tcp(at))
+    over_tcp(own).close()
+
+
+def test_a_service_that_takes_none_of_other_hosts_says_so(service: Service) -> None:
+    closed = msgspec.structs.replace(attached(service), port=0)
+    assert "[controls] listen" in refused(lambda: over_tcp(closed))
+    with pytest.raises(Overloaded, match=r"\[controls\] listen"):
+        service.denoiser(
+            connect=lambda at: NetworkMessages("127.0.0.1", msgspec.structs.replace(at, port=0))
+        )
+
+
+@pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:x", "127.0.0.1:99999", "192.0.2.1:0"])
+def test_an_address_that_cannot_be_had_is_named(
+    service: Service, tmp_path: Path, listen: str
+) -> None:
+    controls = msgspec.structs.replace(service.config.controls, listen=listen)
+    config = msgspec.structs.replace(service.config, controls=controls)
+    with pytest.raises(ConfigError, match=r"\[controls\] listen"):
+        ControlNetService(config, tmp_path / "other")
+
+
+def test_strangers_hold_up_nobody_and_leave_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = attached(service)
+    remote = service.front._service._remote
+    assert remote is not None
+    files = len(os.listdir("/proc/self/fd"))
+    silent = [socket.create_connection(("127.0.0.1", at.port)) for _ in range(3)]
+    for first in (b"\xff" * 9, b"\0\0\0\x02ab", (2**31 - 1).to_bytes(4, "big"), b"GET / HTTP/1.0"):
+        with socket.create_connection(("127.0.0.1", at.port)) as stranger:
+            stranger.sendall(first)
+            service.denoiser(connect=over_tcp).close()
+    for each in silent:
+        each.close()
+    eventually("nothing is left of them", lambda: not remote._links)
+    eventually("no file is", lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+
+def test_so_many_may_connect_and_no_more(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 1)
+    own = over_tcp(attached(service))
+    assert "does not know this session" in refused(lambda: over_tcp(attached(service)))
+    own.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xc1",
+        msgspec.msgpack.encode(Ask(1, 1, (asked((2**40,)),))),
+        msgspec.msgpack.encode(Ask(1, 1, (asked((2,), "load"),))),
+    ],
+)
+def test_a_session_that_breaks_the_rules_ends(service: Service, said: bytes) -> None:
+    other = over_tcp(attached(service))
+    broken: Any = over_tcp(attached(service))
+    broken._wire.send(said)
+    with pytest.raises(Lost, match="has ended"):
+        broken.next(30.0)
+    broken.close()
+    assert not other.ended()
+    other.close()
+    sessions = service.front._service.sessions
+    eventually("both sessions are over", lambda: sessions.counts()["sessions"] == 0)
+
+
+def test_a_peer_that_stops_in_a_message_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel tells; of a link that is cut, see tests/e2e/test_two_hosts.py."""
+    stalls = tuple(
+        (level, option, struct.pack("ll", 0, 200_000) if isinstance(value, bytes) else value)
+        for level, option, value in network._OPTIONS
+    )
+    monkeypatch.setattr(network, "_OPTIONS", stalls)
+    with wires() as (one, other):
+        one.send(b"message")
+        assert other.receive() == b"message"
+        with pytest.raises(Lost, match="has ended"):
+            other.fill(torch.empty(4))
+        with pytest.raises(Lost, match="reads nothing"):
+            one.send(b"more", [torch.zeros(2**25)])
