@@ -1,6 +1,7 @@
-"""Workflows over two hosts: a worker and a node server here, and a worker and a node server at the
-other end of a link, which share no folder. Runs give what they give on one host, also where the
-link is slow or cut, where that host dies, and where values find no room or are lost.
+"""Two hosts: a worker and a node server here, and a worker, a node server and a ControlNet service
+at the other end of a link, which share no folder. Runs of workflows give what they give on one
+host, and edits whose ControlNets run there what they give with these beside their base; also where
+the link is slow or cut, where that host dies, and where values find no room or are lost.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,8 @@ import numpy as np
 import pytest
 
 from maskserve_client.client import Client
-from maskserve_core.errors import MaskserveError
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_core.triton.controlnet_calls import ControlNetCalls
 from maskserve_core.workflows.definition import Workflow, each
 from maskserve_core.workflows.nodes import best, edit, enlarge, outline, shows
 from maskserve_core.workflows.passes import compiled
@@ -40,7 +43,7 @@ pytestmark = [
 ]
 
 SIDE, STEPS, BASE = 64, 100, 9000
-WORKER, NODES = f"{THERE}:{BASE + 1}", f"{THERE}:{BASE + 18}"
+WORKER, NODES, CONTROLS = f"{THERE}:{BASE + 1}", f"{THERE}:{BASE + 18}", f"{THERE}:{BASE + 25}"
 """Of the other host."""
 WHOLE_S, ANSWER_S = 240.0, 400.0
 ROOM = "8m"
@@ -101,6 +104,14 @@ class Site:
         return all(x["up"] and x["state"] == "ready" for x in workers) and all(nodes)
 
 
+def build_net(folder: Path) -> None:
+    """A random ControlNet, made in another process: it needs no torch in this one."""
+    build = "import sys; from tests.fakes.control_nets import random_net;"
+    build += "random_net(11, 1, 1).save_pretrained(sys.argv[1])"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=root, check=True)
+
+
 def status(url: str) -> dict[str, Any]:
     with Client(url) as client:
         return client.control("status")
@@ -122,8 +133,10 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
     of_nodes = f'[model]\ndevice = "cpu"\n{threads}[nodes]\nfind = "{folder / "find"}"\n'
     of_nodes += f'enlarge = "{folder / "big"}"\n'
     shared = f'[values]\nfolder = "{values}"\nleast_bytes = 1\n'
+    served = f'[controls]\nservice = "{CONTROLS}"\nservice_timeout_s = 2.0\n'
+    build_net(folder / "nets" / "plain")
     for name, text in {
-        "here.toml": f"[model]\n{threads}{shared}",
+        "here.toml": f"[model]\n{threads}{shared}{served}",
         "here-nodes.toml": of_nodes + shared,
         "there.toml": f"[model]\n{threads}",
         "there-nodes.toml": of_nodes,
@@ -134,15 +147,17 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         ServeOptions(
             model=str(model), name="here", config=folder / "here.toml", entries=None,
             nodes=folder / "here-nodes.toml", base_port=base, log_dir=folder / "logs",
+            controlnets=str(folder / "nets"),
         )
     )  # fmt: skip
     disk, left = folder / "disk", list[Path]()
     disk.mkdir()
     logs = ["--log-dir", str(folder / "logs-there")]
-    worker_there = [
-        "--model", str(model), "--name", "there", "--config", str(folder / "there.toml"),
-        "--base-port", str(BASE), "--entries", "", *logs,
-    ]  # fmt: skip
+    edits_there = ["--model", str(model), "--config", str(folder / "there.toml")]
+    edits_there += ["--controlnets", str(folder / "nets"), *logs]
+    worker_there = ["--name", "there", "--base-port", str(BASE), "--entries", "", *edits_there]
+    controls_there = ["--workers", "0", "--controlnet-device", "cpu", *edits_there]
+    controls_there += ["--base-port", str(BASE + 20)]
     nodes_there = ["--nodes", str(folder / "there-nodes.toml"), "--workers", "0", *logs]
     nodes_there += ["--base-port", str(BASE + 10)]
     with contextlib.ExitStack() as held:
@@ -151,7 +166,7 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         other = held.enter_context(second_host())
 
         def serve_there() -> None:
-            other.serve(worker_there, nodes_there, folder=disk)
+            other.serve(worker_there, nodes_there, controls_there, folder=disk)
 
         serve_there()
         held.enter_context(here)
@@ -320,3 +335,97 @@ def test_the_name_of_a_value_means_nothing_on_the_other_host(site: Site) -> None
         with Client(WORKER) as client, pytest.raises(MaskserveError, match=r"IMAGE|value"):
             client.edit(reference, encode(MASK), "a red star", seed=1, num_inference_steps=1)
         made.result()
+
+
+# Edits whose ControlNets run on the other host
+
+
+def controlled(url: str, **asked: Any) -> tuple[bytes, dict[str, Any]]:
+    """Picture and META of an edit with a ControlNet."""
+    picture = np.random.default_rng(5).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    control = {"control": [encode(picture)], "controls": [{"name": "plain", "scale": 0.8}]}
+    return plain(url, **control, **asked)
+
+
+def plain(url: str, **asked: Any) -> tuple[bytes, dict[str, Any]]:
+    settings = {"num_inference_steps": 8, "cache": "off", "seed": 1, "timeout": 120, **asked}
+    with Client(url) as client:
+        made = client.edit(encode(scene(SIDE, SIDE)), encode(MASK), "a red star", **settings)
+    return made.encoded, made.meta
+
+
+def controlled_again(url: str) -> bytes:
+    """Once the service is there again."""
+    found = list[bytes]()
+
+    def answered() -> bool:
+        try:
+            found.append(controlled(url)[0])
+        except MaskserveError as error:
+            if "ControlNet service" not in str(error):
+                raise
+        return bool(found)
+
+    eventually("the service is found again", answered, timeout_s=WHOLE_S)
+    return found[0]
+
+
+def nothing_is_left_of_rows(site: Site) -> None:
+    calls = ControlNetCalls(CONTROLS)
+    eventually(
+        "the service has let go of what is over",
+        lambda: calls.call({"op": "health"}, b"", 5.0) == {"sessions": 1, "rows": 0, "nets": 1},
+        timeout_s=60,
+    )
+    calls.close()
+    assert not [*site.there.memory.rglob("*.ask"), *site.there.memory.rglob("*.answer")]
+
+
+@pytest.mark.parametrize("cache", ["off", "own"])
+def test_residuals_of_the_other_host_give_the_bytes_of_nets_beside_the_base(
+    site: Site, cache: str
+) -> None:
+    here = site.here.workers[0].grpc_url
+    expected, _ = controlled(WORKER, cache=cache)
+    found, meta = controlled(here, cache=cache)
+    assert found == expected
+    assert meta["controls_stalled_ms"] > 0
+    assert plain(here, cache=cache)[0] != expected
+    nothing_is_left_of_rows(site)
+
+
+def test_over_a_slow_link_edits_are_the_same_bytes(site: Site) -> None:
+    """Also those that add what was said one step ahead: which that is says no link."""
+    here = site.here.workers[0].grpc_url
+    expected, ahead = controlled(here)[0], controlled(here, adapters="fast")[0]
+    site.there.slow(mbit=4)
+    assert controlled(here)[0] == expected != ahead
+    found, meta = controlled(here, adapters="fast")
+    assert found == ahead
+    assert meta["controls_stale_steps"] == 7
+    nothing_is_left_of_rows(site)
+
+
+@pytest.mark.parametrize("how", ["cut", "deaf", "mute", "killed"])
+def test_a_service_that_is_gone_fails_its_edits_in_words_and_is_found_again(
+    site: Site, how: str
+) -> None:
+    """Edits beside them go on, and so do those that come while it is away."""
+    here = site.here.workers[0].grpc_url
+    expected, other = controlled(here)[0], plain(here)[0]
+    with ThreadPoolExecutor(3) as pool:
+        hurt = [pool.submit(controlled, here, num_inference_steps=STEPS) for _ in range(2)]
+        eventually("both run", lambda: len(status(here)["running"]) == 2, timeout_s=60)
+        whole = away(site, how)
+        beside = pool.submit(plain, here)
+        for each in hurt:
+            error = each.exception(ANSWER_S)
+            assert isinstance(error, EngineFailed | Overloaded), error
+            assert "ControlNet service" in str(error)
+        beside.result(ANSWER_S)
+    with pytest.raises(MaskserveError, match="ControlNet service"):
+        controlled(here)
+    assert plain(here)[0] == other
+    whole()
+    assert controlled_again(here) == expected
+    nothing_is_left_of_rows(site)

@@ -158,7 +158,7 @@ class Wire:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else memoryview(b"")
+    return x.reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
 def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:

@@ -1,27 +1,35 @@
-"""8 MiB from one node to the next, where both run on one host, and where a link is between them."""
+"""8 MiB from one node to the next, and edits whose ControlNet a service runs: where both ends are
+on one host, and where a link is between them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from maskserve_client.client import Client
 from maskserve_core.config import ValuesConfig
 from maskserve_core.imaging.images import as_file, encode_png
 from maskserve_core.worker.values import Values
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.second_host import THERE, SecondHost
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.keys import KeyHolder
 from maskserve_router.node_pool import NodePool
 from maskserve_router.run_values import RunValues
 from maskserve_router.turns import Turns
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import Ports, free_base_port
+from maskserve_serving.supervisor import Supervisor
 
 _SMALL, _PADDED = 648, 512
 """Sides of a picture of 1 MiB, and what makes it one of 8 MiB on each side."""
@@ -30,6 +38,10 @@ _CLIENT: Final = KeyHolder("bench", 64, admin=True)
 _WAYS: Final = (("here", "here"), ("here", "there"), ("there", "here"), ("there", "there"))
 """Hosts of who makes the value and of who reads it, of a router that is here."""
 _BASE_PORT: Final = 9000
+_CONTROLS_PORT: Final = 9020
+_CONTROLNETS: Final = CHECKOUT / "assets" / "controlnets"
+_AT_ONCE, _OF_A_ROUND = 8, 32
+"""Edits that are under way, and those of a round."""
 
 
 def two_hosts(
@@ -101,3 +113,65 @@ async def _two(
     inputs = {"picture": padded["picture"], "mask": mask}
     cut = Task("crop", NodeCall("crop", "crop"), inputs)
     return files.received((await reader.call(cut, _CLIENT, run=files.run)).outputs)
+
+
+def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, Any]:
+    """Edits per second of a worker whose ControlNet runs on the other host, as a share of one's
+    whose service is on its own: of medians, both always up, in turn. All compute with one thread.
+
+    Args:
+        other: serves on other ports, or nothing.
+        kept: for what they keep on disk.
+        rounds: of each.
+    """
+    service = f"{THERE}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
+    for name, more in (("one", ""), ("two", f'[controls]\nservice = "{service}"\n')):
+        (kept / f"{name}.toml").write_text(f"[model]\ntorch_threads = 1\n{more}")
+    nets = ["--controlnets", str(_CONTROLNETS), "--controlnet-device", "cpu"]
+    files = ["--config", str(kept / "one.toml"), "--log-dir", str(kept / "logs-controls")]
+    served = ["--workers", "0", "--model", str(DEMO_MODEL), "--base-port", str(_CONTROLS_PORT)]
+    other.serve([*served, *nets, *files], folder=kept)
+    with ExitStack() as held:
+        sides = {}
+        for name, device in (("one", "cpu"), ("two", "")):
+            options = ServeOptions(
+                model=str(DEMO_MODEL),
+                config=kept / f"{name}.toml",
+                controlnets=str(_CONTROLNETS),
+                controlnet_device=device,
+                base_port=free_base_port(),
+                log_dir=kept / f"logs-{name}",
+            )
+            supervisor = held.enter_context(Supervisor(options))
+            sides[name] = supervisor.workers[0].grpc_url
+            _edits_s(sides[name], _AT_ONCE)  # warms
+        rates: dict[str, list[float]] = {name: [] for name in sides}
+        for number in range(rounds):
+            for name in sorted(sides, reverse=bool(number % 2)):
+                rates[name].append(_edits_s(sides[name], _OF_A_ROUND))
+    middle = {name: statistics.median(each) for name, each in rates.items()}
+    return {
+        "two_hosts_control_ratio": round(middle["two"] / middle["one"], 3),
+        "seconds_two_hosts_control_edits_s": {
+            name: [round(rate, 3) for rate in each] for name, each in rates.items()
+        },
+    }
+
+
+def _edits_s(url: str, count: int) -> float:
+    """Edits per second of so many, each with a ControlNet and of a picture that is new."""
+    begin = time.monotonic()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(lambda rng: _controlled(url, rng), np.random.default_rng().spawn(count)))
+    return count / (time.monotonic() - begin)
+
+
+def _controlled(url: str, rng: np.random.Generator) -> None:
+    mask = np.zeros((128, 128), np.uint8)
+    mask[32:80, 40:96] = 255
+    picture, outline = (encode_png(rng.integers(0, 256, (128, 128, 3), np.uint8)) for _ in range(2))
+    with Client(url) as client:
+        client.edit(
+            picture, encode_png(mask), "a red star", control=[outline],
+            controls=[{"name": "outline"}], timeout=600,
+        )  # fmt: skip

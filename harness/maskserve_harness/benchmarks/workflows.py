@@ -13,8 +13,9 @@ decoder's processes; and their edits per second, as a share of those of two that
 `by-name`: 16 MiB from node to node by name, beside through the caller.
 `due`: plans with due times over eight emulated workers, beside edits as they come and beside the
 simulator (`due_plans`): 10 minutes with 300 plans.
-`hosts`: what a link adds to 8 MiB from node to node, and no link; None where this process may make
-no network namespaces.
+`hosts`: what a link adds to 8 MiB from node to node, and edits per second with a ControlNet at its
+other end, as a share of those with one in a service of the same host; None where this process may
+make no network namespaces.
 `models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
 
     python scripts/bench workflows --json workflows.json
@@ -53,7 +54,7 @@ from maskserve_harness.benchmarks.by_name import by_name
 from maskserve_harness.benchmarks.due_plans import due_plans
 from maskserve_harness.benchmarks.shared_stages import stages_edits, stages_memory
 from maskserve_harness.benchmarks.timing import hardware
-from maskserve_harness.benchmarks.two_hosts import two_hosts
+from maskserve_harness.benchmarks.two_hosts import two_hosts, two_hosts_control
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.looks import edits_with, followed
 from maskserve_harness.demo_model.named import held_out_scenes
@@ -399,10 +400,14 @@ def due(args: argparse.Namespace) -> dict[str, Any]:
 
 def hosts(args: argparse.Namespace) -> dict[str, Any]:
     if not can_have_one():
-        return {"two_hosts_added_ms": None}
-    with tempfile.TemporaryDirectory() as kept, second_host() as other, served(args.find) as sides:
-        here, folder = f"127.0.0.1:{sides.nodes.ports.grpc}", Path(kept)
-        return two_hosts(here, sides.values, other, folder, 4 * args.rounds)
+        return {"two_hosts_added_ms": None, "two_hosts_control_ratio": None}
+    with tempfile.TemporaryDirectory() as kept, second_host() as other:
+        folder = Path(kept)
+        with served(args.find) as sides:
+            here = f"127.0.0.1:{sides.nodes.ports.grpc}"
+            found = two_hosts(here, sides.values, other, folder, 4 * args.rounds)
+        other.end()
+        return {**found, **two_hosts_control(other, folder, args.rounds)}
 
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
