@@ -108,6 +108,19 @@ def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
         assert own.threads(checked({})) == max(1, cores() // (workers + 1))
 
 
+def test_a_controlnet_service_listens_to_other_hosts_where_it_is_alone(tmp_path: Path) -> None:
+    for workers, listens in ((0, True), (2, False)):
+        own = spec(
+            tmp_path, workers=workers, host="0.0.0.0", controlnets="nets", controlnet_device="cpu"
+        )
+        own.options.check()
+        service = ControlNetProcess(own)
+        address = f"0.0.0.0:{own.options.base_port + 3}" if listens else ""
+        assert checked(service.tables()).controls.listen == address
+        assert service._options.host == ("0.0.0.0" if listens else "127.0.0.1")
+        assert own.threads(checked({})) == max(1, cores() // (workers + 1))
+
+
 def test_a_node_server_has_the_folder_of_values_of_its_router(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[values]\nfolder = "/mine"\n')
