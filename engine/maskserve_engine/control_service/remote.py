@@ -40,7 +40,7 @@ class RemoteDenoisers:
         self._stop = threading.Event()
         self._door = threading.Lock()
         self._links: dict[Wire, threading.Thread] = {}
-        self._thread = threading.Thread(target=self._accept, name="remote", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="other hosts", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -266,7 +266,7 @@ def test_no_step_waits_behind_the_first_one(model: Model) -> None:
 def _all_there(served: Any) -> bool:
     """Whether what was asked for the row has been answered."""
     link = served.link
-    while link._messages.come():
+    while link.messages.come():
         link._read(1.0)
     return all(link._answers[number].ended for number in served.reuse.numbers)
 

@@ -70,7 +70,7 @@ class Rig:
     source: Source
 
     def attach(self) -> str:
-        return self.service.sessions.attach("float32")["session"]
+        return self.service.sessions.attach("float32").session
 
     def load(self, session: str, name: str) -> list[Loaded | MaskserveError]:
         """What is said of it, once it is."""
