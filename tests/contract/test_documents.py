@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from maskserve_harness.bench import COMMANDS
 from maskserve_harness.benchmarks.bytes_table import table, unet_table
 from maskserve_harness.documents.module_index import code_lines, modules, packages
+from maskserve_harness.simulator.plan_tables import gains_table, rates_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = sorted(
@@ -74,6 +76,14 @@ def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert table(1024, 28, (1, 2, 4, 7, 14, 28)) in text
     assert unet_table(28) in text
+
+
+def test_the_tables_of_simulated_workflows_are_those_of_the_run() -> None:
+    """Printed by `scripts/bench simulate_cluster --workflows`."""
+    text = (ROOT / "docs" / "decisions" / "simulator.md").read_text(encoding="utf-8")
+    report = json.loads((ROOT / "docs" / "benchmarks" / "workflows-simulated.json").read_text())
+    assert rates_table(report) in text
+    assert gains_table(report) in text
 
 
 def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:

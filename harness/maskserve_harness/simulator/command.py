@@ -168,8 +168,11 @@ def deadlines(args: argparse.Namespace) -> int:
 
 def workflows(args: argparse.Namespace) -> int:
     from maskserve_harness.simulator.plan_figures import run_plans
+    from maskserve_harness.simulator.plan_tables import gains_table, rates_table
 
-    write_json(run_plans(lambda line: print(line, flush=True)), args.json)
+    report = run_plans(lambda line: print(line, flush=True))
+    write_json(report, args.json)
+    print(rates_table(report), gains_table(report), sep="\n\n")
     return 0
 
 

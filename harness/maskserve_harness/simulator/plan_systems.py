@@ -7,7 +7,7 @@ to 1.9 times as fast), else those of the published models on such a card.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
@@ -18,9 +18,10 @@ from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rule
 from maskserve_harness.simulator.workload import Workload, draw
 
 GIB: Final = 2**30
-ROOM: Final = 74 * GIB
-"""Of a card of 80 GB, for weights."""
-BYTES_S: Final = 3.9 * GIB / 0.430
+ROOM: Final = 74.0
+"""GiB of a card of 80 GB, for weights."""
+LOAD_S: Final = 0.430 / 3.9
+"""Of a GiB."""
 TWO: Final = 1.9
 """Times that two devices are as fast as one."""
 OVERHEAD_S: Final = 1e-3
@@ -28,8 +29,7 @@ OVERHEAD_S: Final = 1e-3
 SHARES: Final = (0.5, 0.3, 0.2)
 """Of a base's requests: without a ControlNet, with the first, with the second."""
 TURN: Final = 10.0
-"""For so many times a mean request each workflow is on, one time of four, where they are by turns.
-"""
+"""Times a mean request that a turn takes, where workflows are on by turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +108,30 @@ class Load:
     cv: float = 1.0
     scale: float = 2.0
     """Due times over what a request takes alone, dense, on one device."""
-    part_time: bool = False
-    """Each workflow is on for a quarter of the time."""
+    turns: int = 1
+    """Each workflow is on for one of so many turns."""
     masked: bool = False
     """Requests are masked edits of the production trace."""
     shares: tuple[float, ...] = SHARES
     """As SHARES."""
+    room: float = ROOM
+    """GiB of a device, for weights."""
+    monolith_room: float | None = None
+    """Of that, what monoliths may have; None: all."""
+    load_s: float = LOAD_S
+    """Seconds to load a GiB."""
+    blind: bool = False
+    """Whether monoliths admit all requests, and run them to their end."""
 
     @property
     def flows(self) -> list[Flow]:
         bases, nets = SETTINGS[self.setting], range(len(self.shares))
         return [Flow(base, net) for base in bases for net in nets]
+
+    @property
+    def monolith(self) -> float:
+        """GiB of the largest."""
+        return max(sum(flow.parts.values()) for flow in self.flows)
 
     @property
     def mix(self) -> dict[Flow, float]:
@@ -146,8 +159,8 @@ def wants(load: Load) -> list[Want]:
     mean = sum(share * flow.solo_s for flow, share in load.mix.items())
     rate = load.load * load.devices / mean
     rng, mix = random.Random(load.seed), load.mix
-    if load.part_time:
-        came = _part_time(load, rate, TURN * mean, rng)
+    if load.turns > 1:
+        came = _by_turns(load, rate, TURN * mean, rng)
     else:
         flows, weights, now = list(mix), list(mix.values()), 0.0
         came = []
@@ -164,16 +177,15 @@ def _gap(rng: random.Random, rate: float, cv: float) -> float:
     return rng.gammavariate(shape, 1.0 / (shape * rate))
 
 
-def _part_time(
-    load: Load, rate: float, turn: float, rng: random.Random
-) -> list[tuple[float, Flow]]:
-    """Each workflow is on for one of four turns, and has then four times its rate."""
+def _by_turns(load: Load, rate: float, turn: float, rng: random.Random) -> list[tuple[float, Flow]]:
+    """Each workflow has gaps of its own, and as many times its rate as there are turns in one."""
+    turns = load.turns
     came = []
     for number, (flow, share) in enumerate(load.mix.items()):
         on = 0.0
         for _ in range(load.requests):
-            on += _gap(rng, 4.0 * share * rate, load.cv)
-            came.append((on + turn * (3 * (on // turn) + number % 4), flow))
+            on += _gap(rng, turns * share * rate, load.cv)
+            came.append((on + turn * ((turns - 1) * (on // turn) + number % turns), flow))
     return sorted(came, key=lambda each: each[0])[: load.requests]
 
 
@@ -238,8 +250,14 @@ def _steps(flow: Flow) -> tuple[Node, ...]:
 
 
 def static(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
-    """Diffusers: each workflow has devices of its own, by its share of the time."""
+    """Diffusers: each workflow has devices of its own, by its share of the time.
+
+    Raises:
+        ValueError: there are fewer devices than workflows.
+    """
     need = {flow: share * flow.solo_s for flow, share in load.mix.items()}
+    if len(need) > load.devices:
+        raise ValueError(f"{len(need)} workflows on {load.devices} devices")
     counts = dict.fromkeys(need, 1)
     while sum(counts.values()) < load.devices:
         counts[max(need, key=lambda flow: need[flow] / counts[flow])] += 1
@@ -250,8 +268,7 @@ def static(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
 
 def swapped(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
     """Diffusers-C: workflows come to any device when they are asked for, as Clockwork's models."""
-    empty: dict[str, frozenset[str]] = {f"d{n}": frozenset() for n in range(load.devices)}
-    return _monolith(load, want, empty, bound=False)
+    return _monolith(load, want, dict.fromkeys(_rooms(load), frozenset()), bound=False)
 
 
 def planned(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
@@ -259,7 +276,7 @@ def planned(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
     models = [
         ModelLoad(flow.name, _nbytes(flow), share * flow.solo_s) for flow, share in load.mix.items()
     ]
-    placed = place(models, {f"d{n}": ROOM for n in range(load.devices)})
+    placed = place(models, _rooms(_of_monoliths(load)))
     return _monolith(load, want, placed, bound=True)
 
 
@@ -277,7 +294,12 @@ def _monolith(
         node = Node(frozenset({name}), (each.flow.solo_s,), only=only)
         asked.append(_asked(load, number, each, (node,)))
     sizes = {flow.name: _nbytes(flow) for flow in load.flows}
-    return _run(Rules("fcfs", swaps=not bound), load, sizes, placed), asked
+    rules = Rules("fcfs", admission=not load.blind, swaps=not bound)
+    return _run(rules, _of_monoliths(load), sizes, placed), asked
+
+
+def _of_monoliths(load: Load) -> Load:
+    return replace(load, room=load.monolith_room or load.room)
 
 
 def _asked(load: Load, number: int, want: Want, nodes: tuple[Node, ...]) -> Asked:
@@ -298,41 +320,70 @@ def _loads(load: Load, models: dict[str, int]) -> dict[str, frozenset[str]]:
     for flow, share in load.mix.items():
         for name in flow.parts:
             need[name] += share * flow.solo_s
-    return place(
-        [ModelLoad(name, size, need[name]) for name, size in models.items()],
-        {f"d{n}": ROOM for n in range(load.devices)},
-    )
+    loads = [ModelLoad(name, size, need[name]) for name, size in models.items()]
+    return place(loads, _rooms(load))
+
+
+def _rooms(load: Load) -> dict[str, int]:
+    return {f"d{n}": int(load.room * GIB) for n in range(load.devices)}
 
 
 def _run(
     rules: Rules, load: Load, sizes: dict[str, int], placed: dict[str, frozenset[str]]
 ) -> PlanRun:
-    devices = {name: Device(ROOM, models=dict.fromkeys(held, 0.0)) for name, held in placed.items()}
-    return PlanRun(rules, devices, sizes, BYTES_S)
+    devices = {
+        name: Device(room, models=dict.fromkeys(placed[name], 0.0))
+        for name, room in _rooms(load).items()
+    }
+    return PlanRun(rules, devices, sizes, GIB / load.load_s)
 
 
 def in_time(system: str, load: Load) -> float:
-    """The share of a load's requests that a system has in time."""
-    run, asked = SYSTEMS[system](load, wants(load))
+    """The share of a load's requests that a system has in time; 0 where its models do not fit."""
+    want = wants(load)
+    try:
+        run, asked = SYSTEMS[system](load, want)
+    except ValueError:
+        return 0.0
     run.run(asked)
     return run.in_time(asked)
 
 
-def rate(
-    system: str, load: Load, seeds: Sequence[int], steps: int = 7, least: float = 0.9
+def rate(system: str, load: Load, seeds: Sequence[int], steps: int = 5) -> float:
+    """The highest load at which a system has nine of ten in time; 0: none from 0.05 on."""
+    return most(system, lambda at: replace(load, load=at), (0.05, 12.8), seeds, steps)
+
+
+def most(
+    system: str,
+    of: Callable[[float], Load],
+    bounds: tuple[float, float],
+    seeds: Sequence[int],
+    steps: int = 5,
 ) -> float:
-    """The highest load at which a system has so many in time; 0: none from 0.05 on."""
+    """How far a load may grow until a system has fewer than nine of ten in time.
 
-    def share(at: float) -> float:
-        loads = [replace(load, load=at, seed=seed) for seed in seeds]
-        return sum(in_time(system, each) for each in loads) / len(seeds)
+    Args:
+        system: its name.
+        of: the load by what grows.
+        bounds: of that.
+        seeds: whose mean it is.
+        steps: that halve the last doubling: 5 find it to within 2 %.
 
-    low, high = 0.05, 0.1
-    if share(low) < least:
+    Returns:
+        Within the bounds; 0: not even at the lower one.
+    """
+
+    def met(at: float) -> bool:
+        loads = [replace(of(at), seed=seed) for seed in seeds]
+        return sum(in_time(system, load) for load in loads) >= 0.9 * len(seeds)
+
+    low, end = bounds
+    if not met(low):
         return 0.0
-    while share(high) >= least and high < 12.8:
-        low, high = high, 2 * high
-    for _ in range(steps):
+    while (high := min(2 * low, end)) > low and met(high):
+        low = high
+    for _ in range(steps if high > low else 0):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if share(middle) >= least else (low, middle)
+        low, high = (middle, high) if met(middle) else (low, middle)
     return low

@@ -1,14 +1,19 @@
 """Plans of nodes in virtual time: what is conserved, and who does better, at small size."""
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.simulator import plan_systems
 from maskserve_harness.simulator.plan_figures import (
+    ASSUMPTIONS,
     alone,
+    assumed,
     chained,
     control_plane,
     decisions,
@@ -17,14 +22,16 @@ from maskserve_harness.simulator.plan_figures import (
     overload,
     passed,
     sharing,
+    summary,
 )
 from maskserve_harness.simulator.plan_systems import (
-    GIB,
     SETTINGS,
     SYSTEMS,
     Flow,
     Load,
     in_time,
+    most,
+    rate,
     wants,
 )
 from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
@@ -102,7 +109,7 @@ def test_requests_of_two_loads_are_the_same_in_other_gaps():
     slow, fast = wants(Load("S5", 0.5, 8, 50, 1)), wants(Load("S5", 1.0, 8, 50, 1))
     assert [w.flow for w in slow] == [w.flow for w in fast]
     assert [w.arrival for w in slow] == pytest.approx([2 * w.arrival for w in fast])
-    by_turns = wants(Load("S1", 0.5, 8, 400, 1, part_time=True))
+    by_turns = wants(Load("S1", 0.5, 8, 400, 1, turns=4))
     turn = plan_systems.TURN * sum(s * f.solo_s for f, s in Load("S1", 1, 8, 1, 1).mix.items())
     for want in by_turns:
         assert int(want.arrival / turn) % 4 == want.flow.net
@@ -118,7 +125,7 @@ def test_ours_is_not_behind_monoliths_or_algorithm_1(setting):
 def test_masks_turns_and_overload():
     masked = Load("S4", 2.5, 8, 80, 1, masked=True)
     assert in_time("ours", masked) > 0.9 > 0.6 > in_time("planned", masked)
-    turns = Load("S1", 0.45, 8, 120, 1, part_time=True)
+    turns = Load("S1", 0.45, 8, 120, 1, turns=4)
     assert in_time("ours", turns) > 0.9 > 0.7 > in_time("static", turns)
     full = overload("S1", 120, (1,))
     assert full["admission"] > 0.95
@@ -135,7 +142,7 @@ def test_what_the_paper_says_of_loading_and_of_devices_comes_out():
     assert whole[0] == pytest.approx(1.0, abs=0.01)
     assert whole[0] > whole[1]
     assert Flow("sd3", 1).solo_s > Flow("sd3", 0).solo_s
-    assert sum(Flow("dev", 2).parts.values()) * GIB < 80 * GIB
+    assert sum(Flow("dev", 2).parts.values()) < 80
 
 
 def test_shared_models_and_as_many_devices_as_are_idle_take_less_time():
@@ -162,3 +169,52 @@ def test_decisions_cost_next_to_nothing_at_their_committed_medians():
     assert all(each["cores_in_groups"] <= 1.0 for each in control_plane().values())
     found = decisions(16, 20, count=3)
     assert found.keys() == {"decide_s", "admit_s"}
+
+
+def test_a_monolith_that_has_its_card_by_itself_is_as_if_it_were_bound_to_it():
+    load = Load("S4", 0.8, 8, 60, 1)
+    whole = assumed(load, ASSUMPTIONS["whole cards"])
+    assert in_time("planned", whole) == in_time("static", whole) < in_time("planned", load)
+    assert in_time("ours", whole) == in_time("ours", load)
+
+
+def test_a_queue_that_is_not_seen_makes_all_late():
+    load = Load("S4", 1.5, 8, 160, 1)
+    assert in_time("planned", assumed(load, ["blind"])) < 0.5 * in_time("planned", load)
+    assert in_time("ours", assumed(load, ["blind"])) == in_time("ours", load)
+
+
+def test_models_that_do_not_fit_have_nothing_in_time():
+    load = Load("S4", 0.1, 2, 10, 1)
+    assert in_time("static", load) == 0.0
+    assert in_time("ours", replace(load, room=20.0)) == 0.0
+
+
+def test_the_most_is_between_what_is_met_and_what_is_not():
+    load = Load("S4", 1.0, 4, 40, 1)
+    found = rate("planned", load, (1,))
+    shares = [in_time("planned", replace(load, load=at)) for at in (found, 1.03 * found)]
+    assert shares[0] >= 0.9 > shares[1]
+    assert most("planned", lambda at: replace(load, load=at), (8.0, 16.0), (1,)) == 0.0
+    assert most("planned", lambda at: replace(load, load=at), (0.01, 0.05), (1,)) == 0.05
+
+
+def test_the_committed_figures_come_out_anew_and_hold_the_bars():
+    """A part of `simulate_cluster --workflows`, which takes minutes."""
+    file = CHECKOUT / "docs" / "benchmarks" / "workflows-simulated.json"
+    report = json.loads(file.read_text())
+    assert report["summary"] == summary(report)
+    first, *_ = report["seeds"]
+    for setting, system in (("S1", "planned"), ("S4", "ours")):
+        devices = plan_systems.DEVICES[setting]
+        load = Load(setting, 1.0, devices, report["requests_per_device"] * devices, first)
+        assert report["rates"][setting][system][0] == round(rate(system, load, (first,)), 3)
+    told = report["summary"]
+    assert told["vs_best_monolith"] >= 1.0
+    assert told["vs_lego"] >= 1.0
+    assert told["vs_static_by_turns"] >= 2.0
+    assert told["twice_capacity"] >= 0.95
+    assert told["twice_without"] <= 0.15
+    assert told["refused_wrongly"] <= 0.05
+    assert told["masks_vs_monolith"] >= 2.5
+    assert told["control_plane_share"] <= 0.01
