@@ -204,8 +204,9 @@ class CacheConfig(Table, frozen=True):
     inpainting UNets in any case, it computes all tokens there, and the steps between read what
     those have left; its ControlNets compute all tokens there, too. -1: what the model needs; 0: an
     edit without a template runs dense."""
-    own_format: EntryFormat = "int8"
-    """Storage of what an edit's own anchors leave."""
+    own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
+    """Storage of what an edit's own anchors leave. `auto`: int8 on a GPU; on a CPU, where decoding
+    it takes up to a sixth of a step, the model's own precision."""
     own_text: Literal["frozen", "computed"] = "frozen"
     """Of the text in the steps between anchors, also beside a template that has keys and values of
     all blocks: `frozen`: it goes on from what the anchors had, and `plan` is `fixed`; `computed`.
@@ -219,6 +220,12 @@ class CacheConfig(Table, frozen=True):
     compared."""
     audit_limit: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.25
     """Difference of such an edit, relative, beyond which its template runs dense from then on."""
+
+    def own_format_on(self, device: str) -> EntryFormat:
+        """`own_format` of a worker on a device of this type."""
+        if self.own_format != "auto":
+            return self.own_format
+        return "model" if device == "cpu" else "int8"
 
     def placed_on(self, device: str) -> int:
         """`placed_bytes` of a worker on a device of this type, such as `cpu`."""

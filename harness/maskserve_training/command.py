@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     add("--single-layers", type=int, default=4, help="single-stream blocks")
     add("--scenes", type=int, default=20_000, help="square scenes to draw; 2/5 more are oblong")
     add("--vae-minutes", type=float, default=20, help="training time of the VAE's decoder")
-    add("--minutes", type=float, default=90, help="CPU time of each worker")
+    add("--minutes", type=float, default=90, help="CPU time of each worker; 0: samples alone")
     add("--rate", type=float, default=3e-3, help="peak learning rate")
     add("--workers", type=int, default=1, help="training processes that average weights")
     add("--worker", type=int, default=None, help="run as this worker only, do not export")
@@ -66,6 +66,8 @@ def main() -> int:
     pipe = assemble(vae, text, transformer)
     if not args.export_only:
         parts = [data.read_part(folder) for folder in _data(args, vae)]
+        if not args.minutes:
+            return 0
         helpers = [] if args.worker is not None else _start_helpers(args.workers)
         worker = args.worker or 0
         train(

@@ -5,7 +5,8 @@ mask is blank and the mask is full, the same for every token. So what these chan
 embedder is a constant, which its bias can hold: the start. It is then trained for some minutes on
 whole pictures and their prompts.
 
-    python scripts/bench train_demo_model --minutes 0 --out /tmp/unused   # draws the samples
+    # draws the samples
+    python scripts/bench train_demo_model --start assets/models/demo --minutes 0 --out /tmp/unused
     python scripts/bench train_inpaint_model --minutes 25 --out build/demo-inpaint
 """
 

@@ -300,14 +300,19 @@ def own_stride(config: Config, facts: ModelFacts) -> float:
     return asked if asked >= 0 else facts.own_stride
 
 
-def own_rule(config: Config, facts: ModelFacts) -> OwnRule:
+def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:
     """How the worker's rows keep what is their own: anchors (docs/adr/0044), or, beside a template,
     what ControlNets find.
+
+    Args:
+        config: of the worker.
+        facts: of its model.
+        device: type of its device.
     """
     cache = config.cache
     stride = cache.own_anchors if cache.own_anchors > 0 else facts.own_stride
     text = cache.own_text == "frozen" and facts.leaves_text
-    return OwnRule(stride or OWN_RULE.stride, cache.own_format, text, facts.own_power)
+    return OwnRule(stride or OWN_RULE.stride, cache.own_format_on(device), text, facts.own_power)
 
 
 class TextShares(NamedTuple):

@@ -90,7 +90,7 @@ def memory_table(
         template=size.nbytes,
         adapters=adapters,
         controls=controls,
-        own=_own_bytes(config, adapter),
+        own=_own_bytes(config, adapter, device.type),
     )
 
 
@@ -113,7 +113,7 @@ def _recorded(config: Config, facts: ModelFacts) -> int:
     return recorded_rows(facts, config) if device_of(config).type != "cpu" else 0
 
 
-def _own_bytes(config: Config, adapter: Adapter) -> int:
+def _own_bytes(config: Config, adapter: Adapter, device: str) -> int:
     """What the anchors of an edit without a template leave, of native size and of nearly all its
     tokens; 0: edits have none.
     """
@@ -121,7 +121,7 @@ def _own_bytes(config: Config, adapter: Adapter) -> int:
     if not own_stride(config, facts):
         return 0
     side = facts.native_resolution // facts.vae_scale_factor
-    work, rule = adapter.work(side, side), own_rule(config, facts)
+    work, rule = adapter.work(side, side), own_rule(config, facts, device)
     text = rule.text * work.joint * facts.text_tokens(config.model.max_sequence_length)
     dtype = str(dtype_of(config)).removeprefix("torch.")
     fmt = FORMATS[dtype if rule.format == "model" else rule.format]

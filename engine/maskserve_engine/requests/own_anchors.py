@@ -18,6 +18,7 @@ from maskserve_core.worker.policies import policy_of
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.stages.loader import device_of
 
 
 def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
@@ -57,12 +58,12 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
     if plan is not None and plan.text:
         return replace(plan, lifts=lifts)
-    rule = own_rule(config, adapter.facts)
+    rule = own_rule(config, adapter.facts, device_of(config).type)
     return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
 
 
 def _plan(config: Config, adapter: Adapter, job: EditJob, *, text: bool) -> OwnPlan | None:
-    rule = own_rule(config, adapter.facts)
+    rule = own_rule(config, adapter.facts, device_of(config).type)
     count = planning.own_count(adapter.steps(job), own_stride(config, adapter.facts))
     if not count:
         return None

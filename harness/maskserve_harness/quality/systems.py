@@ -28,6 +28,7 @@ from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.stages.loader import device_of
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.demo_model.scenes import Edit
@@ -200,7 +201,8 @@ class Rig:
         ]
         own = None
         if choice.dense_steps and self.adapter.facts.lifts_entries:
-            own = OwnPlan(frozenset(), self.config.cache.own_format, text=False, lifts=True)
+            format = self.config.cache.own_format_on(device_of(self.config).type)
+            own = OwnPlan(frozenset(), format, text=False, lifts=True)
         seed = job.request.template_noise_seed
         row = cast(FlowRow, self.replay.cached_row(job, per_step, seed, own))
         self.attach(row, job)

@@ -89,7 +89,7 @@ QUICK = {
     ),
     "bench": Plan(
         256, 12, 2, 1, (1.0,), 30, 300.0, TUNINGS[4:], judged=2, everywhere=False,
-        ratios=(0.1, 0.35), study_rounds=1, unseen=8,
+        ratios=(0.1, 0.35), study_rounds=1, unseen=16,
     ),
 }  # fmt: skip
 FULL = {
@@ -99,7 +99,7 @@ FULL = {
     ),
     "bench": Plan(
         256, 16, 3, 2, (0.5, 1.0), 30, 600.0, TUNINGS, _BOTH, judged=4, everywhere=False,
-        rings=(0, 2), unseen=16, **_CURVES,
+        rings=(0, 2), unseen=32, **_CURVES,
     ),
 }  # fmt: skip
 

@@ -138,7 +138,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
             graphs=recorded_rows(facts, config) > 0,
-            own=own_rule(config, facts),
+            own=own_rule(config, facts, device_of(config).type),
         )
 
     @staticmethod

@@ -50,7 +50,7 @@ from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler,
 from maskserve_engine.families.unet.surroundings import RingRoom
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
-from maskserve_engine.stages.loader import held_bytes
+from maskserve_engine.stages.loader import device_of, held_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 
 
@@ -137,7 +137,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             halo=config.cache.conv_halo,
             outside_noise=config.model.outside_noise,
             graphs=recorded_rows(facts, config) > 0,
-            own=own_rule(config, facts),
+            own=own_rule(config, facts, device_of(config).type),
         )
 
     def steps(self, job: EditJob) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_core.config import CacheConfig
 from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
@@ -264,3 +265,9 @@ def test_a_reproducible_edit_of_a_template_computes_its_text_at_every_step(
         # META tells of it where steps leave the text out.
         assert ("text_steps" in meta) is ("cache" in asked)
     idle(engine)
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", "model"), ("cuda", "int8")])
+def test_what_anchors_leave_is_kept_as_the_device_decodes_it(device: str, kept: str) -> None:
+    assert CacheConfig().own_format_on(device) == kept
+    assert CacheConfig(own_format="int4").own_format_on(device) == "int4"
