@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any, Final
@@ -35,162 +34,38 @@ import psutil
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_client import wire
-from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.images import encode_png
 from maskserve_core.workflows.folder import read_plans
 from maskserve_core.workflows.node_types import EDIT
-from maskserve_core.workflows.pictures import encode_mask
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Areas, Judgement
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.emulated.nodes import EmulatedNodes
 from maskserve_harness.emulated.server import SERVICE
 from maskserve_harness.emulated.worker import EmulatedWorker
-from maskserve_harness.perf.load import draw_gaps
 from maskserve_harness.router_site import RouterSite
-from maskserve_harness.simulator.hardware import STEPS, Hardware
-from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
-from maskserve_router.measure import count_tokens
+from maskserve_harness.simulator.chains import (
+    KINDS,
+    NODES,
+    RULES,
+    SECONDS,
+    WORKERS,
+    Request,
+    drawn,
+    simulated,
+    square,
+)
+from maskserve_harness.simulator.hardware import Hardware
 
 Figures = dict[str, Any]
 LOADS: Final = (0.8, 1.2, 1.6)
 """Of what eight workers can do."""
-WORKERS: Final = tuple(f"w{n}" for n in range(8))
-NODES: Final = ("n0", "n1")
-SECONDS: Final[Mapping[str, float]] = {
-    "find": 0.06, "split": 0.005, "compose": 0.02, "outline": 0.02, "enlarge": 0.25, "shows": 0.02,
-    "best": 0.001,
-}  # fmt: skip
-KINDS: Final[Mapping[str, float]] = {
-    "replace": 0.35,
-    "detail": 0.25,
-    "outline": 0.2,
-    "variants": 0.2,
-}
-RULES: Final = {"slack": Rules(), "fcfs": Rules("fcfs", sees_plan=False)}
-_SCALE: Final = 2.0
-"""Due times over what the longest chain takes."""
-_DILATE: Final = 4
-"""As `replace` and `detail` have it."""
-_TRIES: Final = 3
-_PASSES: Final = 0.9
-"""Of the tries of `variants`."""
-_ROOM: Final = LimitsConfig()
 _LATE_S: Final = 0.02
 """From such lateness of the event loop on, or of such a share of a core, this process or the router
 was what the run measured."""
 _BUSY: Final = 0.75
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked for, and what will be found."""
-
-    number: int
-    at: float
-    kind: str
-    masks: tuple[bytes, ...]
-    """Of its edits that run side by side; of `variants` of all eight."""
-    edits: tuple[float, ...]
-    """Seconds of these."""
-    tries: int = 1
-    shown: list[None] = field(default_factory=list, compare=False)
-    """Of each call of `shows` one."""
-
-    @property
-    def stages(self) -> list[tuple[tuple[str, ...], list[float]]]:
-        """(devices, seconds of the nodes that run side by side), one stage after the other."""
-
-        def at(*nodes: str) -> tuple[tuple[str, ...], list[float]]:
-            return NODES, [SECONDS[node] for node in nodes]
-
-        edits = (WORKERS, list(self.edits))
-        match self.kind:
-            case "replace":
-                return [at("find"), edits]
-            case "detail":
-                return [at("find"), at("split"), edits, at("compose")]
-            case "outline":
-                return [at("outline"), edits, at("enlarge")]
-        return self.tries * [edits, at(*["shows"] * len(self.edits)), at("best")]
-
-    @property
-    def known(self) -> int:
-        """Stages that are known of as it comes: of `variants` those of the first try."""
-        return 3 if self.kind == "variants" else len(self.stages)
-
-    @property
-    def due_s(self) -> float:
-        return _SCALE * sum(max(seconds) for _, seconds in self.stages[: self.known])
-
-    @property
-    def name(self) -> str:
-        """Its text, by which emulated nodes know it."""
-        return str(self.number)
-
-    def asked(self) -> Asked:
-        """It, as the simulator has it."""
-        nodes: list[Node] = []
-        last: tuple[int, ...] = ()
-        known = 0
-        for place, (devices, seconds) in enumerate(self.stages):
-            first = len(nodes)
-            nodes += [Node(frozenset(), (s,), last, only=frozenset(devices)) for s in seconds]
-            last = tuple(range(first, len(nodes)))
-            known = len(nodes) if place < self.known else known
-        return Asked(self.number, self.at, self.at + self.due_s, tuple(nodes), known)
-
-
-@lru_cache
-def _square(side: int) -> bytes:
-    white = np.zeros((64, 64), np.bool_)
-    white[:side, :side] = True
-    return encode_mask(white)
-
-
-def _edit(hardware: Hardware, ratio: float, dilate: int) -> tuple[bytes, float]:
-    """A mask that with its dilation has about this share of the picture, and its edit's seconds."""
-    mask = _square(max(1, round(64 * ratio**0.5) - dilate))
-    settings, served = EditSettings(mask_dilate=dilate), Served(64, 1, STEPS)
-    active = count_tokens(mask, settings, served, _ROOM).active
-    return mask, STEPS * hardware.step_seconds(1, active, 0)
-
-
-def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Request]:
-    """Requests; those of loads that differ are the same, in other gaps."""
-    rng, made = random.Random(seed), list[Request]()
-    for number, kind in enumerate(rng.choices(list(KINDS), list(KINDS.values()), k=count)):
-        ratio = min(0.6, max(0.03, rng.betavariate(1.2, 6.0)))
-        tries = 1
-        while kind == "variants" and tries < _TRIES and rng.random() > _PASSES:
-            tries += 1
-        match kind:
-            case "detail":
-                parts = [ratio * rng.uniform(0.4, 1.0) for _ in range(rng.randint(2, 5))]
-                edits = [_edit(hardware, part, _DILATE) for part in parts]
-            case "replace":
-                edits = [_edit(hardware, ratio, _DILATE)]
-            case _:
-                edits = [_edit(hardware, ratio, 0)] * (8 if kind == "variants" else 1)
-        masks, seconds = zip(*edits, strict=True)
-        made.append(Request(number, 0.0, kind, masks, seconds, tries))
-    work = mean(each.tries * sum(each.edits) for each in made)
-    gaps = draw_gaps(load * len(WORKERS) / work, count, np.random.default_rng(seed))
-    return [
-        Request(each.number, float(at), each.kind, each.masks, each.edits, each.tries)
-        for each, at in zip(made, np.cumsum(gaps), strict=True)
-    ]
-
-
-def simulated(requests: Sequence[Request], rules: Rules) -> float:
-    """The share in time."""
-    asked = [each.asked() for each in requests]
-    run = PlanRun(rules, {name: Device(0) for name in (*WORKERS, *NODES)}, {}, 1.0)
-    run.run(asked)
-    return run.in_time(asked)
 
 
 class _Worker(EmulatedWorker):
@@ -207,15 +82,18 @@ class Cluster:
         self.workers = [
             _Worker(name, hardware, ("0" * 32,), max_rows=1, order=order) for name in WORKERS
         ]
-        self.nodes = [EmulatedNodes(SECONDS, self._make) for _ in NODES]
+        self.nodes = [EmulatedNodes(SECONDS, self.made) for _ in NODES]
         self.plans = {plan.name: plan for plan in read_plans(CHECKOUT / "assets" / "workflows")}
         self.requests: dict[str, Request] = {}
+        self._shown = Counter[str]()
+        """Calls of `shows` by the request's name."""
         self._picture = encode_png(np.zeros((64, 64, 3), np.uint8))
         self._turn = 0
         self.infer: Callable[[pb.ModelInferRequest], Any]
         self.router: psutil.Process
 
-    def _make(self, node: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def made(self, node: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a node gives."""
         match node:
             case "find":  # `split` is told whose mask it is, and `replace` paints it
                 of = self.requests[inputs["name"]]
@@ -225,8 +103,8 @@ class Cluster:
                 return {"regions": Areas(masks, (0,) * len(masks))}
             case "shows":
                 of = self.requests[inputs["name"]]
-                of.shown.append(None)
-                last = len(of.shown) > (of.tries - 1) * len(of.edits)
+                self._shown[of.name] += 1
+                last = self._shown[of.name] > (of.tries - 1) * len(of.edits)
                 return {"verdict": Judgement(1.0, last)}
             case "best":
                 passed = [each.passed for each in inputs["verdicts"]]
@@ -339,9 +217,9 @@ async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
     scripted = cluster.order == "fcfs"
     # The router learns which template the picture is, by an edit that is dense in any case; then
     # what things take.
-    await cluster.edit(_square(64), "", {"seed": 0})
+    await cluster.edit(square(64), "", {"seed": 0})
     warm = [
-        Request(number, 0.0, each.kind, each.masks, each.edits)
+        replace(each, number=number, tries=1)
         for number, each in enumerate(requests[:24], len(requests))
     ]
     if not all(

@@ -48,10 +48,10 @@ from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.machine import machine, stolen_s
 from maskserve_harness.perf.inputs import Edit, InputOptions, find_photos, make_edits
-from maskserve_harness.perf.load import draw_gaps
 from maskserve_harness.perf.server import Server, own_workers
 from maskserve_harness.simulator.gangs import Fixed
 from maskserve_harness.simulator.shared_cores import Machine, StagedEdit
+from maskserve_harness.simulator.workload import draw_gaps
 
 Figures = dict[str, Any]
 DEVICES = 2

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from maskserve_harness.perf.errors import PerfError
+from maskserve_harness.simulator.workload import draw_gaps
 
 FRONTS = ("edit", "edit_stream")
 PROTOCOLS = ("http", "grpc")
@@ -90,17 +90,6 @@ class Load:
     def __str__(self) -> str:
         rate = self.kind == "request_rate"
         return f"{self.value:g}/s Poisson" if rate else f"{self.value:g} in flight"
-
-
-def draw_gaps(rate: float, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-    """Seconds before each of `count` arrivals of a Poisson process at `rate` per second.
-
-    The process is conditioned on its length: from the first arrival to the last the rate is the
-    one asked for, so that short runs are not loaded more or less than they say.
-    """
-    gaps = rng.exponential(1.0, count)
-    gaps[1:] *= (count - 1) / gaps[1:].sum()
-    return gaps / rate
 
 
 def parse_loads(kind: str, text: str, built_in: bool = False) -> list[Load]:

@@ -16,6 +16,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from maskserve_core.workflows.scheduling import NodePlace, Prices, ReadyNode, admits, decide
+from maskserve_harness.simulator.chains import RULES, drawn, simulated
+from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.plan_systems import (
     BASES,
     DEVICES,
@@ -33,7 +35,7 @@ from maskserve_harness.simulator.plan_systems import (
     rate,
     wants,
 )
-from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
+from maskserve_harness.simulator.plans import Asked, Node, PlanRun, Rules
 
 Report = dict[str, Any]
 
@@ -288,69 +290,15 @@ def gains(load: Load, seed: int) -> Report:
     return report
 
 
-# Edits' own workflows
-
-
-WORKERS: Final = 8
-_EDITS: Final = frozenset(f"w{n}" for n in range(WORKERS))
-_NODES: Final = frozenset({"n0", "n1"})
-
-
-def chains(load: float, requests: int, seed: int) -> list[Asked]:
-    """`replace`, `detail`, `outline` and `variants` of masked edits at eight workers and two node
-    servers; of `variants` the first try is known.
-    """
-    rng = random.Random(seed)
-    made: list[tuple[list[tuple[frozenset[str], list[float]]], int]] = []
-    for _ in range(requests):
-        mask = min(0.6, max(0.03, rng.betavariate(1.2, 6.0)))
-        edit = 0.28 + 1.3 * mask
-        kind = rng.choices("rdov", (0.35, 0.25, 0.2, 0.2))[0]
-        find = (_NODES, [0.06])
-        if kind == "r":
-            stages, known = [find, (_EDITS, [edit])], 2
-        elif kind == "d":
-            parts = [0.28 + 1.3 * mask * rng.uniform(0.4, 1.0) for _ in range(rng.randint(2, 5))]
-            stages, known = [find, (_EDITS, parts), (_NODES, [0.02])], 3
-        elif kind == "o":
-            stages, known = [(_NODES, [0.02]), (_EDITS, [1.3 * edit]), (_NODES, [0.25])], 3
-        else:
-            stages, known = [], 2
-            for _ in range(3):
-                stages += [(_EDITS, [edit] * 4), (_NODES, [0.05])]
-                if rng.random() < 0.9:
-                    break
-        made.append((stages, known))
-    work = sum(sum(s) for stages, _ in made for on, s in stages if on is _EDITS) / requests
-    now, asked = 0.0, []
-    for number, (stages, known) in enumerate(made):
-        now += rng.expovariate(load * WORKERS / work)
-        nodes: list[Node] = []
-        last: tuple[int, ...] = ()
-        seen = 0
-        for place, (on, seconds) in enumerate(stages):
-            first = len(nodes)
-            nodes += [Node(frozenset(), (each,), last, only=on) for each in seconds]
-            last = tuple(range(first, len(nodes)))
-            seen = len(nodes) if place < known else seen
-        solo = sum(max(seconds) for _, seconds in stages[:known])
-        asked.append(Asked(number, now, now + 2.0 * solo, tuple(nodes), seen))
-    return asked
-
-
 def chained(load: float, requests: int, seeds: Sequence[int]) -> Report:
-    """In time: least slack with plans' admission, and edit by edit as they come."""
-    kinds = {"slack": Rules(), "fcfs_edit_by_edit": Rules("fcfs", sees_plan=False)}
-    report: Report = {"load": load}
-    for name, rules in kinds.items():
-        found = 0.0
-        for seed in seeds:
-            devices = {each: Device(0) for each in sorted(_EDITS | _NODES)}
-            run, asked = PlanRun(rules, devices, {}, 1.0), chains(load, requests, seed)
-            run.run(asked)
-            found += run.in_time(asked) / len(seeds)
-        report[name] = round(found, 3)
-    return report
+    """Shipped plans in time: least slack with plans' admission, and edit by edit as they come."""
+    hardware = Hardware()
+    asked = [drawn(requests, load, seed, hardware) for seed in seeds]
+    shares = {
+        name: round(statistics.mean(simulated(each, rules) for each in asked), 3)
+        for name, rules in RULES.items()
+    }
+    return {"load": load, **shares}
 
 
 # The control plane
@@ -444,7 +392,7 @@ def run_plans(
     report["degrees"] = told("degrees", degrees(requests, seeds[:3]))
     report["passed"] = {name: passed(name) for name in SHAPES}
     report["loading"] = {name: loading(name) for name in BASES}
-    report["chains"] = [told("chains", chained(x, 20 * per_device, seeds)) for x in (0.8, 1.2, 1.6)]
+    report["chains"] = [told("chains", chained(x, 20 * per_device, seeds)) for x in LOADS]
     report["decisions"] = told("decisions", decisions())
     report["control_plane"] = control_plane()
     report["summary"] = told("summary", summary(report))
@@ -467,7 +415,7 @@ def summary(report: Report) -> Report:
         return float(round(found["ours"] / max(others), 3))
 
     at_once = [*report["shares"].values(), *report["bursts"].values()]
-    over_fcfs = [each["slack"] - each["fcfs_edit_by_edit"] for each in report["chains"]]
+    over_fcfs = [each["slack"] - each["fcfs"] for each in report["chains"]]
     over_monoliths = [over(each, list(MONOLITHS)) for each in every]
     return {
         "vs_best_monolith": min(map(statistics.median, over_monoliths)),

@@ -150,6 +150,18 @@ def _zipf(names: int, exponent: float) -> Floats:
     return shares
 
 
+def draw_gaps(rate: float, count: int, rng: np.random.Generator) -> Floats:
+    """Seconds before each of `count` arrivals of a Poisson process at `rate` per second.
+
+    The process is conditioned on its length: from the first arrival to the last the rate is the
+    one asked for, so that short runs are not loaded more or less than they say.
+    """
+    gaps = rng.exponential(1.0, count)
+    gaps[1:] *= (count - 1) / gaps[1:].sum()
+    found: Floats = gaps / rate
+    return found
+
+
 def mean_ratio(mix: MaskMix, points: int = 100_000) -> float:
     """Mean of the distribution as sampled."""
     return math.fsum(mix.ratios((np.arange(points) + 0.5) / points)) / points

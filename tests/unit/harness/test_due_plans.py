@@ -11,10 +11,11 @@ import pytest
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task
 from maskserve_core.workflows.values import Judgement
-from maskserve_harness.benchmarks.due_plans import KINDS, NODES, RULES, WORKERS, drawn, simulated
+from maskserve_harness.benchmarks.due_plans import Cluster
 from maskserve_harness.emulated.nodes import EmulatedNodes
 from maskserve_harness.emulated.server import SERVICE
 from maskserve_harness.emulated.worker import EmulatedWorker
+from maskserve_harness.simulator.chains import KINDS, NODES, RULES, WORKERS, drawn, simulated
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.keys import KeyHolder
@@ -46,6 +47,16 @@ def test_little_is_done_in_time_and_all_is_late_where_it_comes_at_once() -> None
     idle, full = (drawn(30, load, 1, Hardware()) for load in (0.05, 100.0))
     assert all(simulated(idle, rules) > 0.9 for rules in RULES.values())  # tries again are late
     assert all(simulated(full, rules) < 0.6 for rules in RULES.values())
+
+
+async def test_a_cluster_knows_nothing_of_the_tries_at_the_one_before() -> None:
+    """In the second order tries passed that had failed in the first."""
+    asked = next(each for each in drawn(200, 1.0, 1, Hardware()) if each.tries == 2)
+    for order in RULES:
+        cluster = Cluster(order, Hardware())
+        cluster.requests[asked.name] = asked
+        verdicts = [cluster.made("shows", {"name": asked.name})["verdict"] for _ in range(16)]
+        assert [each.passed for each in verdicts] == [False] * 8 + [True] * 8
 
 
 async def test_an_edit_that_is_withdrawn_leaves_its_row() -> None:

@@ -31,11 +31,11 @@ from maskserve_harness.perf.inputs import (
     pack,
     write_edits,
 )
-from maskserve_harness.perf.load import Load, Target, draw_gaps, parse_loads, targets
+from maskserve_harness.perf.load import Load, Target, parse_loads, targets
 from maskserve_harness.perf.results import parse_errors, parse_report, parse_stamps
 from maskserve_harness.perf.run import Measurement, measure, measure_once, start
 from maskserve_harness.perf.server import running_server
-from maskserve_harness.simulator.workload import MIXES
+from maskserve_harness.simulator.workload import MIXES, draw_gaps
 
 ROOT = Path(__file__).parents[3]
 PHOTOS = find_photos(ROOT / "assets")

@@ -131,7 +131,7 @@ def test_masks_turns_and_overload():
     assert full["admission"] > 0.95
     assert full["without"] < 0.3  # of few requests; of many it goes to nothing
     by_slack = chained(1.6, 300, (1,))
-    assert by_slack["slack"] > 0.05 + by_slack["fcfs_edit_by_edit"]
+    assert by_slack["slack"] > 0.05 + by_slack["fcfs"]
 
 
 def test_what_the_paper_says_of_loading_and_of_devices_comes_out():
