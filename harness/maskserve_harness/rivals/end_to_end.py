@@ -340,14 +340,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--full", action="store_true", help="more edits, rounds and rates")
     parser.add_argument("--only", choices=tuple(QUICK), help="renew this model of --out")
-    parser.add_argument("--page", action="store_true", help="write the page of what was measured")
+    parser.add_argument(
+        "--page", action="store_true", help="write the page of what was measured; simulate anew"
+    )
     parser.add_argument("--out", type=Path, help="folder; by default below docs/benchmarks")
     args = parser.parse_args()
     plans, report = (FULL if args.full else QUICK), dict[str, Any]()
     out = args.out or CHECKOUT / "docs/benchmarks" / ("rivals-full" if args.full else "rivals")
     results = out / "results.json"
     if args.page:
-        write_page(json.loads(results.read_text(encoding="utf-8")), out)
+        report = json.loads(results.read_text(encoding="utf-8"))
+        report["simulated"] = studies.simulated()
+        report["summary"] = summary_of(report)
+        write_json(report, results)
+        write_page(report, out)
         return 0
     out.mkdir(parents=True, exist_ok=True)
     if args.only and results.exists():

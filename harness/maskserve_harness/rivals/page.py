@@ -227,7 +227,8 @@ def _rounds(count: int) -> str:
 
 SIMULATED = """**Simulated**, since one machine cannot show it
 ([how, and how far it agrees with the paper](../../decisions/simulator.md)): at FlashPS's case of
-section 6.4 (one FLUX worker, 0.5 edits per second, half of a dense step fixed) static batching has
+section 6.4 (one FLUX worker, 0.5 edits per second, half of a dense step fixed, text computed in
+each step) static batching has
 {p95_vs_static:.0%} more P95 than ours (bar 35 %) and image work inside the step loop
 {p95_vs_strawman:.0%} more (bar 40 %). Eight workers at 95 % load, public mix: mask-aware routing's
 P95 is {p95_vs_least_requests:.0%} under that of least requests in flight (bar 26 %) and
