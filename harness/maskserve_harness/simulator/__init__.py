@@ -14,5 +14,7 @@ deadlines  due times on it, beside TetriServe's figures
 deadline_plots  pictures of that
 plans      plans of nodes over devices
 plan_systems  LegoDiffusion's workflows, and the systems that serve them
-plan_figures  its figures, and what masks and due times add
+plan_figures  its figures, what these need, and what masks and due times add
+plan_tables  its tables
+chains     requests for the plans that the product ships
 """
