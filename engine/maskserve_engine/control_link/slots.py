@@ -67,6 +67,7 @@ class SharedSlot(Slot):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
+        self._removed = False
 
     def room(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._view(offset, shape, dtype, grow=True)
@@ -75,6 +76,7 @@ class SharedSlot(Slot):
         return self._view(offset, shape, dtype, grow=False)
 
     def remove(self) -> None:
+        self._removed = True
         with suppress(OSError):
             self.path.unlink()
 
@@ -99,6 +101,8 @@ class SharedSlot(Slot):
                 self._map = mmap.mmap(opened, size)
             finally:
                 os.close(opened)
+                if self._removed:  # meanwhile, by another thread: what is written reaches nobody
+                    self.remove()
         return self._map
 
 

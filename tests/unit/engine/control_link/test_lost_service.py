@@ -234,11 +234,10 @@ def test_a_denoiser_that_ends_leaves_nothing(site: Site, connect: Any) -> None:
     step(executor, "with", "without")
     assert slots(site)
     executor.close()
-    end = time.monotonic() + 10
-    while site.service.front._service.sessions.counts()["rows"] and time.monotonic() < end:
-        time.sleep(0.01)
-    assert site.service.front._service.sessions.counts() == {"sessions": 0, "rows": 0, "nets": 1}
-    assert not slots(site)
+    sessions = site.service.front._service.sessions
+    nothing = {"sessions": 0, "rows": 0, "nets": 1}
+    eventually("its rows are gone", lambda: sessions.counts() == nothing)
+    eventually("their slots are gone", lambda: not slots(site))
 
 
 @both_ways
@@ -296,6 +295,14 @@ def test_a_slot_grows_and_tells_what_is_not_there(tmp_path: Path) -> None:
         assert torch.equal(reader.read(offset, (3, 5), torch.bfloat16), x)
     with pytest.raises(OSError, match="shorter"):
         reader.read(2**20, (4,), torch.float32)
+
+
+def test_what_is_written_behind_the_end_of_its_row_leaves_no_file(tmp_path: Path) -> None:
+    """A row may be closed while the service computes for it."""
+    slot = SharedSlot(tmp_path / "slot")
+    slot.remove()
+    slot.write(0, torch.ones(3))
+    assert not list(tmp_path.iterdir())
 
 
 # What comes to the service's socket
