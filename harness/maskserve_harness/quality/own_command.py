@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from maskserve_core.config import CacheConfig
 from maskserve_core.config_file import config_of
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_harness.benchmarks.direct import Direct
@@ -89,7 +90,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Of steps; medians of rounds in turn."""
     device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    bench = Bench("flux-1024", (1, 1), dtype, device, "int8")
+    bench = Bench("flux-1024", (1, 1), dtype, device, CacheConfig().own_format_on(device.type))
     bench.fill_entry("kv")
     timer = Timer(device, args.clock)
     dense, rows = bench.row(None, 0), [bench.anchored_row(m, i) for i, m in enumerate(RATIOS)]
