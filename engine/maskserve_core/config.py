@@ -206,7 +206,7 @@ class CacheConfig(Table, frozen=True):
     edit without a template runs dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage of what an edit's own anchors leave. `auto`: int8 on a GPU; on a CPU, where decoding
-    it takes up to a sixth of a step, the model's own precision."""
+    it takes up to a tenth of a step, the model's own precision."""
     own_text: Literal["frozen", "computed"] = "frozen"
     """Of the text in the steps between anchors, also beside a template that has keys and values of
     all blocks: `frozen`: it goes on from what the anchors had, and `plan` is `fixed`; `computed`.
