@@ -25,6 +25,7 @@ from maskserve_client.client import Client
 from maskserve_core.imaging.images import encode_png
 from maskserve_core.worker.liveness import signed_in
 from maskserve_core.worker.stages import STAGES
+from maskserve_harness.benchmarks.timing import rates_in_turn
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -56,16 +57,11 @@ def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
         sides = {"own": own, "shared": shared}
         for side in sides.values():
             _edits_s(side, _AT_ONCE)
-        rates: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(rounds):
-            for name in sorted(sides, reverse=bool(number % 2)):
-                rates[name].append(_edits_s(sides[name], _OF_A_ROUND))
+        rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
     middle = {name: statistics.median(each) for name, each in rates.items()}
     return {
         "stages_edits_ratio": round(middle["shared"] / middle["own"], 3),
-        "seconds_stages_edits_s": {
-            name: [round(rate, 3) for rate in each] for name, each in rates.items()
-        },
+        "seconds_stages_edits_s": rates,
     }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from maskserve_harness.machine import processor
+
+T = TypeVar("T")
 
 
 class Timer:
@@ -41,6 +44,17 @@ class Timer:
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def rates_in_turn(
+    sides: Mapping[str, T], rate: Callable[[T], float], rounds: int
+) -> dict[str, list[float]]:
+    """What `rate` says of each side in each round; the order turns with every round."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in sorted(sides, reverse=bool(number % 2)):
+            rates[name].append(round(rate(sides[name]), 3))
+    return rates
 
 
 def hardware(device: torch.device) -> str:

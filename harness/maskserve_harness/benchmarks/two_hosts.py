@@ -20,6 +20,7 @@ from maskserve_core.imaging.images import as_file, encode_png
 from maskserve_core.worker.values import Values
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task
+from maskserve_harness.benchmarks.timing import rates_in_turn
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.second_host import THERE, SecondHost
 from maskserve_router.config import WorkflowFiles
@@ -145,16 +146,11 @@ def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, A
             supervisor = held.enter_context(Supervisor(options))
             sides[name] = supervisor.workers[0].grpc_url
             _edits_s(sides[name], _AT_ONCE)  # warms
-        rates: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(rounds):
-            for name in sorted(sides, reverse=bool(number % 2)):
-                rates[name].append(_edits_s(sides[name], _OF_A_ROUND))
+        rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
     middle = {name: statistics.median(each) for name, each in rates.items()}
     return {
         "two_hosts_control_ratio": round(middle["two"] / middle["one"], 3),
-        "seconds_two_hosts_control_edits_s": {
-            name: [round(rate, 3) for rate in each] for name, each in rates.items()
-        },
+        "seconds_two_hosts_control_edits_s": rates,
     }
 
 

@@ -127,6 +127,15 @@ def answer_of(picture: bytes, **meta: Any) -> Any:
     return answer
 
 
+def made_answer(kind: str, seconds: float = 0.1, made: bytes = b"made") -> bytes:
+    """A node server's, of one output."""
+    answer = pb.ModelInferResponse()
+    result = {"outputs": [{"name": kind, "kind": kind}], "seconds": seconds}
+    bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
+    bytes_tensor.add_output(answer, "MADE", [made])
+    return answer.SerializeToString()
+
+
 def request(prompt: bytes = b"a star", **settings: Any) -> Any:
     message = ModelRequest(pb.ModelInferRequest(model_name="pair"))
     values = {"IMAGE": b"i", "MASK": b"m", "PROMPT": prompt}
@@ -321,11 +330,7 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
             asked = pb.ModelInferRequest.FromString(raw)
             sent.append(bytes(asked.raw_input_contents[1][4:]))
             await goes_on.wait()
-            answer = pb.ModelInferResponse()
-            result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
-            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
-            bytes_tensor.add_output(answer, "MADE", [b"made"])
-            return answer.SerializeToString()
+            return made_answer("mask")
 
     pool = Slow(WorkflowFiles(nodes=("127.0.0.1:1",)), Turns(1))
 
@@ -365,11 +370,7 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
             asked.append(address)
             await goes_on.wait()
             self._load[address] -= 1.0
-            answer = pb.ModelInferResponse()
-            result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 30.0}
-            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
-            bytes_tensor.add_output(answer, "MADE", [b"made"])
-            return answer.SerializeToString()
+            return made_answer("mask", seconds=30.0)
 
     pool = Served(WorkflowFiles(nodes=("dns:nodes:9",), kept_bytes=0), Turns(1))
 
@@ -419,11 +420,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
             if address in dead:
                 raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, None, None, "gone")
             self._load[address] += 1.0  # as if it had not answered yet
-            answer = pb.ModelInferResponse()
-            result = {"outputs": [{"name": "picture", "kind": "picture"}], "seconds": 0.1}
-            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
-            bytes_tensor.add_output(answer, "MADE", [b"made"])
-            return answer.SerializeToString()
+            return made_answer("picture")
 
     pool = Pool(WorkflowFiles(nodes=tuple(states), kept_bytes=0), Turns(1))
     calls = itertools.count()
@@ -469,11 +466,7 @@ async def test_a_call_that_a_server_cannot_do_is_the_next_ones() -> None:
             if told[address]:
                 status = grpc.StatusCode.INTERNAL
                 raise grpc.aio.AioRpcError(status, None, None, told[address])
-            answer = pb.ModelInferResponse()
-            result = {"outputs": [{"name": "picture", "kind": "picture"}], "seconds": 0.1}
-            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
-            bytes_tensor.add_output(answer, "MADE", [b"made"])
-            return answer.SerializeToString()
+            return made_answer("picture")
 
     pool = Pool(WorkflowFiles(nodes=tuple(told), kept_bytes=0), Turns(1))
 
@@ -522,11 +515,7 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
                 raise grpc.aio.AioRpcError(
                     grpc.StatusCode.INVALID_ARGUMENT, None, None, "[INVALID_REQUEST] no"
                 )
-            answer = pb.ModelInferResponse()
-            result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
-            bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
-            bytes_tensor.add_output(answer, "MADE", [bytes(1000)])
-            return answer.SerializeToString()
+            return made_answer("mask", made=bytes(1000))
 
     pool = Served(WorkflowFiles(nodes=("127.0.0.1:1",), kept_bytes=20_000), Turns(1))
 
