@@ -110,6 +110,7 @@ FLUX_FILL_FACTS = replace(
     defaults=flux.DEFAULTS[FILL],
     stride=ALL_STEPS,
     own_stride=flux.OWN_STRIDES[FILL],
+    own_foreseen=flux.OWN_FORESEEN[FILL],
     true_cfg=False,
     denoiser={**FLUX_DEV, "in_channels": 384, "out_channels": 64},
 )

@@ -15,8 +15,10 @@ from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import tolerance
 
 
-def plan(*dense: int, text: bool = True, format: str = "model") -> OwnPlan:
-    return OwnPlan(frozenset(dense), format, text)
+def plan(
+    *anchors: int, text: bool = True, format: str = "model", foresees: bool = False
+) -> OwnPlan:
+    return OwnPlan(frozenset(anchors), format, text, foresees=foresees)
 
 
 def row_of(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:
@@ -31,7 +33,7 @@ def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[OwnPlan | None]) 
     while any(row.step < row.steps for row in rows):
         live = [(row, own, reader) for row, own, reader in zip(rows, plans, readers, strict=True)
                 if row.step < row.steps]  # fmt: skip
-        reads: Any = [None if own is None or row.step in own.anchors else reader.turn_to(row.step)
+        reads: Any = [None if own is None or row.step in own.dense else reader.turn_to(row.step)
                       for row, own, reader in live]  # fmt: skip
         adapter.step([row for row, _, _ in live], kinds if any(reads) else None, reads)
 

@@ -1,7 +1,7 @@
 """Levels of fidelity that an edit which would be late may step down to (`reuse: elastic`).
 
 What each was measured at is that of the demo models, in 12 steps (2-core AMD EPYC, CPU only,
-2026-11-25 Fill, 2026-11-22 Inpaint, own anchors 2026-11-26; docs/benchmarks/quality-frontier-*.json
+2026-11-25 Fill, 2026-11-22 Inpaint, own anchors 2026-11-27; docs/benchmarks/quality-frontier-*.json
 and quality-own-*.json, to which tests hold the tables, and by which no other ring saves more per
 dB):
 
@@ -53,10 +53,7 @@ _FILL_DENSE = (
     ReuseLevel("first_block_cache-0.2", None, 0.2, 32.12, 0.222),
     ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
 )
-_FILL_OWN = (
-    ReuseLevel("{0,6}, int8", None, 0.0, 46.13, 0.849, anchors=2),
-    ReuseLevel("{0}, int8", None, 0.0, 35.7, 0.699, anchors=1),
-)
+_FILL_OWN = (ReuseLevel("{0}, int8", None, 0.0, 35.7, 0.804, anchors=1),)
 _INPAINT_OWN = (
     ReuseLevel("{0,4,8}, int8", None, 0.0, 40.84, 0.869, anchors=3),
     ReuseLevel("{0,6}, int8", None, 0.0, 34.79, 0.738, anchors=2),

@@ -118,12 +118,16 @@ class ModelFacts:
     own_stride: float | None = None
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
+    own_foreseen: float = 0.0
+    """The same of anchors that are foreseen; 0: the family's rows foresee none."""
     leaves_text: bool = True
     """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
     own_power: float = 1.0
-    """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`)."""
+    """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`), if the anchors are
+    steps of the row."""
     own_evenly_over: float = 1.5
-    """Of sigma, over which the anchors themselves are even (`own_steps`)."""
+    """Of sigma, over which the anchors themselves are even (`own_steps`), and, where they are
+    foreseen, the line between them."""
     own_over_template: bool = False
     """Whether an edit that may have anchors of its own reads no template: they keep more of it
     (docs/decisions/own-anchors.md)."""
@@ -292,12 +296,25 @@ def no_recorded_rows(config: Config) -> int:
     return 0
 
 
-def own_stride(config: Config, facts: ModelFacts) -> float:
-    """Share of an edit's steps from one anchor of its own to the next; 0: it has none."""
+def own_stride(config: Config, facts: ModelFacts, *, foreseen: bool = True) -> float:
+    """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
+
+    Args:
+        config: of the worker.
+        facts: of its model.
+        foreseen: whether its rows foresee them, if the family's do.
+    """
     asked = config.cache.own_anchors
     if facts.own_stride is None:
         return 0.0
-    return asked if asked >= 0 else facts.own_stride
+    if asked >= 0:
+        return asked
+    return (foreseen and facts.own_foreseen) or facts.own_stride
+
+
+def own_power(facts: ModelFacts, *, foreseen: bool) -> float:
+    """Of sigma, over which what anchors leave lies on a line."""
+    return (foreseen and facts.own_evenly_over) or facts.own_power
 
 
 def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:
@@ -336,7 +353,7 @@ def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) 
         shared: whether several devices may take a step together; then rows that read a template
             compute their text.
     """
-    anchors = own_count(steps, own_stride(config, facts))
+    anchors = own_count(steps, own_stride(config, facts, foreseen=False))
     if not anchors or not own_rule(config, facts).text:
         return ALL_TEXT
     return TextShares(1.0 if shared else anchors / steps, 0.0)

@@ -57,6 +57,8 @@ _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
 OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
 """What anchors of their own leave of edits of Kontext, and of a distilled model's few steps, is not
 measured."""
+OWN_FORESEEN = {FILL: 0.5, INPAINT: 0.25, REFERENCE: 0.0}
+"""The same where they are foreseen."""
 _BLENDED_POWER = 3.0
 """Where the picture round the mask is noised like the rest, what it is to attention changes the
 less, the less noise there is (docs/adr/0044)."""
@@ -315,6 +317,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         stride=1 if distilled else _STRIDES[semantics],
         dense_steps=_DENSE_STEPS[semantics],
         own_stride=0.0 if distilled else OWN_STRIDES[semantics],
+        own_foreseen=0.0 if distilled else OWN_FORESEEN[semantics],
         own_over_template=semantics.blends and not distilled,
         own_power=_BLENDED_POWER if semantics.blends else 1.0,
         lifts_entries=semantics.masked_picture,

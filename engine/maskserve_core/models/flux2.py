@@ -37,6 +37,8 @@ _STRIDE = 7
 _OWN_STRIDE = 0.35
 """Two anchors of four steps, three of 20: both hold the bars (docs/decisions/own-anchors.md); what
 exact references leave is not measured."""
+_OWN_FORESEEN = 0.5
+"""Likewise two of either, where they are foreseen."""
 _OWN_POWER = 2.0
 _PATCH = 2
 
@@ -66,6 +68,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         stride=1 if distilled else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
         own_stride=0.0 if semantics.exact else _OWN_STRIDE,
+        own_foreseen=0.0 if semantics.exact else _OWN_FORESEEN,
         own_power=_OWN_POWER,
         own_over_template=not semantics.exact,
         true_cfg=False,

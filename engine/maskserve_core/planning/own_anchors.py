@@ -6,6 +6,7 @@ Beside a row that reads a template it is what the ControlNets find that is renew
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class OwnRule(NamedTuple):
     text: bool
     """Whether steps between anchors leave the text out, too."""
     power: float = 1.0
-    """Of sigma: what anchors leave goes on along a line over that."""
+    """Of sigma: what anchors leave lies on a line over that."""
 
 
 OWN_RULE = OwnRule(0.35, "int8", text=True)
@@ -49,8 +50,10 @@ def own_count(steps: int, stride: float) -> int:
     return -(-steps // max(2 + steps % 2, round(stride * steps)))
 
 
-def own_steps(count: int, sigmas: Sequence[float], evenly_over: float) -> frozenset[int]:
-    """Which steps so many anchors are: the first, and those nearest to equal parts of the way.
+def own_steps(
+    count: int, sigmas: Sequence[float], evenly_over: float, *, foreseen: bool = False
+) -> frozenset[int]:
+    """Of which steps so many anchors are: the first, and those nearest to equal parts of the way.
 
     Args:
         count: of the anchors, at least one.
@@ -58,16 +61,26 @@ def own_steps(count: int, sigmas: Sequence[float], evenly_over: float) -> frozen
         evenly_over: the power of sigma that the parts are equal of. A sampler that is shifted to
             large sigmas goes most of the way in its last steps, so anchors lie there, too. 0: parts
             of equally many steps.
+        foreseen: whether steps lie between anchors and not behind them: then the last part, behind
+            them all, is half as long, and the second step, which foresees, is none.
     """
-    steps = len(sigmas)
+    steps, parts = len(sigmas), count - foreseen / 2
     if not evenly_over:
-        return frozenset(-(-number * steps // count) for number in range(count))
+        return frozenset(math.ceil(number * steps / parts) for number in range(count))
     way, chosen = np.asarray(sigmas) ** evenly_over, [0]
     for number in range(1, count):
-        ahead = way[chosen[-1] + 1 : steps - count + number + 1]
-        wanted = way[0] * (1 - number / count)
-        chosen.append(chosen[-1] + 1 + int(np.abs(ahead - wanted).argmin()))
+        begin = max(chosen[-1] + 1, 1 + foreseen)
+        ahead = way[begin : steps - count + number + 1]
+        wanted = way[0] * (1 - number / parts)
+        chosen.append(begin + int(np.abs(ahead - wanted).argmin()))
     return frozenset(chosen)
+
+
+def foreseen_at(anchors: frozenset[int]) -> frozenset[int]:
+    """Steps that compute these anchors, of a row that foresees all but the first: where it arrives
+    at the one before, and from its second step on, as its first one shows where it goes.
+    """
+    return frozenset({0} | {max(1, each) for each in anchors - {max(anchors)}})
 
 
 def clock_steps(steps: int, stride: float) -> frozenset[int]:

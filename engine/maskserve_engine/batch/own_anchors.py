@@ -2,10 +2,14 @@
 
 At an anchor the row computes all tokens, as a dense row does, and keeps what each block's attention
 had of the tokens that the steps between do not compute: the inactive ones and, if it is to leave
-that out, too, the text. Until the next anchor their keys and values lie on a line through those of
-the last two anchors, over sigma; so does what a UNet's stacks make of them. So the edit needs no
-template, no store, and no entries that know its adapters. (FlashPS §3.1 primes templates;
-TaylorSeer foretells a whole model's features so.)
+that out, too, the text. The row's first step is one. The others are *foreseen*: when a row arrives
+at an anchor, its step computes all tokens once more, beside its own, as they will be at the next
+one, if the model goes on as it has answered last. So keys and values of the steps between lie on a
+line over sigma from one anchor to the next. Where a row foresees nothing its anchors are steps of
+its own, and the steps behind the last two go on along the line through these; so does what a UNet's
+stacks make of its tokens. So the edit needs no template, no store, and no entries that know its
+adapters. (FlashPS §3.1 primes templates; TaylorSeer foretells a whole model's features along a line
+through earlier steps.)
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.planning.flops import Floats
-from maskserve_core.planning.own_anchors import OwnRule, clock_steps
+from maskserve_core.planning.own_anchors import OwnRule, clock_steps, foreseen_at
 from maskserve_engine.batch.packing import InactiveTokens, RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.reader import Heads
@@ -41,7 +45,8 @@ class OwnPlan:
     """At which steps of a row what is its own is renewed, and how it is kept between them."""
 
     anchors: frozenset[int]
-    """Steps that compute all tokens, of a row that reads no template or in its ControlNets."""
+    """Steps of which all tokens are computed, of a row that reads no template or in its
+    ControlNets."""
     format: str
     """Storage format of what they leave."""
     text: bool
@@ -51,6 +56,22 @@ class OwnPlan:
     lifts: bool = False
     """Of a row that reads a template: whether its dense first steps lift the entries that the
     others read."""
+    foresees: bool = False
+    """Whether all anchors but the first are computed ahead, where the one before them lies."""
+
+    @property
+    def dense(self) -> frozenset[int]:
+        """Steps that read nothing: they compute all tokens, and are anchors themselves."""
+        return frozenset({0}) if self.foresees else self.anchors
+
+    @property
+    def computed_at(self) -> frozenset[int]:
+        """Steps that compute an anchor: their own, or one that they foresee."""
+        return foreseen_at(self.anchors) if self.foresees else self.anchors
+
+    def behind(self, step: int) -> int | None:
+        """The anchor next behind a step; None: there is none."""
+        return min((each for each in self.anchors if each > step), default=None)
 
     @classmethod
     def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
@@ -59,11 +80,33 @@ class OwnPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class AnchorLine:
+    """Through the last two anchors, over a power of sigma."""
+
+    sigmas: tuple[float, ...]
+    """Theirs, the later one last; one after the first, none before."""
+    power: float
+
+    def to(self, sigma: float) -> AnchorLine:
+        return AnchorLine((*self.sigmas[-1:], sigma), self.power)
+
+    def weight(self, sigma: float) -> float:
+        """How many times the change from one to the other lies between the last one and `sigma`:
+        below 0 from one to the other, above 0 behind both.
+        """
+        if len(self.sigmas) < 2 or not self.power:
+            return 0.0
+        before, last, now = (each**self.power for each in (*self.sigmas, sigma))
+        return (last - now) / (before - last) if before != last else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
     """A part of one block."""
 
     step: int
     """Of the row, that has left it."""
+    line: AnchorLine
     parts: tuple[Coded, ...]
     """[T + m, width] each; of `kv` keys and values."""
     slopes: tuple[Coded, ...] = ()
@@ -86,8 +129,12 @@ class OwnAnchors:
         """Text tokens, of a row that reads a template: it keeps these alone."""
         self._kept: dict[tuple[int, str], _Kept] = {}
         """By block and part."""
-        self._sigmas: tuple[float, ...] = ()
-        """Of the last two anchors, the later one last."""
+        self._line = AnchorLine((), plan.power)
+        """Through the anchors that are whole."""
+        self._at = 0.0
+        """Sigma of the anchor that it is about to see."""
+        self._reads = False
+        """Whether the row reads what it has in the step that it is about to see."""
         self._first: tuple[int, float] = (0, 0.0)
         """Of a row that reads a template, in the step that it is about to see: inactive tokens,
         the last ones, and sigma; of steps that compute all tokens."""
@@ -107,7 +154,7 @@ class OwnAnchors:
         ranks that deal passes.
         """
         enough: tuple[Share, ...] = ("here", "elsewhere") if dealt else (None, heads)
-        return bool(self._sigmas) and self._has in enough
+        return bool(self._line.sigmas) and self._has in enough
 
     @property
     def nbytes(self) -> int:
@@ -115,18 +162,26 @@ class OwnAnchors:
         kept += [*self._found.values(), *self._lacked.values()]
         return sum(coded.nbytes for each in kept for coded in each)
 
-    def anchor(self, step: int, computed: int, total: int) -> OwnAnchors:
+    def anchor(
+        self, step: int, sigma: float, computed: int, total: int, *, reads: bool = False
+    ) -> OwnAnchors:
         """Itself, about to see an anchor.
 
         Args:
             step: of the row.
+            sigma: of the anchor.
             computed: image tokens that other steps compute, the first ones.
             total: image tokens.
+            reads: whether the anchor is foreseen, and the step reads what the ones before left.
         """
-        self._step, self._computed, self._total = step, computed, total
-        self._words = None
-        self._seen = None
+        self._step, self._at, self._computed, self._total = step, sigma, computed, total
+        self._reads, self._words, self._seen = reads, None, None
         return self
+
+    @property
+    def reaches(self) -> float:
+        """Sigma of the last anchor that is whole."""
+        return self._line.sigmas[-1]
 
     def beside(self, step: int, words: int, others: int, sigma: float) -> OwnAnchors:
         """Itself, about to see a step of a row that reads a template.
@@ -140,7 +195,7 @@ class OwnAnchors:
         """
         if self.plan.lifts:
             self._first = (others, sigma) if others else (0, self._first[1])
-        self.anchor(step, 0, 0)._words = words
+        self.anchor(step, sigma, 0, 0)._words = words
         return self
 
     def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
@@ -198,6 +253,8 @@ class OwnAnchors:
         A step that is tried again, as one of a batch that failed is, finds what it has found: what
         it has left stays.
         """
+        if self._reads and self._seen != self._has:
+            self._lost = self._step  # it reads the share that it has, until the step is taken
         self._turn()
         kept = self._kept.get((block, part))
         if self._lost == self._step or (kept is not None and kept.step == self._step):
@@ -205,6 +262,7 @@ class OwnAnchors:
         try:
             self._kept[block, part] = self._made(kept, [self._others(block, x) for x in tensors])
         except torch.OutOfMemoryError:
+            _log.warning("no memory for what an edit's step %d leaves", self._step)
             self._lose()
 
     def _made(self, kept: _Kept | None, new: Sequence[Tensor]) -> _Kept:
@@ -216,19 +274,26 @@ class OwnAnchors:
                 coded.into(before)
                 slopes.append(encode(now - before, self.plan.format))
         parts = tuple([encode(each, self.plan.format) for each in new])
-        return _Kept(self._step, parts, tuple(slopes))
+        line = AnchorLine((), self.plan.power) if kept is None else kept.line
+        return _Kept(self._step, line.to(self._at), parts, tuple(slopes))
 
     def _lose(self) -> None:
-        """Keep nothing for want of memory: steps compute all tokens until one finds room."""
-        _log.warning("no memory for what an edit's step %d leaves", self._step)
-        self._lost, self._sigmas = self._step, ()
-        self._kept.clear()
+        """Keep nothing of a step: others compute all tokens until one finds room. What it reads
+        itself stays until it is taken.
+        """
+        self._lost = self._step
+        if not self._reads:
+            self._clear()
 
     def _turn(self) -> None:
         """Begin anew with what it sees, if that is of another share: no line leads there."""
-        if self._seen != self._has:
-            self._kept.clear()
-            self._has, self._sigmas = self._seen, ()
+        if self._seen != self._has and not self._reads:
+            self._clear()
+            self._has = self._seen
+
+    def _clear(self) -> None:
+        self._kept.clear()
+        self._line = AnchorLine((), self.plan.power)
 
     def _others(self, block: int, x: Tensor) -> Tensor:
         """[T + m, width] of the tokens that other steps do not compute."""
@@ -240,19 +305,20 @@ class OwnAnchors:
     def passed(self, sigma: float) -> None:
         """An anchor at `sigma` is whole; told once more of a step that is tried again."""
         self._turn()
-        if self._sigmas[-1:] != (sigma,) and self._lost != self._step:
-            self._sigmas = (*self._sigmas[-1:], sigma)
+        if self._lost == self._step:
+            self._clear()
+        elif self._line.sigmas[-1:] != (sigma,):
+            self._line = self._line.to(sigma)
 
     def weight(self, sigma: float) -> float:
-        """How many times the change between the last two anchors has come since, at `sigma`."""
-        if len(self._sigmas) < 2 or not self.plan.power:
-            return 0.0
-        before, last, now = (each**self.plan.power for each in (*self._sigmas, sigma))
-        return (last - now) / (before - last) if before != last else 0.0
+        """How many times the change between the last two anchors lies between the last one and
+        `sigma`.
+        """
+        return self._line.weight(sigma)
 
     def standing(self, sigma: float) -> object:
         """Stands for what `source` says at `sigma`; the same object where that is the same."""
-        return sigma if self.weight(sigma) else self._sigmas
+        return sigma if self.weight(sigma) else self._line
 
     @property
     def lifts(self) -> bool:
@@ -261,7 +327,8 @@ class OwnAnchors:
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """A part of a block, of the tokens that a step at `sigma` does not compute."""
-        kept, weight = self._kept[block, part], self.weight(sigma)
+        kept = self._kept[block, part]
+        weight = kept.line.weight(sigma)
         return KvSource(kept.parts, None, kept.slopes if weight else (), weight)
 
 

@@ -430,7 +430,8 @@ class LocalExecutor:
         text = not (read and made.frozen)
         references = getattr(made, "references", None)
         new = references is not None and references.made
-        return RowStep(row, made.step, getattr(made, "skipped", 0), read, text, stale, new)
+        skipped, foresaw = getattr(made, "skipped", 0), getattr(made, "foreseen", None) is not None
+        return RowStep(row, made.step, skipped, read, text, stale, new, foresaw)
 
 
 def _is_lost(handle: Entry | None) -> bool:

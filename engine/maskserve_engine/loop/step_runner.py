@@ -113,7 +113,7 @@ class StepRunner:
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
         if not readers:
             return [], {}
-        readers = [(e, reads) for e, reads in readers if not reads.anchor_due(e.tally.done)]
+        readers = [(e, reads) for e, reads in readers if not reads.is_dense(e.tally.done)]
         shared = _shared([(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers])
         asked = [
             Read(
@@ -145,7 +145,9 @@ class StepRunner:
                 # follows from the row's own step, so that its picture does not depend on its batch.
                 without = edit.reads.without_text(edit.tally.done)
                 fixed = fixed or edit.reads.own or without
-        others = [edit.counted for edit in running if edit.request_id not in loads]
+        others = [
+            edit.counted for edit in running if edit.request_id not in loads or _foresees(edit)
+        ]
         dense = Totals.sum_of(others) if others else None
         planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
         self.counters[f"plans_total.{planned.choice}"] += 1
@@ -230,10 +232,12 @@ class StepRunner:
         going = [edit for edit in running if edit.request_id not in result.failed]
         if not going or any(map(_uncounted, going, result.rows)):
             return None
+        rows = list(zip(going, result.rows, strict=True))
+        beside = [edit.counted for edit, step in rows if step.foresaw]
         return self._batch_flops.of(
             work,
-            [_counted(edit, step) for edit, step in zip(going, result.rows, strict=True)],
-            [step.read for step in result.rows],
+            [*(_counted(edit, step) for edit, step in rows), *beside],
+            [*(step.read for step in result.rows), *(False for _ in beside)],
             () if planned is None else planned.plan.kinds,
         ) + sum(map(_control_flops, going, result.rows))
 
@@ -282,6 +286,7 @@ class StepRunner:
         for kind, blocks in Counter(ran).items() if cached else ():
             self.counters[f"plan_blocks_total.{kind}"] += blocks
         computed = work.active_tokens if cached else work.total_tokens
+        computed += work.total_tokens * step.foresaw
         edit.tally.computed_tokens += computed
         self.counters["active_tokens_total"] += work.passes * computed
         if step.done == work.steps:
@@ -328,6 +333,13 @@ def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
     if step.read and not step.text and isinstance(edit, RequestState):
         return edit.reads_counted(step.done - 1)
     return edit.counted
+
+
+def _foresees(edit: RequestState | PrimingState) -> bool:
+    """Whether a row's next step computes an anchor of its own beside its own tokens."""
+    if not isinstance(edit, RequestState) or edit.reads is None:
+        return False
+    return edit.reads.foresees(edit.tally.done)
 
 
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:

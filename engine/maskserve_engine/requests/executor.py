@@ -173,6 +173,8 @@ class RowStep(NamedTuple):
     """Whether it added what a ControlNet service says of other latents than the step's own."""
     made: bool = False
     """Whether it made its references before this step."""
+    foresaw: bool = False
+    """Whether it computed an anchor of its own beside the step's tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ class WayChosen:
         if own is None:
             edit.levels = levels_of(settings, self._facts.skipping, way)
         else:
-            edit.levels = levels_of(settings, self._facts.skipping, "own", len(own.anchors))
+            count = len(own.anchors) if own.foresees == (self._facts.own_foreseen > 0) else 0
+            edit.levels = levels_of(settings, self._facts.skipping, "own", count)
         edit.starts += 1
         return ()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import own_rule, own_stride
+from maskserve_core.models.facts import own_power, own_rule, own_stride
 from maskserve_core.planning import own_anchors as planning
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.worker.policies import policy_of
@@ -32,7 +32,9 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     joint = adapter.work(*job.moments.shape[1:]).joint
     if not job.request.settings.may_anchor:
         return None
-    return _plan(config, adapter, job, text=joint)
+    # What a ControlNet adds is of the step's own tokens, so anchors are steps of such a row.
+    foresees = adapter.facts.own_foreseen > 0 and not job.controls
+    return _plan(config, adapter, job, text=joint, foresees=foresees)
 
 
 def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:
@@ -54,7 +56,7 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
         return None  # the template has most of its text
     if policy_of(config.engine).shares_steps:
         return None  # ranks that share a step would have to agree on who has what
-    plan = _plan(config, adapter, job, text=True)
+    plan = _plan(config, adapter, job, text=True, foresees=False)
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
     if plan is not None and plan.text:
         return replace(plan, lifts=lifts)
@@ -62,19 +64,25 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
     return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
 
 
-def _plan(config: Config, adapter: Adapter, job: EditJob, *, text: bool) -> OwnPlan | None:
-    rule = own_rule(config, adapter.facts, device_of(config).type)
-    count = planning.own_count(adapter.steps(job), own_stride(config, adapter.facts))
+def _plan(
+    config: Config, adapter: Adapter, job: EditJob, *, text: bool, foresees: bool
+) -> OwnPlan | None:
+    facts = adapter.facts
+    rule = own_rule(config, facts, device_of(config).type)
+    count = planning.own_count(adapter.steps(job), own_stride(config, facts, foreseen=foresees))
     if not count:
         return None
-    plan = OwnPlan(frozenset(), rule.format, rule.text and text, rule.power)
+    text, power = rule.text and text, own_power(facts, foreseen=foresees)
+    plan = OwnPlan(frozenset(), rule.format, text, power, foresees=foresees)
     return with_anchors(plan, count, adapter, job)
 
 
 def with_anchors(plan: OwnPlan, count: int, adapter: Adapter, job: EditJob) -> OwnPlan:
     """The plan with so many anchors of the edit's steps."""
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    anchors = planning.own_steps(count, sigmas, adapter.facts.own_evenly_over)
+    anchors = planning.own_steps(
+        count, sigmas, adapter.facts.own_evenly_over, foreseen=plan.foresees
+    )
     return replace(plan, anchors=anchors)
 
 

@@ -98,7 +98,8 @@ class EditWork:
         each = work.batch_flops(between, ("kv",) * len(work.blocks), None)
         share = len(plan.anchors) / self.steps
         at_anchors = self.cached_flops if reads_template else self.dense_flops
-        mean = share * at_anchors + (1.0 - share) * each
+        others = 1.0 - (1.0 / self.steps if plan.foresees else share)
+        mean = share * at_anchors + others * each
         return replace(self, between=between, cached_flops=mean)
 
     def step_flops(self, mode: ExecutionMode) -> float:
@@ -158,7 +159,7 @@ class StepTally:
         if step.skipped > self.skipped:
             self.skipped, kinds = step.skipped, kinds[:1]
         self.done = step.done
-        if not step.read:
+        if not step.read or step.foresaw:
             self.dense.append(step.done - 1)
         self.text += step.text
         self.rows_seen += rows
@@ -187,6 +188,8 @@ class EntryReads:
         self._steps = Counter(self.anchors)
         self.own = False
         """Whether these are anchors of the row's own: it leaves them at its dense steps."""
+        self.computes = frozenset[int]()
+        """Steps that compute one of these."""
         self.text: frozenset[int] | None = None
         """Steps that compute the text; None: all."""
         self.held = 0
@@ -196,10 +199,10 @@ class EntryReads:
     def of_own(
         cls, request_id: str, plan: OwnPlan, sigmas: Sequence[tuple[float, float]]
     ) -> EntryReads:
-        """Of a row that reads, at all but its anchors, what these have left."""
-        anchors = [None if step in plan.anchors else Anchor(*at) for step, at in enumerate(sigmas)]
+        """Of a row that reads, at all but its dense steps, what its anchors have left."""
+        anchors = [None if step in plan.dense else Anchor(*at) for step, at in enumerate(sigmas)]
         reads = cls(f"own:{request_id}", anchors, request_id.encode())
-        reads.own = True
+        reads.own, reads.computes = True, plan.computed_at
         reads.text = frozenset() if plan.text else None
         return reads
 
@@ -209,6 +212,14 @@ class EntryReads:
 
     def anchor_due(self, step: int) -> bool:
         """Whether an anchor of the row's own is to be computed now."""
+        return step in self.computes
+
+    def foresees(self, step: int) -> bool:
+        """Whether it is computed beside the step's own tokens."""
+        return step in self.computes and not self.is_dense(step)
+
+    def is_dense(self, step: int) -> bool:
+        """Whether the step computes all tokens to leave an anchor of the row's own."""
         return self.own and self.anchors[step] is None
 
     def stays(self, step: int) -> int:

@@ -8,17 +8,16 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import own_stride
+from maskserve_core.models.facts import own_power, own_stride
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.planning.own_anchors import own_count, own_steps
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
+from maskserve_engine.batch.own_anchors import AnchorLine, OwnPlan, OwnReader
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from maskserve_harness.demo_model.scenes import Edit
@@ -43,10 +42,13 @@ class OwnChoice:
     """`[cache] conv_halo`, of UNets; 0: the default."""
     power: float | None = None
     """Of sigma, over which lines lie; None: the family's."""
+    foresees: bool = False
+    """Whether all anchors but the first are computed ahead."""
 
     @property
     def name(self) -> str:
-        words = [f"{{{','.join(map(str, self.dense))}}}", self.format]
+        ahead = " foreseen" if self.foresees else ""
+        words = [f"{{{','.join(map(str, self.dense))}}}{ahead}", self.format]
         words += [] if self.text else ["text computed"]
         words += [] if self.ring == 1 else [f"ring {self.ring}"]
         words += [f"halo {self.halo}"] if self.halo else []
@@ -55,12 +57,21 @@ class OwnChoice:
         return ", ".join(words)
 
 
-def served(rig: Rig, job: EditJob, count: int = 0) -> OwnChoice:
-    """So many anchors where a worker has them; 0: as many as it has by default."""
+def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool | None = None) -> OwnChoice:
+    """So many anchors where a worker has them; 0: as many as it has by default.
+
+    Args:
+        rig: of the model.
+        job: any edit.
+        count: of the anchors.
+        foresees: whether all but the first are computed ahead; None: as the worker has it.
+    """
     facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
-    count = count or own_count(len(sigmas), own_stride(Config(), facts))
-    anchors = own_steps(count, sigmas, facts.own_evenly_over)
-    return OwnChoice(tuple(sorted(anchors)), text=facts.leaves_text)
+    ahead = facts.own_foreseen > 0 if foresees is None else foresees
+    count = count or own_count(len(sigmas), own_stride(Config(), facts, foreseen=ahead))
+    ahead = ahead and count > 1
+    anchors = own_steps(count, sigmas, facts.own_evenly_over, foreseen=ahead)
+    return OwnChoice(tuple(sorted(anchors)), text=facts.leaves_text, foresees=ahead)
 
 
 def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
@@ -73,24 +84,26 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
     # Where text is in the image's attention it can be left out.
     facts, steps = rig.adapter.facts, rig.steps
     joint = facts.family != "unet"
-    way = partial(OwnChoice, text=facts.leaves_text)
     most = 2 if steps <= 4 else 4 if steps <= 8 else 5
-    middle = served(rig, job).dense
-    even = tuple(sorted(own_steps(len(middle), range(steps, 0, -1), 0.0)))
-    sets = [even, *(served(rig, job, count).dense for count in range(most, 0, -1))]
-    if joint:
-        others = [OwnChoice(middle, text=False)] if facts.leaves_text else []
-    else:
-        others = [way(middle, halo=halo) for halo in (64, 4)]
-    return [
-        way(middle),
-        *[way(middle, reach=reach) for reach in (0.0, 2.0)],
-        *[way(each) for each in dict.fromkeys(sets) if each != middle],
-        *[way(middle, ring=ring) for ring in (2, 0)],
-        *others,
-        *[way(middle, power=power) for power in (1.0, 2.0, 3.0)],
-        *[way(middle, format=format) for format in ("model", "int4")],
+    way = served(rig, job)
+    even = replace(way, dense=tuple(sorted(own_steps(len(way.dense), range(steps, 0, -1), 0.0))))
+    counts = range(most, 0, -1)
+    found = [
+        way,
+        *[replace(way, reach=reach) for reach in (0.0, 2.0)],
+        even,
+        *[
+            served(rig, job, count, foresees=ahead)
+            for ahead in ((True, False) if joint else (False,))
+            for count in counts
+        ],
+        *[replace(way, ring=ring) for ring in (2, 0)],
+        *([replace(way, text=False)] if joint and facts.leaves_text else []),
+        *([] if joint else [replace(way, halo=halo) for halo in (64, 4)]),
+        *[replace(way, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
+        *[replace(way, format=format) for format in ("model", "int4")],
     ]
+    return list(dict.fromkeys(found))
 
 
 def flux_flop_speedup(choice: OwnChoice) -> float:
@@ -102,15 +115,20 @@ def flux_flop_speedup(choice: OwnChoice) -> float:
     computed = 0 if choice.text else FLUX_TEXT
     each = RowTokens(active, computed, text_read=FLUX_TEXT - computed)
     share = len(choice.dense) / FLUX_STEPS
-    return whole / (share * whole + (1 - share) * work.step_flops([each], "kv"))
+    others = 1 - (1 / FLUX_STEPS if choice.foresees else share)
+    return whole / (share * whole + others * work.step_flops([each], "kv"))
 
 
 def edited(
     rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
 ) -> list[Picture]:
     """Edits by rows with anchors of their own."""
-    power = rig.adapter.facts.own_power if choice.power is None else choice.power
-    plan = OwnPlan(frozenset(choice.dense), choice.format, choice.text, power)
+    power = choice.power
+    if power is None:
+        power = own_power(rig.adapter.facts, foreseen=choice.foresees)
+    plan = OwnPlan(
+        frozenset(choice.dense), choice.format, choice.text, power, foresees=choice.foresees
+    )
     rows: list[Any] = []
     for job in jobs:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
@@ -123,8 +141,8 @@ def edited(
             some = rows[first : first + BATCH]
             readers = [OwnReader(row, rig.adapter.entry_blocks) for row in some]
             while some[0].step < some[0].steps:
-                anchor = some[0].step in plan.anchors
-                reads: Any = [None if anchor else r.turn_to(some[0].step) for r in readers]
+                step = some[0].step
+                reads: Any = [None if step in plan.dense else r.turn_to(step) for r in readers]
                 rig.adapter.step(some, kinds if any(reads) else None, reads)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 
@@ -181,9 +199,9 @@ def table(
 @contextmanager
 def _reaching(times: float) -> Iterator[None]:
     """All rows go so many times as far along their line."""
-    honest = OwnAnchors.weight
-    OwnAnchors.weight = lambda self, sigma: times * honest(self, sigma)  # type: ignore[method-assign]
+    honest = AnchorLine.weight
+    AnchorLine.weight = lambda self, sigma: times * honest(self, sigma)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        OwnAnchors.weight = honest  # type: ignore[method-assign]
+        AnchorLine.weight = honest  # type: ignore[method-assign]

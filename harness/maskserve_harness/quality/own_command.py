@@ -4,7 +4,7 @@
 
 `summary` has, against our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the mask):
 
-- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
+- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with two anchors, as
   served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), and
   `unet_mean`, … of the demo UNet, with four.
 - `hit_loss_db`: what edits lose that read a template and leave their text out between three;
@@ -15,7 +15,7 @@ And of FLUX.1's width at 1024 pixels, one double and one single block, random we
 
 - `no_text_of_limit`: a dense step over one that computes the active tokens alone, over what the
   FLOPs say; the least of the mask ratios .05 to .35.
-- `first_edit_11`, `first_edit_35`: 28 dense steps over the three anchors and 25 steps between of an
+- `first_edit_11`, `first_edit_35`: 28 dense steps over the two anchors and 27 steps between of an
   edit whose picture nobody has sent before.
 
 `loras_edits_ratio`: edits per second of eight pictures, each with another LoRA, eight in flight:
@@ -37,6 +37,9 @@ import torch
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.config_file import config_of
+from maskserve_core.models.flux import OWN_FORESEEN
+from maskserve_core.models.semantics import FILL
+from maskserve_core.planning.own_anchors import own_count
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.lora_edits import LORAS, demo_edits, write_loras
@@ -52,7 +55,8 @@ from maskserve_harness.quality.systems import Rig
 from maskserve_harness.reports import about, write_json
 
 RATIOS = (0.05, 0.11, 0.2, 0.35)
-_STEPS, _ANCHORS = 28, 3
+_STEPS = 28
+_ANCHORS = own_count(_STEPS, OWN_FORESEEN[FILL])
 
 
 def fidelity(folder: Path, n: int, *, count: int = 0, hits: bool = False) -> dict[str, Any]:
@@ -60,11 +64,13 @@ def fidelity(folder: Path, n: int, *, count: int = 0, hits: bool = False) -> dic
     of edits that read a template: computing their text, leaving it out, and so with a first anchor.
     """
     rig = Rig(folder, 20)
-    choice = served(rig, rig.jobs(edits_of(next(iter(CLASSES)), 1))[0], count)
+    [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
+    choice = served(rig, job, count, foresees=True if count else None)
     cached = default(rig.adapter.facts, 20)
     begun = replace(cached, dense_steps=1, stride=7)
     power = rig.adapter.facts.own_power
-    plan = OwnPlan(frozenset(choice.dense), choice.format, text=True, power=power)
+    text = served(rig, job, foresees=False)
+    plan = OwnPlan(frozenset(text.dense), choice.format, text=True, power=power)
     ways = {
         "hit": (cached, None),
         "hit_frozen": (cached, plan),
@@ -109,7 +115,8 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     for ratio, ms in zip(RATIOS, times, strict=True):
         limit = bench.limit([ratio], NO_TEXT)
         of_limit[ratio] = whole / ms / limit
-        edit = _STEPS * whole / (_ANCHORS * anchor + (_STEPS - _ANCHORS) * ms)
+        # All anchors but the first are computed beside a step that reads.
+        edit = _STEPS * whole / (_ANCHORS * anchor + (_STEPS - 1) * ms)
         result[f"at_{ratio}"] = {"ms": round(ms, 2), "limit": round(limit, 2)}
         result[f"first_edit_{round(100 * ratio)}"] = round(edit, 3)
     result["no_text_of_limit"] = round(min(of_limit.values()), 3)

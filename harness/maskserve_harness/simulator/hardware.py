@@ -33,7 +33,7 @@ from maskserve_core.planning.entry_bytes import (
     entry_bytes,
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
-from maskserve_core.planning.own_anchors import clock_steps, own_count, own_steps
+from maskserve_core.planning.own_anchors import clock_steps, foreseen_at, own_count, own_steps
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing
@@ -177,9 +177,17 @@ class Hardware:
         return active < self.dense_above_ratio * self.tokens
 
     def own_steps(self, steps: int) -> frozenset[int]:
-        """Anchors of an edit of so many steps whose template is not at hand."""
+        """Steps that compute anchors of an edit of so many whose template is not at hand."""
         count = own_count(steps, own_stride(self.config, self.facts))
-        return own_steps(count, range(steps, 0, -1), 0.0) if count else frozenset()
+        if not count:
+            return frozenset()
+        anchors = own_steps(count, range(steps, 0, -1), 0.0, foreseen=self.foresees)
+        return foreseen_at(anchors) if self.foresees else anchors
+
+    @property
+    def foresees(self) -> bool:
+        """Whether all such anchors but the first are computed beside a step that reads."""
+        return self.facts.own_foreseen > 0
 
     def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
         """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows.

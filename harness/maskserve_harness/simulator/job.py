@@ -34,5 +34,10 @@ class Job:
 
     @property
     def at_anchor(self) -> bool:
-        """Whether its next step is an anchor of its own."""
+        """Whether its next step computes an anchor of its own."""
         return self.request.steps - self.left in self.own
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is there that its next step may read."""
+        return self.left < self.request.steps

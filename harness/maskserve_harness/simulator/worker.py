@@ -240,8 +240,10 @@ class Worker:
         cached = active = dense = own = 0
         for ticket in running:
             job = self._assigned.get(ticket.request_id)
-            if ticket.active_tokens == ticket.total_tokens or (job is not None and job.at_anchor):
-                dense += 1
+            anchored = job is not None and job.at_anchor
+            dense += anchored or ticket.active_tokens == ticket.total_tokens
+            beside = anchored and self.hardware.foresees and job is not None and job.reads
+            if (anchored and not beside) or ticket.active_tokens == ticket.total_tokens:
                 continue
             cached += 1
             active += ticket.active_tokens

@@ -396,6 +396,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         both, row.adapters = (*row.adapters, *adapters), adapters
+        if isinstance(row, FlowRow) and row.own is not None and row.own.plan.foresees:
+            self.keep_own(row, row.own.plan)  # foreseen without them
         if row.references is not None and isinstance(row.references.entry, AnchorEntry):
             row.references.entry = None  # made without them
         changed = {place for own, _ in both for place in own.updates}

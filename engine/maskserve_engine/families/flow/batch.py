@@ -19,13 +19,14 @@ from torch import Tensor
 from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
 from maskserve_engine.batch.graphs import AtOnce, Graphs
-from maskserve_engine.batch.packing import Packed
+from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.served import RowAsk, ServedRow, ask_service, new_batch
-from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow, Negative, Row
+from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow, Foreseen, Negative, Row
+from maskserve_engine.families.flow.schedule import Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
@@ -90,6 +91,9 @@ class FlowBatch(KeptBatch[Row, W]):
         self._frozen = _frozen(rows)
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        foreseen = [(i, each) for i, row in enumerate(rows) for each in _foreseen(row)]
+        self._foresee = tuple([i for i, _ in foreseen])
+        """Index of the row of each pass that computes an anchor ahead, packed behind all others."""
         self.ahead = self.steps_ahead(len(rows) + len(self._guided))
         back = rows[0].step % self.ahead if len(rows) == 1 else 0
         """Products of other shapes round differently. So what is computed ahead for a row by itself
@@ -105,6 +109,7 @@ class FlowBatch(KeptBatch[Row, W]):
         )
         inputs = [row.model_input() for row in rows]
         inputs += [rows[i].second_input() for i, _ in self._guided]
+        inputs += [each for _, each in foreseen]
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
         self._still = _still(self.packed)
@@ -114,7 +119,8 @@ class FlowBatch(KeptBatch[Row, W]):
         longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
         few = narrow.row_stream.spans[-1][1] <= longest  # more keep the device busy by themselves
         self._recorded = few and all(row.recorded for row in rows) and not own_way
-        self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
+        beside = [*(i for i, _ in self._guided), *self._foresee]
+        self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in beside))
         self._weights: W | None = None
         """The model's, with what the rows' adapters add to them."""
         self._share: RankShare | _Passes | None = None
@@ -218,7 +224,7 @@ class FlowBatch(KeptBatch[Row, W]):
             raise ValueError("rows that may skip blocks take their steps on one device")
         if self._share is None or self._share.exchange is not exchange:
             if exchange.deals or (exchange.count == 2 and len(self._guided) == len(self.rows)):
-                self._share = _Passes(self.packed, self.rows, self._guided, exchange)
+                self._share = _Passes(self.packed, self.rows, self._guided, self._foresee, exchange)
             else:
                 self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
                 heads = self._share.heads[exchange.rank]
@@ -238,6 +244,9 @@ class FlowBatch(KeptBatch[Row, W]):
         changes = [[step.change for step in walk] for walk in walks]
         times += [times[i] for i, _ in self._guided]
         changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
+        ahead = [self._anchor_of(i) for i in self._foresee]
+        times += [[step.timestep] * self.steps for _, step in ahead]
+        changes += [[1.0] * self.steps for _ in ahead]  # what moves is the velocity
         by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
         timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
         self.timesteps = timesteps
@@ -251,16 +260,35 @@ class FlowBatch(KeptBatch[Row, W]):
         self._parts = latents.split(stream.lengths)
         """[n, C] of each row, then of each second pass."""
         self._seconds = [
-            (i, part) for (i, _), part in zip(self._guided, self._parts[count:], strict=True)
+            (i, part) for (i, _), part in zip(self._guided, self._parts[count:], strict=False)
         ]
         for row, part, (begin, _) in zip(self.rows, self._parts, stream.spans, strict=False):
             row.settle(part, begin)
+        spans = stream.spans[count + len(self._guided) :]
+        for i, span in reversed(list(zip(self._foresee, spans, strict=True))):  # its first pass
+            row = self.rows[i]
+            assert isinstance(row, FlowRow)
+            row.foreseen = Foreseen(self._anchor_of(i)[0], slice(*span))
+
+    def _anchor_of(self, i: int) -> tuple[int, Walk]:
+        """The step that row `i` foresees."""
+        row = self.rows[i]
+        assert isinstance(row, FlowRow)
+        step = row.foresees
+        assert step is not None
+        return step, row.schedule.walk[step]
 
     def _guide(self, velocity: Tensor) -> None:
         """Lead rows with a negative prompt away from what their second pass answers."""
-        answers = velocity.split(self._stream.lengths)
-        for (i, negative), away in zip(self._guided, answers[len(self.rows) :], strict=True):
+        answers, rows = velocity.split(self._stream.lengths), len(self.rows)
+        ahead: dict[int, list[Tensor]] = {}
+        for number, i in enumerate(self._foresee, start=rows + len(self._guided)):
+            ahead.setdefault(i, []).append(answers[number])
+        for (i, negative), away in zip(self._guided, answers[rows:], strict=False):
             self.guide(answers[i], away, negative.scale)
+            if i in ahead:
+                own, foreseen = ahead[i]
+                self.guide(own, foreseen, negative.scale)
 
     @staticmethod
     def guide(own: Tensor, away: Tensor, scale: float) -> None:
@@ -297,6 +325,10 @@ class FlowBatch(KeptBatch[Row, W]):
         return moved
 
 
+def _foreseen(row: Row) -> list[RowInput]:
+    return row.foreseen_inputs() if isinstance(row, FlowRow) else []
+
+
 def _frozen(rows: Sequence[Row]) -> tuple[bool, ...]:
     """Which of them leave their text out."""
     return tuple([isinstance(row, FlowRow) and row.frozen for row in rows])
@@ -309,6 +341,8 @@ class _Passes:
         whole: the batch.
         rows: in it; behind their first passes are the second ones.
         guided: whose these are.
+        foresee: likewise of the passes behind these, which compute an anchor ahead: each is taken
+            where the pass is that reads it.
         exchange: between the ranks.
 
     Raises:
@@ -320,6 +354,7 @@ class _Passes:
         whole: Packed,
         rows: Sequence[Row],
         guided: Sequence[tuple[int, Negative]],
+        foresee: Sequence[int],
         exchange: Exchange,
     ) -> None:
         if any(isinstance(row, FlowPrimingRow) for row in rows):
@@ -327,22 +362,32 @@ class _Passes:
         self.exchange = exchange
         self._channels = rows[0].channels
         second = {i: len(rows) + at for at, (i, _) in enumerate(guided)}
-        passes = [(i, second[i]) if i in second else (i,) for i in range(len(rows))]
-        costs = [[float(len(whole.rows[i].cis)) for i in own] for own in passes]
-        numbers = [i for own in passes for i in own]
+        passes = [[i, second[i]] if i in second else [i] for i in range(len(rows))]
+        with_it = {number: [number] for of_row in passes for number in of_row}
+        ahead = iter(range(len(rows) + len(guided), len(whole.rows)))
+        for i in dict.fromkeys(foresee):
+            for number in passes[i]:
+                with_it[number].append(next(ahead))
+
+        def cost(number: int) -> float:
+            return float(sum(len(whole.rows[each].cis) for each in with_it[number]))
+
         anchored = {
             i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.anchored
         }
         stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
-        self._share = PassShare(costs, stays, exchange)
-        self.own = [numbers[i] for i in self._share.own]
+        self._share = PassShare([list(map(cost, own)) for own in passes], stays, exchange)
+        dealt = [with_it[number] for own in passes for number in own]
+        self.own = [each for i in self._share.own for each in dealt[i]]
         """Their numbers in the batch."""
         for i, row in anchored.items():
             for number, kept in zip(passes[i], row.anchors, strict=True):
                 kept.sees("here" if number in self.own else "elsewhere")
+        numbers = [each for own in dealt for each in own]
         self._answered = [numbers.index(i) for i in range(len(numbers))]
         """Of each of the batch's passes, where the answer to it comes."""
-        self._lengths = [len(whole.rows[i].tokens) for i in numbers]
+        self._lengths = [[len(whole.rows[i].tokens) * self._channels for i in own] for own in dealt]
+        """Numbers in the answers to passes that are dealt together."""
         self._packed = Packed([whole.rows[i] for i in self.own]) if self.own else None
         spans = whole.layout.narrow.image_stream.spans
         at = [torch.arange(*spans[i]) for i in self.own] or [torch.arange(0)]
@@ -361,7 +406,9 @@ class _Passes:
         else:
             self._packed.tokens = tokens.index_select(0, self._tokens)
             answer = forward(model.take(self.own), self._packed, kinds)
-        parts = self._share.gather(answer, [n * self._channels for n in self._lengths])
+        came = self._share.gather(answer, list(map(sum, self._lengths)))
+        both = zip(came, self._lengths, strict=True)
+        parts = [part for each, lengths in both for part in each.split(lengths)]
         return torch.cat([parts[i] for i in self._answered]).view(-1, self._channels)
 
 

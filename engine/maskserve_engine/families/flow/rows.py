@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,9 +177,14 @@ class OwnOutside:
     times: tuple[float, float] = (0.0, 0.0)
     """By how much sigma each of them has moved the latents since."""
 
-    def at(self, sigma: Tensor) -> Tensor:
-        """[m + R, in_channels] model inputs."""
-        latents = self.now if self.blend is None else self.blend.source(sigma)
+    def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
+        """[m + R, in_channels] model inputs, after a `change` of sigma from now to `sigma` by the
+        last velocity.
+        """
+        if self.blend is not None:
+            latents = self.blend.source(sigma)
+        else:
+            latents = self.now + change * self.velocity[0] if change else self.now
         return model_inputs(latents, self.condition, self.context)
 
     @property
@@ -198,10 +204,25 @@ class OwnOutside:
         if self.blend is None:
             self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
 
+    def foreseen(self, velocity: Tensor) -> None:
+        """It is [m, 4C] `velocity` that moves them at the anchor ahead; they are where they are."""
+        if self.blend is None:
+            self.latents, self.times = self.now, (0.0, 0.0)
+            self.velocity = (velocity, *self.velocity[:1])
+
     def passed(self, change: float, weight: float) -> None:
         """A step between anchors has moved the others by so much sigma."""
         last, before = self.times
         self.times = (last + change * (1.0 + weight), before - change * weight)
+
+
+class Foreseen(NamedTuple):
+    """An anchor that a row's next step computes beside its own tokens."""
+
+    step: int
+    """Where it lies."""
+    place: slice
+    """Of all its tokens in the batch."""
 
 
 @dataclass(slots=True)
@@ -255,6 +276,8 @@ class FlowRow:
     """[n, 4C] by what the last step moved the computed tokens."""
     others: Tensor | None = None
     """[m + R or less, 4C] the inactive tokens, where they were packed beside the computed ones."""
+    foreseen: Foreseen | None = None
+    """As it was packed."""
 
     @property
     def steps(self) -> int:
@@ -291,9 +314,9 @@ class FlowRow:
         """For how many steps from the next one on the same inputs are packed, but for latents."""
         if self.inactive is not None and self.entry is None:
             return 1  # the tokens pinned to that step are packed, too
-        if self._sees:
+        if self._sees or self.foresees is not None:
             return 1  # what sees it is told of that step
-        anchors = frozenset[int]() if self.own is None else self.own.plan.anchors
+        anchors = frozenset[int]() if self.own is None else self.own.plan.computed_at
         return min((a for a in anchors if a > self.step), default=self.steps) - self.step
 
     @property
@@ -326,15 +349,63 @@ class FlowRow:
         lifts = self.own is not None and self.own.plan.lifts and self.entry is None
         return lifts or self._sees_text
 
+    @property
+    def foresees(self) -> int | None:
+        """The anchor that the next step is to compute beside its own tokens: the one behind it, if
+        the line from the last one ends here; None: none.
+        """
+        own = self.own
+        if own is None or not own.plan.foresees or self.entry is None or self.moved is None:
+            return None
+        return own.plan.behind(self.step) if own.reaches >= self.walk_sigma() else None
+
     def model_input(self) -> RowInput:
         return self._input(self.text, self.pooled, self.own, self.cis, self.words)
 
     def second_input(self) -> RowInput:
-        negative, cis = self.negative, self.cis
-        assert negative is not None
-        if negative.cis is not None:
-            cis = torch.cat((negative.cis, cis[len(self.text) :]))
-        return self._input(negative.text, negative.pooled, negative.own, cis, negative.words)
+        negative = self._negative()
+        return self._input(
+            negative.text, negative.pooled, negative.own, self._second_cis(), negative.words
+        )
+
+    def foreseen_inputs(self) -> list[RowInput]:
+        """Of each pass, all tokens as they are foreseen at the anchor that it `foresees`; none
+        where it foresees nothing.
+        """
+        step, own = self.foresees, self.own
+        if step is None or own is None:
+            return []
+        made = [self._foreseen(step, self.text, self.pooled, own, self.cis, self.words)]
+        away = self.negative
+        if away is not None:
+            assert away.own is not None, "both passes have what is their own"
+            cis = self._second_cis()
+            made.append(self._foreseen(step, away.text, away.pooled, away.own, cis, away.words))
+        return made
+
+    def _foreseen(
+        self,
+        step: int,
+        text: Tensor,
+        pooled: Tensor | None,
+        own: OwnAnchors,
+        cis: Tensor,
+        words: FixedWords | None,
+    ) -> RowInput:
+        """Of one pass; arguments as of `_input`."""
+        assert self.inactive is not None
+        made = self._whole(self._own_tokens(text, pooled, cis, words, step), self.inactive, step)
+        sigma, total = self.schedule.walk[step].sigma, len(made.tokens)
+        return replace(made, capture=own.anchor(self.step, sigma, self.active, total, reads=True))
+
+    def _negative(self) -> Negative:
+        assert self.negative is not None
+        return self.negative
+
+    def _second_cis(self) -> Tensor:
+        """[T + n, head_dim / 2] of the second pass."""
+        of_text = self._negative().cis
+        return self.cis if of_text is None else torch.cat((of_text, self.cis[len(self.text) :]))
 
     def _input(
         self,
@@ -347,13 +418,11 @@ class FlowRow:
         """Of one pass; `cis` of its text and the computed tokens."""
         inactive = self.inactive
         read = 0 if inactive is None or self.entry is None else inactive.shown
-        made = self._active_tokens(text[read:], pooled, cis[read:])
-        if words is not None:
-            made = replace(made, fixed=(*made.fixed, words), back=words.back)
+        made = self._own_tokens(text[read:], pooled, cis[read:], words, self.step)
         if inactive is None:
             return made
         if self.entry is None:
-            made = self._whole(made, inactive)
+            made = self._whole(made, inactive, self.step)
         elif own is not None and self.anchored:
             return foretold(made, inactive.cis, own, self.walk_sigma)
         else:
@@ -365,7 +434,8 @@ class FlowRow:
             return made
         total = len(made.tokens)
         if self.anchored:
-            return replace(made, capture=own.anchor(self.step, self.active, total))
+            sigma = self.walk_sigma()
+            return replace(made, capture=own.anchor(self.step, sigma, self.active, total))
         others = total - self.active if self.entry is None else 0
         return replace(
             made, capture=own.beside(self.step, len(made.text), others, self.walk_sigma())
@@ -375,29 +445,58 @@ class FlowRow:
         """Of the step that is taken now."""
         return self.schedule.walk[self.step].sigma
 
-    def _active_tokens(self, text: Tensor, pooled: Tensor | None, cis: Tensor) -> RowInput:
-        tokens = model_inputs(self.latents, self.condition, self.context)
+    def _own_tokens(
+        self, text: Tensor, pooled: Tensor | None, cis: Tensor, words: FixedWords | None, step: int
+    ) -> RowInput:
+        """The computed tokens of one pass, at a step."""
+        latents = self.latents if step == self.step else self._moved_to(step)
         made = RowInput(
-            tokens, text, pooled, self.guidance, cis, residuals=self.residuals, pads=self.pads,
-            timeless=self.timeless,
+            model_inputs(latents, self.condition, self.context), text, pooled, self.guidance, cis,
+            residuals=self.residuals, pads=self.pads, timeless=self.timeless,
         )  # fmt: skip
         if self.references is not None:
             made = replace(made, fixed=(*self.references.sees, self.references))
-        return made if self.context is None else replace(made, still=len(self.context))
+        if self.context is not None:
+            made = replace(made, still=len(self.context))
+        if words is None:
+            return made
+        return replace(made, fixed=(*made.fixed, words), back=words.back)
 
-    def _whole(self, made: RowInput, inactive: FlowInactive) -> RowInput:
+    def _whole(self, made: RowInput, inactive: FlowInactive, step: int) -> RowInput:
         """The others, too, as further image tokens."""
-        tokens, context = torch.cat((made.tokens, inactive.outside.at(self.sigma))), 0
+        others, context = self._outside_at(inactive, step), 0
         if inactive.outside.context is not None:
             context = len(inactive.outside.context)
-        others = len(inactive.cis) - inactive.shown
-        cis = torch.cat((made.cis, inactive.cis[:others]))
-        return replace(made, tokens=tokens, cis=cis, still=context)
+        count = len(inactive.cis) - inactive.shown
+        cis = torch.cat((made.cis, inactive.cis[:count]))
+        return replace(made, tokens=torch.cat((made.tokens, others)), cis=cis, still=context)
+
+    def _outside_at(self, inactive: FlowInactive, step: int) -> Tensor:
+        """[m + R, in_channels] the inactive tokens' model inputs at a step."""
+        outside, sigma = inactive.outside, self.schedule.sigmas[step]
+        if isinstance(outside, OwnOutside):
+            return outside.at(sigma, self._change_to(step))
+        return outside.at(sigma)
+
+    def _change_to(self, step: int) -> float:
+        """Of sigma, from the next step to one behind it."""
+        return sum(walk.change for walk in self.schedule.walk[self.step : step])
+
+    def _moved_to(self, step: int) -> Tensor:
+        """[n, 4C] latents of the computed tokens at a step behind the next one, if the model goes
+        on as it has answered last.
+        """
+        assert self.moved is not None, "no step was taken yet"
+        last = self.schedule.walk[self.step - 1].change
+        latents = self.latents + self.moved * (self._change_to(step) / last)
+        if self.blend is None:
+            return latents
+        return self.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
 
     def all_tokens(self) -> RowInput:
         """All its tokens at this step, those first that its steps compute, whatever it reads."""
-        made = self._active_tokens(self.text, self.pooled, self.cis)
-        return made if self.inactive is None else self._whole(made, self.inactive)
+        made = self._own_tokens(self.text, self.pooled, self.cis, None, self.step)
+        return made if self.inactive is None else self._whole(made, self.inactive, self.step)
 
     @property
     def computed(self) -> int:
@@ -421,7 +520,7 @@ class FlowRow:
         """
         computed = len(self.latents)
         self.latents, self.place = latents[:computed], slice(begin, begin + computed)
-        self.others = latents[computed:]
+        self.others, self.foreseen = latents[computed:], None
 
     @property
     def blends(self) -> bool:
@@ -455,31 +554,39 @@ class FlowRow:
         walk = self.schedule.walk[self.step]
         of_own = isinstance(outside, OwnOutside)
         if (self._sees and own.text) or (of_own and self.entry is None):
-            for each in self.anchors:
-                each.passed(walk.sigma)
-        if isinstance(outside, OwnOutside):
-            if self.entry is None:
-                begin, count = self.place.stop, len(outside.clean)
-                assert self.others is not None, "a step is taken of rows that were packed"
-                outside.latents = self.others[:count]
-                outside.anchored(moves[begin : begin + count], walk.change)
-            else:
-                outside.passed(walk.change, own.weight(walk.sigma))
+            self._passed(walk.sigma)
+        if not isinstance(outside, OwnOutside):
+            return
+        count = len(outside.clean)
+        if self.entry is None:
+            assert self.others is not None, "a step is taken of rows that were packed"
+            outside.latents = self.others[:count]
+            begin = self.place.stop
+            outside.anchored(moves[begin : begin + count], walk.change)
+            return
+        if self.foreseen is not None:
+            begin = self.foreseen.place.start + len(self.latents)
+            outside.foreseen(moves[begin : begin + count])
+            self._passed(self.schedule.walk[self.foreseen.step].sigma)
+        outside.passed(walk.change, own.weight(walk.sigma))
+
+    def _passed(self, sigma: float) -> None:
+        """An anchor at `sigma` is whole, in each of its passes."""
+        for each in self.anchors:
+            each.passed(sigma)
 
     def latents_ahead(self) -> Tensor | None:
         """[gh·gw, 4C] of all tokens, the computed ones first, after the next step, if the model
         then answers what it has answered last; None: it has not, or there is no step after it.
         """
-        after, walk = self.step + 1, self.schedule.walk
+        after = self.step + 1
         if self.moved is None or after >= self.steps:
             return None
-        sigma = self.schedule.sigmas[after]
-        latents = self.latents + self.moved * (walk[self.step].change / walk[self.step - 1].change)
-        if self.blend is not None:
-            latents = self.blend.apply(latents, sigma, after, self.steps)
+        latents = self._moved_to(after)
         if self.inactive is None:
             return latents
-        return torch.cat((latents, self.inactive.outside.at(sigma)[:, : self.channels]))
+        others = self.inactive.outside.at(self.schedule.sigmas[after])
+        return torch.cat((latents, others[:, : self.channels]))
 
     def estimate(self) -> HostCopy:
         """[C, h, w] latents as the last step's velocity would finish them."""

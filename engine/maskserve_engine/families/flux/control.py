@@ -225,7 +225,7 @@ def _given(asked: Asked[FluxNetInput]) -> RowInput:
         return made
     last = asked.last
     seen: OwnAnchors = OwnAnchors(row.control.own) if last is None else last.tokens
-    return replace(made, capture=seen.anchor(row.step, active, len(made.tokens)))
+    return replace(made, capture=seen.anchor(row.step, row.timesteps[0], active, len(made.tokens)))
 
 
 def controlled(

@@ -54,9 +54,9 @@ class UnetAnchors(OwnAnchors):
         self._number, self._selection, self._halves = number, selection, halves
         self._surroundings = surroundings
 
-    def at(self, step: int) -> UnetAnchors:
+    def at(self, step: int, sigma: float) -> UnetAnchors:
         """Itself, about to see an anchor at that step of the row."""
-        self._step = step
+        self._step, self._at = step, sigma
         return self
 
     def end(self, block: int, output: Tensor) -> None:

@@ -192,7 +192,11 @@ class UnetRow:
     @property
     def captures(self) -> list[StackCapture]:
         """What sees each of its passes in the next step."""
-        return [] if self.entry is not None else [each.at(self.step) for each in self.anchors]
+        return (
+            []
+            if self.entry is not None
+            else [each.at(self.step, self.sigma) for each in self.anchors]
+        )
 
     @property
     def steps(self) -> int:

@@ -157,12 +157,12 @@ def test_rows_with_a_tile_equal_those_of_one_process(
     check_mix(model, ("kv",) * model.adapter.blocks, 7)
 
 
-def check_anchors(model: Model, *, text: bool) -> None:
+def check_anchors(model: Model, *, text: bool, foresees: bool = False) -> None:
     """Each rank keeps what its passes leave. Where one takes a step alone, it is an anchor, and the
     next one that both take is another; so do rows of one process that forget as often.
     """
     kinds = plan_of_kinds(("kv",) * model.adapter.blocks)
-    plan = OwnPlan(frozenset({0, 4, 9}), "model", text)
+    plan = OwnPlan(frozenset({0, 4, 8}), "model", text, foresees=foresees)
     jobs = [
         model.job(30 + n, two=two, num_inference_steps=9 + 2 * n, strength=1.0)
         for n, two in enumerate((True, False, True))
@@ -179,7 +179,7 @@ def check_anchors(model: Model, *, text: bool) -> None:
             anew = step in (forgets, forgets + 1)
             dealt = rank.all is not None
             entries = [
-                None if anew or step in plan.anchors else reader.turn_to(step, dealt=dealt)
+                None if anew or step in plan.dense else reader.turn_to(step, dealt=dealt)
                 for _, reader in live
             ]
             read.append([entry is not None for entry in entries])
@@ -195,7 +195,8 @@ def check_anchors(model: Model, *, text: bool) -> None:
         return [row.result().array() for row in rows], read
 
     [(expected, read)] = by_ranks(model.adapter, 1, run)
-    assert [sum(step) for step in read[:8]] == [0, 3, 3, 3, 0, 3, 0, 0]
+    at_anchor = 3 * foresees
+    assert [sum(step) for step in read[:8]] == [0, 3, 3, 3, at_anchor, 3, 0, 0]
     found = by_ranks(model.adapter, 2, run, deals=True)
     for own, steps in found:
         assert steps == read
@@ -205,9 +206,11 @@ def check_anchors(model: Model, *, text: bool) -> None:
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("text", [True, False])
-def test_anchors_that_rows_of_flux_have_are_those_of_one_process(flux: Model, text: bool) -> None:
-    check_anchors(flux, text=text)
+@pytest.mark.parametrize(("text", "foresees"), [(True, False), (False, False), (True, True)])
+def test_anchors_that_rows_of_flux_have_are_those_of_one_process(
+    flux: Model, text: bool, foresees: bool
+) -> None:
+    check_anchors(flux, text=text, foresees=foresees)
 
 
 def test_anchors_that_rows_of_unets_have_are_those_of_one_process(unet: Model) -> None:

@@ -73,9 +73,11 @@ def test_with_all_tokens_active_and_the_text_computed_it_is_dense(
     job = make_job(encoder, seed)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     # A context is never active: it stays what the anchors foretell.
-    dense = range(7) if adapter.facts.semantics.reference else (0, 3)
-    own = result(adapter, job, plan(*dense, text=False))
-    assert_equal(own, result(adapter, job, None))
+    reference = adapter.facts.semantics.reference
+    dense = range(7) if reference else (0, 3)
+    for foresees in (False,) if reference else (False, True):
+        own = result(adapter, job, plan(*dense, text=False, foresees=foresees))
+        assert_equal(own, result(adapter, job, None))
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -83,8 +85,8 @@ def test_rows_do_not_depend_on_their_batch(
     adapter: FluxAdapter, encoder: Encoder, text: bool
 ) -> None:
     jobs = [make_job(encoder, seed, num_inference_steps=3 + seed) for seed in range(5)]
-    plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text), plan(0, text=text),
-             plan(0, 3, 5, text=text)]  # fmt: skip
+    plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text, foresees=True),
+             plan(0, text=text), plan(0, 3, 5, text=text, foresees=True)]  # fmt: skip
 
     def rows() -> list[Any]:
         return [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
@@ -160,13 +162,31 @@ class State:
         return 0.0 if a == b else (b - now) / (a - b)
 
 
+def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
+    """[1, N, in_channels] what the model is given at an anchor ahead, of what it is given now."""
+    assert row.inactive is not None
+    outside: Any = row.inactive.outside
+    others = row.inactive.index[: len(outside.clean)]
+    total, channels = len(others) + len(row.latents), row.channels
+    tokens, sigma = given.clone(), row.schedule.sigmas[at]
+    tokens[0, :total, :channels] += change * moved[0, :total]
+    if row.blend is not None:
+        active = row.inactive.active
+        there = tokens[0, active, :channels]
+        tokens[0, active, :channels] = row.blend.apply(there, sigma, at, row.steps)
+        tokens[0, others, :channels] = outside.blend.source(sigma)
+    return tokens
+
+
+@pytest.mark.parametrize("foresees", [True, False])
 @pytest.mark.parametrize("text", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
-    config: Config, adapter: FluxAdapter, encoder: Encoder, seed: int, text: bool
+    config: Config, adapter: FluxAdapter, encoder: Encoder, seed: int, text: bool, foresees: bool
 ) -> None:
     """All tokens are computed at each step of the oracle; what those that are not to be computed
-    would have been is put aside: in attention and, as velocity, behind the model.
+    would have been is put aside: in attention and, as velocity, behind the model. An anchor that is
+    foreseen is a further call of the model, ahead of the step's.
     """
     from diffusers import DiffusionPipeline
 
@@ -175,7 +195,10 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     case = random_case(np.random.default_rng(70 + seed), num_inference_steps=8, strength=1.0,
                        mask_ring=1)  # fmt: skip
     job = encode_case(encoder, case, "oracle")
-    dense = {0, 3, 6} if seed else {0, 2}
+    anchors = {0, 3, 6} if seed else {0, 2}
+    own = plan(*anchors, text=text, foresees=foresees)
+    sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
+    made, answers = row_of(adapter, job, own), list[Tensor]()
     state, net = State((1.0, 3.0, 2.0)[seed]), pipeline.transformer
     net.set_attn_processor({name: Foretold(state) for name in net.attn_processors})
     whole, steps = net.forward, iter(range(8))
@@ -187,8 +210,18 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
         idle = torch.ones(count, dtype=torch.bool)
         idle[active] = False
         state.others = torch.cat((torch.full((words,), text), idle))
-        state.sigma, state.anchor = float(given["timestep"][0]), next(steps) in dense
+        step = next(steps)
+        at = own.behind(step)
+        if foresees and step and step in own.computed_at and at is not None:
+            moved, state.sigma, state.anchor = answers[-1].clone(), sigmas[at], True
+            moved[:, idle] = velocities[-1][1][:, idle]
+            tokens = given["hidden_states"], sigmas[at] - sigmas[step], moved, at
+            there = {"hidden_states": ahead(made, *tokens), "timestep": given["timestep"] * 0}
+            there["timestep"] += sigmas[at]
+            velocities.append((sigmas[at], whole(**{**given, **there})[0].clone()))
+        state.sigma, state.anchor = sigmas[step], step in own.dense
         [velocity] = whole(**given)
+        answers.append(velocity)
         if state.anchor:
             velocities.append((state.sigma, velocity.clone()))
         else:
@@ -199,7 +232,7 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
 
     net.forward = forward
     expected = diffusers_latents(pipeline, case)
-    found = result(adapter, job, replace(plan(*dense, text=text), power=state.power))
+    found = result(adapter, job, replace(own, power=state.power))
     assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
 
 
