@@ -135,6 +135,8 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
     shared = f'[values]\nfolder = "{values}"\nleast_bytes = 1\n'
     served = f'[controls]\nservice = "{CONTROLS}"\nservice_timeout_s = 2.0\n'
     build_net(folder / "nets" / "plain")
+    # With times of its own, as hosts have.
+    shutil.copytree(folder / "nets", folder / "nets-there", copy_function=shutil.copyfile)
     for name, text in {
         "here.toml": f"[model]\n{threads}{shared}{served}",
         "here-nodes.toml": of_nodes + shared,
@@ -154,7 +156,7 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
     disk.mkdir()
     logs = ["--log-dir", str(folder / "logs-there")]
     edits_there = ["--model", str(model), "--config", str(folder / "there.toml")]
-    edits_there += ["--controlnets", str(folder / "nets"), *logs]
+    edits_there += ["--controlnets", str(folder / "nets-there"), *logs]
     worker_there = ["--name", "there", "--base-port", str(BASE), "--entries", "", *edits_there]
     controls_there = ["--workers", "0", "--controlnet-device", "cpu", *edits_there]
     controls_there += ["--base-port", str(BASE + 20)]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from maskserve_core.adapters.storage import NAME
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
+from maskserve_core.files.digests import file_digest
 from maskserve_core.files.safetensors_header import BadHeader, header_of
 from maskserve_core.models.facts import ModelFacts
 
@@ -30,8 +31,10 @@ class KnownControlNet(NamedTuple):
 
     name: str
     path: Path
-    version: str
-    """32 hexadecimal digits, others after a file has been replaced."""
+    version: str = ""
+    """32 hexadecimal digits over its files' bytes, so every host that has them gives it the same.
+    Empty of one that nobody has named: it is not read for a list.
+    """
     nbytes: int = 0
     """Of its files of weights."""
     numbers: int = 0
@@ -55,7 +58,7 @@ class ControlNets:
     def __init__(self, config: Config, facts: ModelFacts) -> None:
         self._folder = Path(config.controls.folder) if config.controls.folder else None
         self._facts = facts
-        self._known: dict[str, KnownControlNet] = {}
+        self._known: dict[str, tuple[_Stamp, KnownControlNet]] = {}
 
     def all(self) -> list[KnownControlNet]:
         """By name, those with a problem, too."""
@@ -76,23 +79,24 @@ class ControlNets:
         if NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
             raise AdapterNotFound(f"{field}: there is no ControlNet {name}")
         found = self._described(name)
-        if found.problem:
-            raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
-        return found
+        if not found.problem:
+            try:
+                return found._replace(version=version_of(found.path))
+            except OSError as error:
+                found = _unreadable(name, found.path, error)
+        raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
 
     def _described(self, name: str) -> KnownControlNet:
         assert self._folder is not None
         path = self._folder / name
         try:
-            version = version_of(path)
+            stamp = _stamp_of(path)
             known = self._known.get(name)
-            if known is None or known.version != version:
-                known = self._known[name] = self._read(KnownControlNet(name, path, version))
-            return known
+            if known is None or known[0] != stamp:
+                known = self._known[name] = stamp, self._read(KnownControlNet(name, path))
+            return known[1]
         except OSError as error:
-            return KnownControlNet(
-                name, path, "", problem=f"cannot be read: {error.strerror or error}"
-            )
+            return _unreadable(name, path, error)
 
     def _read(self, plain: KnownControlNet) -> KnownControlNet:
         try:
@@ -141,9 +145,26 @@ def version_of(path: Path) -> str:
     Raises:
         OSError: it is gone.
     """
-    files = [path / _CONFIG, *sorted(path.glob(_WEIGHTS))]
-    about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    about = [(file.name, file_digest(path, file.name)) for file in _files(path)]
     return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+
+_Stamp = tuple[tuple[str, int, int], ...]
+"""Of a folder's files: name, size, time of change."""
+
+
+def _stamp_of(path: Path) -> _Stamp:
+    """Raises OSError: it is gone."""
+    stats = [(file.name, file.stat()) for file in _files(path)]
+    return tuple([(name, about.st_size, about.st_mtime_ns) for name, about in stats])
+
+
+def _files(path: Path) -> list[Path]:
+    return [path / _CONFIG, *sorted(path.glob(_WEIGHTS))]
+
+
+def _unreadable(name: str, path: Path, error: OSError) -> KnownControlNet:
+    return KnownControlNet(name, path, problem=f"cannot be read: {error.strerror or error}")
 
 
 def _numbers(file: Path) -> int:

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from maskserve_core.config import ConfigError, NodesConfig
-from maskserve_core.models.control_nets import version_of
 from maskserve_core.models.facts import read_json
 
 _GROUNDED: Final = "grounding-dino"
@@ -30,9 +29,13 @@ class NodeFolder(NamedTuple):
     name: str
     kind: str
     """`model_type` of its config.json."""
-    version: str
     nbytes: int
     """Of its weights' files."""
+
+    @property
+    def version(self) -> str:
+        """As `Holdings` names it: of each name there is one, for as long as its server runs."""
+        return self.name
 
     @classmethod
     def of(cls, name: str, path: Path) -> NodeFolder:
@@ -42,7 +45,7 @@ class NodeFolder(NamedTuple):
         if kind not in accepted:
             raise ConfigError(f"nodes.{name}: {path} is a {kind}; accepted: {', '.join(accepted)}")
         nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        return cls(name, kind, f"{name} {version_of(path)}", nbytes)
+        return cls(name, kind, nbytes)
 
 
 def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:

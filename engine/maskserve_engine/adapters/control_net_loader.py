@@ -118,13 +118,17 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
     def _brought(self, wanted: ResolvedControl, begin: float) -> Loaded:
         net = self._nets.find(wanted.name, CONTROL_NETS.setting)
         if net.version != wanted.version:
-            raise _replaced(net.name)
+            raise self._another(net.name)
         try:
             digest = self._loaded(net)
         except ValueError as error:  # in a sentence of its own
             raise InvalidRequest(CONTROL_NETS.setting, f"ControlNet {net.name}: {error}") from error
         nbytes = self._device_bytes(net)
         return Loaded(digest, nbytes, time.monotonic() - begin, nbytes)
+
+    def _another(self, name: str) -> MaskserveError:
+        """Of a net that is not the one that was named."""
+        return _replaced(name)
 
     def _device_bytes(self, net: KnownControlNet) -> int:
         return net.numbers * dtype_of(self._config).itemsize

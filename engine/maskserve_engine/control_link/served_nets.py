@@ -14,7 +14,7 @@ _LOAD_S = 300.0
 
 
 class ServedNetLoader(ControlNetLoader):
-    """Has a service load them, which sees the same folder.
+    """Has a service load them, which sees the same folder or has copies.
 
     Args:
         config: of the worker.

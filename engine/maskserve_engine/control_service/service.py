@@ -28,7 +28,7 @@ from maskserve_engine.adapters.control_net_loader import ControlNetLoader
 from maskserve_engine.control_link.slots import aligned
 from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
 from maskserve_engine.control_service.remote import RemoteDenoisers
-from maskserve_engine.control_service.sessions import DenoiserSessions
+from maskserve_engine.control_service.sessions import DenoiserSessions, ServiceNetLoader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.control import NetStep, Residual
 from maskserve_engine.families.registry import load_adapter
@@ -59,7 +59,7 @@ class ControlNetService:
         self,
         config: Config,
         folder: Path,
-        loader: Callable[..., ControlNetLoader] = ControlNetLoader,
+        loader: Callable[..., ControlNetLoader] = ServiceNetLoader,
         adapter: Adapter | None = None,
         connection: Callable[[socket.socket], Connection] = Connection,
         ended: Callable[[], object] = lambda: os._exit(1),

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,16 @@ _CONNECT_S = 60.0
 _MOST_WAITING = 10_000
 """Loads that denoisers wait for; each has its own in one thread."""
 _ROW_NAME = re.compile(r"[\w-]{1,200}")
+
+
+class ServiceNetLoader(ControlNetLoader):
+    """Of nets that workers name, which may have them from folders of their own."""
+
+    def _another(self, name: str) -> MaskserveError:
+        return EngineFailed(
+            f"{CONTROL_NETS.setting}: the ControlNet service's host {socket.gethostname()} has "
+            f"another version of ControlNet {name} than the worker's host"
+        )
 
 
 @dataclass(slots=True, eq=False)

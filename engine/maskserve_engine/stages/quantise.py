@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.files.digests import file_digest
 from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
-from maskserve_engine.stages.revision import file_digest
 
 _BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."
 """In the names of layers that are in a denoiser's blocks."""
@@ -131,7 +131,8 @@ def form_in_words(config: Config) -> str:
     elif form != "bf16":
         words.append(f"{form} {_torchao_config(form, device_of(config))}")
     if config.model.gguf:
-        words.append(f"gguf {file_digest(_gguf_file(config))}")
+        gguf = _gguf_file(config)
+        words.append(f"gguf {file_digest(gguf.parent, gguf.name)}")
     if config.model.t5_weights != "bf16":
         words.append(f"t5 {config.model.t5_weights}")
     return "; ".join(words)

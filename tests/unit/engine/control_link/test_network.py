@@ -7,6 +7,7 @@ are cut and slow: tests/e2e/test_two_hosts.py.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import struct
 import threading
@@ -20,12 +21,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from maskserve_core.config import ConfigError
-from maskserve_core.errors import Overloaded
+from maskserve_core.errors import EngineFailed, Overloaded
+from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link import network
 from maskserve_engine.control_link.network import NetworkMessages, Wire, connection_to, room_for
+from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.slots import HeldSlot, RowSlots
 from maskserve_engine.control_link.transport import (
     AddedPart,
@@ -286,3 +291,25 @@ def test_a_peer_that_stops_in_a_message_is_given_up(monkeypatch: pytest.MonkeyPa
             other.fill(torch.empty(4))
         with pytest.raises(Lost, match="reads nothing"):
             one.send(b"more", [torch.zeros(2**25)])
+
+
+def nets_of_a_worker(service: Service, folder: Path) -> ControlNets:
+    """Those of a host of its own, which has copied the service's."""
+    shutil.copytree(service.config.controls.folder, folder, copy_function=shutil.copyfile)
+    for file in folder.glob("*/*"):
+        os.utime(file, ns=(1, 1))
+    controls = structs.replace(service.config.controls, folder=str(folder))
+    config = structs.replace(service.config, controls=controls)
+    return ControlNets(config, load_facts(config.model.path))
+
+
+def test_a_worker_has_copies_of_the_services_nets(service: Service, tmp_path: Path) -> None:
+    nets = nets_of_a_worker(service, tmp_path / "copies")
+    worker = ControlService(
+        DirectCalls(service.front, service.triton), torch.device("cpu"), "float32", 10.0, over_tcp
+    )
+    assert worker.load("one", nets.find("one", "x").version, 60.0)["digest"]
+    file = tmp_path / "copies" / "one" / "config.json"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(EngineFailed, match="has another version of ControlNet one than the worker"):
+        worker.load("one", nets.find("one", "x").version, 60.0)

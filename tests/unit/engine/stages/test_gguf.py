@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.files.digests import file_digest
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.fitting.card_table import Shapes, check_fits
 from maskserve_engine.fitting.memory import denoiser_bytes
 from maskserve_engine.layers.linear import linear
 from maskserve_engine.stages.quantise import form_in_words
-from maskserve_engine.stages.revision import file_digest, model_revision
+from maskserve_engine.stages.revision import model_revision
 from tests.fakes.gguf_file import write_gguf
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
@@ -116,12 +117,12 @@ def test_entries_of_one_file_are_not_anothers(tiny_fill: Path, file: Path, tmp_p
     folder = tmp_path / "model"
     shutil.copytree(tiny_fill, folder)
     inside = Path(shutil.copy(other, folder / "t.gguf"))
-    digest, before = file_digest(inside), model_revision(folder)
+    digest, before = file_digest(folder, inside.name), model_revision(folder)
     kept = (folder / ".maskserve-digests.json").stat().st_mtime_ns
-    assert (file_digest(inside), model_revision(folder)) == (digest, before)
+    assert (file_digest(folder, inside.name), model_revision(folder)) == (digest, before)
     assert (folder / ".maskserve-digests.json").stat().st_mtime_ns == kept
     write_gguf(tiny_fill, inside, ("Q4_0",))
-    assert file_digest(inside) != digest
+    assert file_digest(folder, inside.name) != digest
 
 
 def test_what_cannot_be_is_said(

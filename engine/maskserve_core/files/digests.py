@@ -1,0 +1,65 @@
+"""Digests of large files, each read once: they are kept beside the files."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+_KEPT = ".maskserve-digests.json"
+"""Name -> size, time of change, digest."""
+_CHUNK = 2**24
+
+
+def file_digest(folder: Path, name: str) -> str:
+    """32 hexadecimal digits over a file's bytes, for as long as its size and time of change are
+    the same. Of a folder that cannot be written each process reads the file once.
+
+    Args:
+        folder: where the digest is kept.
+        name: of the file, in it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    about = (folder / name).stat()
+    return _known(folder, name, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _known(folder: Path, name: str, size: int, changed: int) -> str:
+    held = _read(folder).get(name)
+    if held is not None and held[:2] == [size, changed]:
+        return str(held[2])
+    digest = _digest(folder / name)
+    # Read anew: processes of one worker start together.
+    there = {each: held for each, held in _read(folder).items() if (folder / each).is_file()}
+    _write(folder, {**there, name: [size, changed, digest]})
+    return digest
+
+
+def _digest(path: Path) -> str:
+    import xxhash  # here: routers and clients have no weights, nor this
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read(folder: Path) -> dict[str, list[int | str]]:
+    try:
+        kept = json.loads((folder / _KEPT).read_text(encoding="utf-8"))
+        return {str(name): [int(a), int(b), str(c)] for name, (a, b, c) in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(folder: Path, kept: dict[str, list[int | str]]) -> None:
+    aside = folder / f"{_KEPT}.{os.getpid()}"
+    with suppress(OSError):
+        aside.write_text(json.dumps(kept), encoding="utf-8")
+        aside.replace(folder / _KEPT)
