@@ -44,7 +44,7 @@ from maskserve_core.workflows.wire import (
     read_all,
 )
 from maskserve_router.config import WorkflowFiles
-from maskserve_router.failures import Failure
+from maskserve_router.failures import Blame, Failure
 from maskserve_router.keys import KeyHolder
 from maskserve_router.names import DNS, resolved
 from maskserve_router.turns import InTurn, Turns
@@ -80,7 +80,7 @@ class Made(NamedTuple):
     seconds: float
     """That the node ran."""
     tries: int
-    """2 where a server was lost, or had to be waited for."""
+    """2 where a server was lost, failed it, or had to be waited for."""
     kept: bool = False
     """Whether it was made for an earlier call."""
 
@@ -298,7 +298,8 @@ class NodePool:
 
         Raises:
             Failure: the node's own error, or the last server's.
-            EngineFailed: no server runs it; the same call may succeed again.
+            EngineFailed: no server runs it, or two failed it without a word; the same call may
+                succeed again.
         """
         made = await self._had(task, client, due, run)
         return made._replace(server=self._known(made.server, client))
@@ -387,11 +388,13 @@ class NodePool:
     ) -> tuple[bytes, str, int]:
         """A server's answer, which one's it is, and the number of tries; raises as `call`."""
         end, tries, plain = time.monotonic() + _PATIENCE_S, 1, b""
-        failed: Failure | None = None
+        failed: Failure | EngineFailed | None = None
+        failed_at = ""
         while True:
             await self._look()
             gone = bool(self._addresses) and not self._servers
-            for address in sorted(self._servers, key=partial(self._rank, kind.model)):
+            others = self._servers.keys() - {failed_at}
+            for address in sorted(others, key=partial(self._rank, kind.model)):
                 raw = message.whole
                 if message.plain is not None and not await self._is_here(address):
                     raw = plain = plain or await self._turns.run(client, _LONG, message.plain)
@@ -405,16 +408,22 @@ class NodePool:
                     failure = Failure(error.code(), error.details() or "")
                 if failure.code != InvalidRequest.code:
                     self._here.pop(address, None)  # another may come back in its place
-                unknown = any(words in failure.details for words in _UNKNOWN)
-                if unknown or failure.status is grpc.StatusCode.UNAVAILABLE:
-                    gone = gone or not unknown
+                if any(words in failure.details for words in _UNKNOWN):
                     continue
-                if failure.coded and failure.code == EngineFailed.code:
+                tries = 2
+                if failure.status is grpc.StatusCode.UNAVAILABLE:
+                    gone = True
+                elif not failure.coded:
+                    # Its process died, say. The call may be the cause: two servers see it at most.
+                    log.warning("%s failed a call of %s: %s", address, kind.name, failure.details)
+                    failed = EngineFailed(f"{kind.name}: its node server failed the call")
+                    if failed_at or failure.blame is Blame.REQUEST:
+                        raise failed
+                    failed_at = address
+                elif failure.blame is Blame.WORKER:
                     failed = failure  # a load failed, or there is no room: so it is there alone
-                    continue
-                if failure.coded:
+                else:
                     raise failure
-                raise EngineFailed(f"{kind.name}: its node server failed the call")
             if not gone or time.monotonic() > end:
                 if failed is not None:
                     raise failed

@@ -487,6 +487,51 @@ async def test_a_call_that_a_server_cannot_do_is_the_next_ones() -> None:
     await pool.close()
 
 
+_STUB_DIED = "Failed to process the request(s) for model 'nodes_0_0', message: Stub process died"
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "asks", "ends"),
+    [
+        ("INTERNAL", {"a:1": _STUB_DIED}, ["a:1", "b:1"], ""),
+        # The call may be what kills them: it is not sent round.
+        ("INTERNAL", dict.fromkeys(("a:1", "b:1"), _STUB_DIED), ["a:1", "b:1"], "server failed"),
+        ("UNKNOWN", {"a:1": "reset"}, ["a:1", "b:1"], ""),
+        ("DEADLINE_EXCEEDED", {"a:1": ""}, ["a:1", "b:1"], ""),
+        ("INVALID_ARGUMENT", {"a:1": "unexpected shape"}, ["a:1"], "server failed"),
+        ("INTERNAL", {"a:1": "[INVALID_REQUEST] picture: is none"}, ["a:1"], "is none"),
+        ("UNAVAILABLE", dict.fromkeys(("a:1", "b:1"), "gone"), ["a:1", "b:1", "c:1"], ""),
+    ],
+)
+async def test_a_failure_without_a_word_is_tried_at_one_other(
+    status: str, told: dict[str, str], asks: list[str], ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = list[str]()
+
+    class Pool(NodePool):
+        async def _record(self, address: str, settings: Any = None) -> None:
+            return None
+
+        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+            asked.append(address)
+            if address in told:
+                code = grpc.StatusCode[status]
+                raise grpc.aio.AioRpcError(code, None, None, told[address])
+            return made_answer("picture")
+
+    pool = Pool(WorkflowFiles(nodes=("a:1", "b:1", "c:1"), kept_bytes=0), Turns(1))
+    task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"p"})
+    if ends:
+        with pytest.raises((Failure, EngineFailed), match=ends):
+            await pool.call(task, CLIENT)
+    else:
+        assert (await pool.call(task, CLIENT)).tries == 2
+    assert asked == asks
+    if status == "INTERNAL" and "[" not in told["a:1"]:
+        assert _STUB_DIED in caplog.text
+    await pool.close()
+
+
 async def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
     looked = 0
 
