@@ -33,6 +33,7 @@ RUN python3 -m venv $VIRTUAL_ENV \
 COPY --from=source / ./
 RUN pip install --no-cache-dir $PIP_FLAGS --no-deps .
 COPY assets/models/demo /opt/models/demo
+COPY assets/controlnets /opt/controlnets
 COPY assets/nodes /opt/nodes
 COPY assets/workflows /opt/workflows
 # Triton is laid out once, here, not at each start.

@@ -42,6 +42,9 @@ ON_CPU = {"worker.gpu.count": "0", "image.tag": "cpu", "worker.model": "/opt/mod
 SERVICES = {
     "stages.enabled": "true",
     "stages.config": "[stages]\nprompt_bytes = 1024",
+    "controls.enabled": "true",
+    "controls.folder": "/models/nets",
+    "controls.config": "[controls]\ndevice_bytes = 1024",
     "nodes[0].name": "find",
     "nodes[0].config": '[nodes]\nfind = "/models/find"',
     "nodes[0].models[0]": "find",
@@ -126,7 +129,7 @@ def test_what_selects_pods_finds_those_and_no_others(helm: Path, values: dict[st
     sets = [each for each in resources if each["kind"] in ("StatefulSet", "Deployment")]
     labels = [each["spec"]["template"]["metadata"]["labels"] for each in sets]
     pods = {each["app.kubernetes.io/component"]: each for each in labels}
-    assert len(pods) == len(sets) == (5 if values is SERVICES else 2)
+    assert len(pods) == len(sets) == (6 if values is SERVICES else 2)
     selecting: dict[str, dict[str, str]] = {}
     for each in resources:
         spec = each.get("spec", {})
@@ -197,18 +200,26 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     found = {}
-    for part in ("stages", "nodes-find", "nodes-big"):
+    ports_of = {
+        "stages": Ports.of_stages,
+        "controls": Ports.of_controlnet,
+        "nodes-find": Ports.of_nodes,
+        "nodes-big": Ports.of_nodes,
+    }
+    for part, of_part in ports_of.items():
         of = one(resources, "Deployment", f"-{part}")
         (container,) = of["spec"]["template"]["spec"]["containers"]
         assert container["command"][:2] == ["maskserve", "serve"]
         options = ServeOptions.given(parser.parse_args(container["command"][2:]))
         options.check()
         assert (options.workers, options.host) == (0, "0.0.0.0")
-        of_part = Ports.of_stages if part == "stages" else Ports.of_nodes
         ports = of_part(DEFAULT_BASE_PORT)
-        assert [p["containerPort"] for p in container["ports"]] == [ports.http, ports.grpc]
+        called = [ports.grpc, ports.link] if ports.link else [ports.grpc]
+        assert [p["containerPort"] for p in container["ports"]] == [ports.http, *called]
         service = one(resources, "Service", f"-{part}")
-        assert [p["port"] for p in service["spec"]["ports"]] == [ports.grpc]
+        assert [p["port"] for p in service["spec"]["ports"]] == called
+        (open_to,) = one(resources, "NetworkPolicy", f"-{part}")["spec"]["ingress"]
+        assert [p["port"] for p in open_to["ports"]] == called
         found[part] = f"{service['metadata']['name']}.edits:{ports.grpc}"
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         given = options.nodes or options.config
@@ -217,10 +228,15 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
         text = one(resources, "ConfigMap", f"-{part}")["data"][given.name]
         config = config_of(tomllib.loads(text))
         assert config.stages.prompt_bytes == (1024 if part == "stages" else 2**28)
+        assert (config.controls.device_bytes == 1024) == (part == "controls")
         assert all(str(Path(each).parent) in mounts for each in config.nodes.folders().values())
     worker = config_of(tomllib.loads(one(resources, "ConfigMap", "-worker")["data"]["worker.toml"]))
     host, _, port = found["stages"].rpartition(":")
     assert worker.stages.service == f"{host.removesuffix('.edits')}:{port}"
+    host, _, port = found["controls"].rpartition(":")
+    assert worker.controls.service == f"{host.removesuffix('.edits')}:{port}"
+    (container,) = one(resources, "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert parser.parse_args(container["command"][2:]).controlnets == "/models/nets"
     (router,) = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]["containers"]
     asked = router_parser().parse_args(router["command"][1:])
     assert asked.node == [f"dns:{found['nodes-find']}", f"dns:{found['nodes-big']}"]

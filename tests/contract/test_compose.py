@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from maskserve_core.config_file import load_config
 from maskserve_router.cli import parser as router_parser
@@ -54,10 +55,11 @@ def test_workers_are_reached_by_the_router_and_prometheus_alone() -> None:
         return set(SERVICES[name].get("networks", ("default",)))
 
     assert len(WORKERS) == 11
-    assert all(networks(name) == {"workers"} for name in WORKERS)
+    assert all(networks(name) - {"controls"} == {"workers"} for name in WORKERS)
     others = {name for name in SERVICES if "workers" in networks(name)} - set(WORKERS)
     assert others == {*ROUTERS, "prometheus"}
     assert {name for name in SERVICES if "nodes" in networks(name)} == {"nodes", "router-hosts"}
+    assert {name for name in SERVICES if "controls" in networks(name)} == {"controls", "edits"}
     assert not any(SERVICES[name].get("ports") for name in (*WORKERS, "nodes"))
 
 
@@ -101,7 +103,8 @@ def test_a_worker_s_command_is_one_that_serve_takes(name: str) -> None:
     assert options.base_port == DEFAULT_BASE_PORT
     assert f":{DEFAULT_BASE_PORT}/v2/health/ready" in service["healthcheck"]["test"][-1]
     mounts = dict(volume.rsplit(":ro", 1)[0].rsplit(":", 1)[::-1] for volume in service["volumes"])
-    assert mounts["/etc/maskserve.toml"] == "./deploy/worker.toml"
+    file = "edits" if name == "edits" else "worker"
+    assert mounts["/etc/maskserve.toml"] == f"./deploy/{file}.toml"
     assert str(options.config) == "/etc/maskserve.toml"
     assert aliases(service) == ["workers"]
     assert service["environment"] == {"MASKSERVE_NAME": name}
@@ -121,7 +124,7 @@ def test_a_router_finds_the_workers_and_is_found(name: str) -> None:
     assert aliases(SERVICES[name]) == ["routers"]
 
 
-def test_two_hosts_are_workers_with_shared_stages_and_a_node_server() -> None:
+def test_hosts_are_workers_with_shared_stages_a_node_server_and_controlnets() -> None:
     edits, nodes = served("edits"), served("nodes")
     assert (edits.workers, bool(edits.stages_device), edits.nodes) == (2, True, None)
     assert (nodes.workers, nodes.host) == (0, "0.0.0.0")
@@ -131,8 +134,17 @@ def test_two_hosts_are_workers_with_shared_stages_and_a_node_server() -> None:
     router = router_parser().parse_args(SERVICES["router-hosts"]["command"][1:])
     assert router.node == [f"dns:nodes:{ports.grpc}"]
     assert aliases(SERVICES["nodes"]) == ["nodes"]
+    controls = served("controls")
+    assert (controls.workers, controls.host, controls.model) == (0, "0.0.0.0", edits.model)
+    ports = Ports.of_controlnet(DEFAULT_BASE_PORT)
+    assert f":{ports.http}/v2/health/ready" in SERVICES["controls"]["healthcheck"]["test"][-1]
+    assert aliases(SERVICES["controls"]) == ["controls"]
+    tables = [load_config(ROOT / "deploy" / name) for name in ("edits.toml", "worker.toml")]
+    assert tables[0].controls.service == f"controls:{ports.grpc}"
+    assert replace(tables[0], controls=tables[1].controls) == tables[1]
     of_image = dict(re.findall(r"^COPY (assets/\S+) (\S+)$", DOCKERFILE, flags=re.MULTILINE))
     assert of_image["assets/workflows"] == router.workflows
+    assert of_image["assets/controlnets"] == edits.controlnets == controls.controlnets
     folders = load_config(ROOT / "deploy" / "nodes.toml").nodes.folders().values()
     assert {each.rpartition("/")[0] for each in folders} == {of_image["assets/nodes"]}
     assert all((ROOT / "assets" / "nodes" / each.rpartition("/")[2]).is_dir() for each in folders)

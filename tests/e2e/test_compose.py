@@ -130,7 +130,7 @@ def test_prometheus_has_workers_and_router(compose: Compose) -> None:
     eventually("edits counted", lambda: value("sum(maskserve_requests_total)") > 0, 60)
 
 
-HOSTS = ("edits", "nodes", "router-hosts")
+HOSTS = ("edits", "controls", "nodes", "router-hosts")
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def hosts(compose: Compose) -> Iterator[Compose]:
         system.run("down", "--volumes", "--timeout", "90")
 
 
-def test_two_hosts_run_a_workflow_and_outlive_a_node_server(hosts: Compose) -> None:
+def test_hosts_run_workflows_and_outlive_a_node_server(hosts: Compose) -> None:
     source, mask = scene(64, 64), blob_mask(64, 64)
     inputs = {"image": encode(source), "mask": encode(mask), "prompt": "a red star"}
     with Client(f"127.0.0.1:{hosts.grpc}") as client:
@@ -165,6 +165,9 @@ def test_two_hosts_run_a_workflow_and_outlive_a_node_server(hosts: Compose) -> N
         [record] = status["nodes"].values()
         assert {"find", "segment", "enlarge"} <= {each["name"] for each in record["models"]}
         assert status["wanted"] == {"workers": {"demo": 1}, "nodes": 1}
+        sketched = {**inputs, "sketch": inputs["image"]}  # with a ControlNet, which is elsewhere
+        made, _ = client.run_workflow("outline", sketched, seed=1, num_inference_steps=4)
+        assert pixels(made["image"]).shape == (128, 128, 3)
         hosts.run("restart", "nodes")  # a container has another address then, or may have
         assert run().tolist() == first.tolist()
 
