@@ -343,6 +343,8 @@ class NodePool:
         """A kept answer as a run's own; None: what it names is not there any more."""
         if not (names := _names(made)):
             return made
+        if not self._values.own(names, scope, self._keeper):  # their time begins anew
+            return None
         if run:
             return _copied(made) if self._values.own(names, scope, run) else None
         try:

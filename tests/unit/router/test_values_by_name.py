@@ -217,6 +217,27 @@ async def test_what_a_router_that_died_has_kept_goes_though_another_keeps_on(
     assert left(values) == 0
 
 
+@pytest.mark.parametrize("by", ["runs", "callers"])
+async def test_kept_answers_that_are_only_read_do_not_expire(
+    values: Values, tmp_path: Path, by: str
+) -> None:
+    """Nothing was put for an hour, and another router took the one that reads for dead."""
+    pool = Served("here:1", values=values)
+    for kept in (False, True, True, True):
+        files = RunValues(values, "k1")
+        given = files.given(PLAN, {"mask": MASK})["mask"]
+        run = "" if kept and by == "callers" else files.run
+        assert (await pool.call(call(given), CLIENT, run=run)).kept is kept
+        files.end()
+        for mark in (tmp_path / "values").glob(".open-*"):
+            then = mark.stat().st_mtime - 40 * 60
+            os.utime(mark, (then, then))
+        values.begin("k2", "another")
+        values.own([], "k2", "another")  # ends what has expired
+    await pool.close()
+    assert left(values) == 0
+
+
 def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -> None:
     files = RunValues(values, "k1")
     inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
