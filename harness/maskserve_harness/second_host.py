@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-HERE, THERE = "198.18.77.1", "198.18.77.2"
-"""Addresses of this host and of the other, of the network that RFC 2544 keeps for tests."""
+_NETWORKS: Final = 256
+"""Of 198.18.0.0/16, which RFC 2544 keeps for tests."""
 _NOBODY: Final = "02:00:00:00:00:01"
 _READY: Final = "ready;"
 _READY_S: Final = 600.0
@@ -32,21 +32,32 @@ class SecondHost:
     """Its link and its processes.
 
     Args:
-        name: of the namespace; that of the link begins with it, at most 13 characters.
+        number: of its network, 0 to 255; names have it, too.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._here, self._there = f"{name}-0", f"{name}-1"
+    def __init__(self, number: int) -> None:
+        self.name = f"ms{number}"
+        """Of its namespace."""
+        self.here, self.there = (f"198.18.{number}.{host}" for host in (1, 2))
+        """Addresses of this host and of the other."""
+        self._here, self._there = f"{self.name}-0", f"{self.name}-1"
         self._holder: subprocess.Popen[bytes] | None = None
         self._served: list[_Served] = []
 
+    def claim(self) -> bool:
+        """Whether its link could be made: two of a number cannot be."""
+        link = ["link", "add", self._here, "type", "veth", "peer", "name", self._there]
+        done = subprocess.run(["ip", *link], check=False, capture_output=True, text=True)
+        if done.returncode and "exists" not in done.stderr:
+            raise RuntimeError(f"ip {' '.join(link)}: {done.stderr.strip()}")
+        return not done.returncode
+
     def make(self) -> None:
+        """Once it is claimed."""
         _ip("netns", "add", self.name)
-        _ip("link", "add", self._here, "type", "veth", "peer", "name", self._there)
         _ip("link", "set", self._there, "netns", self.name)
-        _ip("addr", "add", f"{HERE}/30", "dev", self._here)
-        self._ip("addr", "add", f"{THERE}/30", "dev", self._there)
+        _ip("addr", "add", f"{self.here}/24", "dev", self._here)
+        self._ip("addr", "add", f"{self.there}/24", "dev", self._there)
         self._ip("link", "set", "lo", "up")
         _ip("link", "set", self._here, "up")
         self._ip("link", "set", self._there, "up")
@@ -81,7 +92,7 @@ class SecondHost:
         """
         assert self._holder is not None
         enter = ["nsenter", "-t", str(self._holder.pid), "-m", "-n", f"--wd={Path.cwd()}"]
-        serve = [sys.executable, "-m", "maskserve_client.cli", "serve", "--host", THERE]
+        serve = [sys.executable, "-m", "maskserve_client.cli", "serve", "--host", self.there]
         environment = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
         environment.pop("XDG_RUNTIME_DIR", None)
         begun = [_Served([*enter, *serve, *arguments], environment) for arguments in commands]
@@ -118,19 +129,19 @@ class SecondHost:
     def deaf(self) -> None:
         """Nothing of what is sent there arrives, without a word; what it sends does."""
         to = ["lladdr", _NOBODY, "dev", self._here, "nud", "permanent"]
-        _ip("neigh", "replace", THERE, *to)
+        _ip("neigh", "replace", self.there, *to)
 
     def mute(self) -> None:
         """Nothing of what it sends arrives, without a word; what is sent there does."""
         to = ["lladdr", _NOBODY, "dev", self._there, "nud", "permanent"]
-        self._ip("neigh", "replace", HERE, *to)
+        self._ip("neigh", "replace", self.here, *to)
 
     def whole(self) -> None:
         """The link is as at first."""
         self._ip("link", "set", self._there, "up")
         for prefix, device, other in (
-            ([], self._here, THERE),
-            (["-n", self.name], self._there, HERE),
+            ([], self._here, self.there),
+            (["-n", self.name], self._there, self.here),
         ):
             for command in (
                 ["tc", *prefix, "qdisc", "del", "dev", device, "root"],
@@ -186,17 +197,25 @@ class _Served:
 
 @contextmanager
 def second_host() -> Iterator[SecondHost]:
-    """One, with its link up, that serves nothing yet.
+    """One, with its link up, that serves nothing yet; others on this machine have other addresses.
 
     Raises:
-        RuntimeError: this process may make none.
+        RuntimeError: this process may make none, or there are too many.
     """
-    made = SecondHost(f"ms{os.getpid()}")
+    made = _claimed()
     try:
         made.make()
         yield made
     finally:
         made.remove()
+
+
+def _claimed() -> SecondHost:
+    for number in range(os.getpid(), os.getpid() + _NETWORKS):
+        host = SecondHost(number % _NETWORKS)
+        if host.claim():
+            return host
+    raise RuntimeError(f"there are {_NETWORKS} second hosts already")
 
 
 def _ip(*command: str) -> None:

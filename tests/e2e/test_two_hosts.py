@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from maskserve_core.workflows.nodes import best, edit, enlarge, outline, shows
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.plan import dump_plan
 from maskserve_harness.router_site import RouterSite
-from maskserve_harness.second_host import THERE, SecondHost, can_have_one, second_host
+from maskserve_harness.second_host import SecondHost, can_have_one, second_host
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -43,8 +44,8 @@ pytestmark = [
 ]
 
 SIDE, STEPS, BASE = 64, 100, 9000
-WORKER, NODES, CONTROLS = f"{THERE}:{BASE + 1}", f"{THERE}:{BASE + 18}", f"{THERE}:{BASE + 25}"
-"""Of the other host."""
+WORKER, NODES, CONTROLS = BASE + 1, BASE + 18, BASE + 25
+"""Ports of the other host."""
 WHOLE_S, ANSWER_S = 240.0, 400.0
 ROOM = "8m"
 """Of the memory in which values lie."""
@@ -72,6 +73,10 @@ class Site:
     routers: dict[str, RouterSite]
     """`one` knows this host alone, and shares no files; `two` knows both; `far` has edits made on
     both and nodes run there."""
+
+    def at(self, port: int) -> str:
+        """An address on the other host."""
+        return f"{self.there.there}:{port}"
 
     def run(self, router: str, seed: int) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Outputs and META of a run whose picture nobody has sent before."""
@@ -118,7 +123,18 @@ def status(url: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def other() -> Iterator[SecondHost]:
+    with second_host() as made:
+        yield made
+    for what in (["netns", "list"], ["-o", "link", "show"]):
+        told = subprocess.run(["ip", *what], check=True, capture_output=True, text=True).stdout
+        assert not re.search(rf"\b{made.name}\b", told)
+
+
+@pytest.fixture(scope="module")
+def site(
+    model: Path, other: SecondHost, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
     from tests.fakes.tiny_nodes import build_enlarge, build_find
 
     folder = tmp_path_factory.mktemp("two-hosts")
@@ -133,7 +149,7 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
     of_nodes = f'[model]\ndevice = "cpu"\n{threads}[nodes]\nfind = "{folder / "find"}"\n'
     of_nodes += f'enlarge = "{folder / "big"}"\n'
     shared = f'[values]\nfolder = "{values}"\nleast_bytes = 1\n'
-    served = f'[controls]\nservice = "{CONTROLS}"\nservice_timeout_s = 2.0\n'
+    served = f'[controls]\nservice = "{other.there}:{CONTROLS}"\nservice_timeout_s = 2.0\n'
     build_net(folder / "nets" / "plain")
     # With times of its own, as hosts have.
     shutil.copytree(folder / "nets", folder / "nets-there", copy_function=shutil.copyfile)
@@ -165,7 +181,7 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
     with contextlib.ExitStack() as held:
         mounted(values, held)
         held.callback(lambda: left.extend(values.glob(".open-*")))
-        other = held.enter_context(second_host())
+        held.callback(other.end)
 
         def serve_there() -> None:
             other.serve(worker_there, nodes_there, controls_there, folder=disk)
@@ -175,10 +191,11 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         worker, nodes = here.workers[0].grpc_url, f"127.0.0.1:{here.services[0].ports.grpc}"
         files: dict[str, object] = {"folder": str(values), "least_bytes": 1}
         routers = {}
+        its_worker, its_nodes = (f"{other.there}:{port}" for port in (WORKER, NODES))
         for name, workers, servers, by_name in (
             ("one", [worker], [nodes], {}),
-            ("two", [worker, WORKER], [nodes, NODES], files),
-            ("far", [worker, WORKER], [NODES], files),
+            ("two", [worker, its_worker], [nodes, its_nodes], files),
+            ("far", [worker, its_worker], [its_nodes], files),
         ):
             own = folder / name
             own.mkdir()
@@ -191,9 +208,6 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         yield Site(here, other, serve_there, values, routers)
         assert here.workers[0].restarts == 0
     assert not left
-    for what in (["netns", "list"], ["link", "show"]):
-        told = subprocess.run(["ip", *what], check=True, capture_output=True, text=True).stdout
-        assert other.name not in told
 
 
 def mounted(folder: Path, held: contextlib.ExitStack) -> None:
@@ -240,7 +254,7 @@ def test_a_run_over_two_hosts_gives_the_bytes_of_one(site: Site, router: str) ->
     assert found == expected
     workers, servers = hosts_of(meta)
     assert workers == {"here-0", "there-0"}
-    assert router == "two" or servers == {NODES}
+    assert router == "two" or servers == {site.at(NODES)}
     assert meta["values"]["count"] > 0
 
 
@@ -261,7 +275,7 @@ def running(site: Site, router: str, seed: int) -> Iterator[Any]:
         url = site.here.workers[0].grpc_url
         eventually(
             "edits run on both hosts",
-            lambda: made.done() or all(status(each)["running"] for each in (url, WORKER)),
+            lambda: made.done() or all(status(each)["running"] for each in (url, site.at(WORKER))),
             timeout_s=60,
         )
         assert not made.done()
@@ -288,7 +302,7 @@ def test_a_run_outlives_a_host_that_is_gone(
     assert found == expected
     workers, servers = hosts_of(meta)
     assert "here-0" in workers
-    assert router == "two" or servers == {NODES}
+    assert router == "two" or servers == {site.at(NODES)}
 
 
 def test_over_a_slow_link_a_run_gives_the_same(site: Site) -> None:
@@ -297,7 +311,7 @@ def test_over_a_slow_link_a_run_gives_the_same(site: Site) -> None:
     site.there.slow(mbit=1)
     found, meta = site.run("far", seed)
     assert found == expected
-    assert hosts_of(meta)[1] == {NODES}
+    assert hosts_of(meta)[1] == {site.at(NODES)}
 
 
 @pytest.mark.parametrize("router", ["two", "far"])
@@ -334,7 +348,7 @@ def test_the_name_of_a_value_means_nothing_on_the_other_host(site: Site) -> None
     with running(site, "two", a_seed()) as made:
         name = next(path for path in site.values.iterdir() if len(path.name) == 64)
         reference = b"value:%s:%d" % (name.name.encode(), name.stat().st_size)
-        with Client(WORKER) as client, pytest.raises(MaskserveError, match=r"IMAGE|value"):
+        with Client(site.at(WORKER)) as client, pytest.raises(MaskserveError, match=r"IMAGE|value"):
             client.edit(reference, encode(MASK), "a red star", seed=1, num_inference_steps=1)
         made.result()
 
@@ -373,7 +387,7 @@ def controlled_again(url: str) -> bytes:
 
 
 def nothing_is_left_of_rows(site: Site) -> None:
-    calls = ControlNetCalls(CONTROLS)
+    calls = ControlNetCalls(site.at(CONTROLS))
     eventually(
         "the service has let go of what is over",
         lambda: calls.call({"op": "health"}, b"", 5.0) == {"sessions": 1, "rows": 0, "nets": 1},
@@ -388,7 +402,7 @@ def test_residuals_of_the_other_host_give_the_bytes_of_nets_beside_the_base(
     site: Site, cache: str
 ) -> None:
     here = site.here.workers[0].grpc_url
-    expected, _ = controlled(WORKER, cache=cache)
+    expected, _ = controlled(site.at(WORKER), cache=cache)
     found, meta = controlled(here, cache=cache)
     assert found == expected
     assert meta["controls_stalled_ms"] > 0

@@ -22,7 +22,7 @@ from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import Task
 from maskserve_harness.benchmarks.timing import rates_in_turn
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_harness.second_host import THERE, SecondHost
+from maskserve_harness.second_host import SecondHost
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.keys import KeyHolder
 from maskserve_router.node_pool import NodePool
@@ -64,7 +64,7 @@ def two_hosts(
     (kept / "nodes.toml").write_text('[model]\ndevice = "cpu"\n')
     files = ["--nodes", str(kept / "nodes.toml"), "--log-dir", str(kept / "logs-there")]
     other.serve(["--workers", "0", "--base-port", str(_BASE_PORT), *files], folder=kept)
-    addresses = {"here": here, "there": f"{THERE}:{_BASE_PORT + 8}"}
+    addresses = {"here": here, "there": f"{other.there}:{_BASE_PORT + 8}"}
     return asyncio.run(_measured(addresses, Values(ValuesConfig(str(folder))), rounds))
 
 
@@ -125,7 +125,7 @@ def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, A
         kept: for what they keep on disk.
         rounds: of each.
     """
-    service = f"{THERE}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
+    service = f"{other.there}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
     for name, more in (("one", ""), ("two", f'[controls]\nservice = "{service}"\n')):
         (kept / f"{name}.toml").write_text(f"[model]\ntorch_threads = 1\n{more}")
     nets = ["--controlnets", str(_CONTROLNETS), "--controlnet-device", "cpu"]
