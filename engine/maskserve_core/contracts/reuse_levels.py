@@ -53,7 +53,10 @@ _FILL_DENSE = (
     ReuseLevel("first_block_cache-0.2", None, 0.2, 32.12, 0.222),
     ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
 )
-_FILL_OWN = (ReuseLevel("{0}, int8", None, 0.0, 35.7, 0.804, anchors=1),)
+_FILL_OWN = (
+    ReuseLevel("{0,8} foreseen, int8", None, 0.0, 49.81, 0.836, anchors=2),
+    ReuseLevel("{0}, int8", None, 0.0, 35.7, 0.672, anchors=1),
+)
 _INPAINT_OWN = (
     ReuseLevel("{0,4,8}, int8", None, 0.0, 40.84, 0.869, anchors=3),
     ReuseLevel("{0,6}, int8", None, 0.0, 34.79, 0.738, anchors=2),

@@ -120,6 +120,8 @@ class ModelFacts:
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
     own_foreseen: float = 0.0
     """The same of anchors that are foreseen; 0: the family's rows foresee none."""
+    own_first_part: float = 1.0
+    """How much of the way between two of these lies before the second one (`own_steps`)."""
     leaves_text: bool = True
     """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
     own_power: float = 1.0

@@ -57,8 +57,10 @@ _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
 OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
 """What anchors of their own leave of edits of Kontext, and of a distilled model's few steps, is not
 measured."""
-OWN_FORESEEN = {FILL: 0.5, INPAINT: 0.25, REFERENCE: 0.0}
+OWN_FORESEEN = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
 """The same where they are foreseen."""
+_OWN_FIRST_PART = {FILL: 1.0, INPAINT: 0.4, REFERENCE: 1.0}
+"""What a base model's first step says of the picture under the mask holds for fewer steps."""
 _BLENDED_POWER = 3.0
 """Where the picture round the mask is noised like the rest, what it is to attention changes the
 less, the less noise there is (docs/adr/0044)."""
@@ -318,6 +320,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         dense_steps=_DENSE_STEPS[semantics],
         own_stride=0.0 if distilled else OWN_STRIDES[semantics],
         own_foreseen=0.0 if distilled else OWN_FORESEEN[semantics],
+        own_first_part=_OWN_FIRST_PART[semantics],
         own_over_template=semantics.blends and not distilled,
         own_power=_BLENDED_POWER if semantics.blends else 1.0,
         lifts_entries=semantics.masked_picture,

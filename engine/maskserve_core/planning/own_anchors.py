@@ -51,7 +51,7 @@ def own_count(steps: int, stride: float) -> int:
 
 
 def own_steps(
-    count: int, sigmas: Sequence[float], evenly_over: float, *, foreseen: bool = False
+    count: int, sigmas: Sequence[float], evenly_over: float, *, foreseen: float = 0.0
 ) -> frozenset[int]:
     """Of which steps so many anchors are: the first, and those nearest to equal parts of the way.
 
@@ -61,17 +61,20 @@ def own_steps(
         evenly_over: the power of sigma that the parts are equal of. A sampler that is shifted to
             large sigmas goes most of the way in its last steps, so anchors lie there, too. 0: parts
             of equally many steps.
-        foreseen: whether steps lie between anchors and not behind them: then the last part, behind
-            them all, is half as long, and the second step, which foresees, is none.
+        foreseen: where steps lie between anchors and not behind them: how long the first part is,
+            of one between two others. Then the last part, behind them all, is half as long as
+            these, and the second step, which foresees, is none. 0: they lie behind.
     """
-    steps, parts = len(sigmas), count - foreseen / 2
+    steps, first = len(sigmas), foreseen or 1.0
+    parts = count - 1 + first - 0.5 * (foreseen > 0)
+    ends = [0.0, *((first + number) / parts for number in range(count - 1))]
     if not evenly_over:
-        return frozenset(math.ceil(number * steps / parts) for number in range(count))
+        return frozenset(math.ceil(end * steps) for end in ends)
     way, chosen = np.asarray(sigmas) ** evenly_over, [0]
     for number in range(1, count):
-        begin = max(chosen[-1] + 1, 1 + foreseen)
+        begin = max(chosen[-1] + 1, 1 + (foreseen > 0))
         ahead = way[begin : steps - count + number + 1]
-        wanted = way[0] * (1 - number / parts)
+        wanted = way[0] * (1 - ends[number])
         chosen.append(begin + int(np.abs(ahead - wanted).argmin()))
     return frozenset(chosen)
 

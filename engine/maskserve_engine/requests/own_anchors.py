@@ -81,7 +81,10 @@ def with_anchors(plan: OwnPlan, count: int, adapter: Adapter, job: EditJob) -> O
     """The plan with so many anchors of the edit's steps."""
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
     anchors = planning.own_steps(
-        count, sigmas, adapter.facts.own_evenly_over, foreseen=plan.foresees
+        count,
+        sigmas,
+        adapter.facts.own_evenly_over,
+        foreseen=plan.foresees * adapter.facts.own_first_part,
     )
     return replace(plan, anchors=anchors)
 

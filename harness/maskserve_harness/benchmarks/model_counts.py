@@ -141,7 +141,7 @@ class Counted:
     @property
     def own(self) -> int:
         """Anchors of an edit's own, where it has them."""
-        return own_count(self.steps, OWN_RULE.stride)
+        return own_count(self.steps, self.facts.own_foreseen or OWN_RULE.stride)
 
     @cached_property
     def beside(self) -> float:
@@ -158,7 +158,10 @@ class Counted:
                 else what is left of the dense ones.
         """
         text = template or not self.facts.leaves_text
-        others = (self.steps - dense_steps) * self.cached(ratio, text=text)
+        reads = self.steps - dense_steps
+        if reads and not template:
+            reads = self.steps - 1  # all anchors but the first are computed beside such a step
+        others = reads * self.cached(ratio, text=text)
         whole = self.asked.passes * (dense_steps * self.dense + others) + self.beside
         return whole if template else whole + self.work.still_flops
 

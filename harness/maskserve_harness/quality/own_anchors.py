@@ -70,7 +70,8 @@ def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool | None = No
     ahead = facts.own_foreseen > 0 if foresees is None else foresees
     count = count or own_count(len(sigmas), own_stride(Config(), facts, foreseen=ahead))
     ahead = ahead and count > 1
-    anchors = own_steps(count, sigmas, facts.own_evenly_over, foreseen=ahead)
+    first = ahead * facts.own_first_part
+    anchors = own_steps(count, sigmas, facts.own_evenly_over, foreseen=first)
     return OwnChoice(tuple(sorted(anchors)), text=facts.leaves_text, foresees=ahead)
 
 

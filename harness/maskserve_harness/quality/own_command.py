@@ -4,7 +4,7 @@
 
 `summary` has, against our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the mask):
 
-- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with two anchors, as
+- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
   served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), and
   `unet_mean`, … of the demo UNet, with four.
 - `hit_loss_db`: what edits lose that read a template and leave their text out between three;
@@ -15,7 +15,7 @@ And of FLUX.1's width at 1024 pixels, one double and one single block, random we
 
 - `no_text_of_limit`: a dense step over one that computes the active tokens alone, over what the
   FLOPs say; the least of the mask ratios .05 to .35.
-- `first_edit_11`, `first_edit_35`: 28 dense steps over the two anchors and 27 steps between of an
+- `first_edit_11`, `first_edit_35`: 28 dense steps over the three anchors and 27 steps of an
   edit whose picture nobody has sent before.
 
 `loras_edits_ratio`: edits per second of eight pictures, each with another LoRA, eight in flight:

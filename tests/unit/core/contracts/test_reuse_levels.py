@@ -58,7 +58,7 @@ def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> No
 
 
 def test_an_edit_may_have_fewer_anchors_of_its_own_than_it_has() -> None:
-    for anchors, expected in ((3, 1), (2, 1), (1, 0)):
+    for anchors, expected in ((3, 2), (2, 1), (1, 0)):
         assert len(names(way="own", own_steps=anchors)) == expected
 
 
