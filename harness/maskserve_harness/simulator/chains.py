@@ -38,7 +38,7 @@ KINDS: Final[Mapping[str, float]] = {
     "variants": 0.2,
 }
 RULES: Final = {"slack": Rules(), "fcfs": Rules("fcfs", sees_plan=False)}
-"""Plans are admitted and their nodes go by least slack; or each edit by itself, as it comes."""
+"""Plans are admitted and their nodes go by least slack; or each edit comes by itself, and waits."""
 _SCALE: Final = 2.0
 """Due times over what the longest chain takes."""
 _DILATE: Final = 4

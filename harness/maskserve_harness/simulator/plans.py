@@ -62,7 +62,9 @@ class Rules:
     admission: bool = True
     """Plans are refused that would be late, and late ones end; without, all run to their end."""
     sees_plan: bool = True
-    """Whether it is known what lies behind a node; else each is judged by itself."""
+    """Whether it is known what lies behind a node; else each is asked for once it is ready: no plan
+    is refused, and one ends when a node of it has waited until that alone would be late.
+    """
     swaps: bool = False
     """Whether a request that is refused has its models brought for the next one."""
 
@@ -88,8 +90,10 @@ class _Plan:
     """Of each node those before it that have not ended."""
     next: list[list[int]]
     """Of each node those right behind it."""
-    ready: set[int] = field(default_factory=set)
-    running: set[int] = field(default_factory=set)
+    ready: dict[int, float] = field(default_factory=dict)
+    """Nodes, and since when."""
+    running: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Nodes, and the devices that have them."""
     finished: set[int] = field(default_factory=set)
     ended: float = math.nan
     given_up: bool = False
@@ -142,14 +146,15 @@ class PlanRun:
     def _arrive(self, now: float, each: object) -> None:
         assert isinstance(each, Asked)
         plan = _plan_of(each, sees=self.rules.sees_plan)
-        if self.rules.admission and each.number not in self.always and not self._admits(plan, now):
+        judged = self.rules.admission and self.rules.sees_plan and each.number not in self.always
+        if judged and not self._admits(plan, now):
             self.refused.append(each.number)
             if self.rules.swaps:
                 self._bring(each.nodes[0].models, now)
             return
         self.plans.append(plan)
         self._under_way[each.number] = plan
-        plan.ready.update(n for n, left in enumerate(plan.left) if not left)
+        plan.ready.update((n, now) for n, left in enumerate(plan.left) if not left)
         self._cycle(now)
 
     def _admits(self, plan: _Plan, now: float) -> bool:
@@ -167,10 +172,10 @@ class PlanRun:
         known = asked.nodes[: asked.known]
         if len(asked.nodes) == 1:
             return [self._node(plan, 0, key)] if plan.ready or not plan.running else []
-        open_ = plan.ready or {
+        open_ = plan.ready.keys() or {
             n for n, left in enumerate(plan.left) if not left and not plan.finished
         }
-        waiting = [asked.nodes[n].run_s[0] + plan.behind[n] for n in open_ - plan.running]
+        waiting = [asked.nodes[n].run_s[0] + plan.behind[n] for n in open_ - plan.running.keys()]
         path = max([*waiting, *(plan.behind[n] for n in plan.running)], default=0.0)
         if not path:
             return []
@@ -189,7 +194,7 @@ class PlanRun:
         node, asked = plan.asked.nodes[number], plan.asked
         return ReadyNode(
             key,
-            asked.arrival,
+            asked.arrival if self.rules.sees_plan else plan.ready[number],
             plan.depth[number],
             asked.due if self.rules.admission else math.inf,
             node.run_s,
@@ -230,8 +235,21 @@ class PlanRun:
             self._begin(now, dispatch, names)
         for node in late:
             plan, _ = names[node.key]
-            plan.given_up = True
-            self._under_way.pop(plan.asked.number, None)
+            if not plan.given_up:
+                self._give_up(plan, now)
+        if late:  # what ran of their plans has left its devices
+            self._cycle(now)
+
+    def _give_up(self, plan: _Plan, now: float) -> None:
+        """End a plan: what runs of it is withdrawn."""
+        plan.given_up = True
+        del self._under_way[plan.asked.number]
+        for name in (name for names in plan.running.values() for name in names):
+            device = self.devices[name]
+            device.busy_s -= device.free_at - now
+            self.call_s -= device.free_at - now
+            device.free_at = now
+            self._look(name)
 
     def _begin(
         self, now: float, dispatch: Dispatch, names: Mapping[str, tuple[_Plan, int]]
@@ -249,8 +267,8 @@ class PlanRun:
         self.calls += 1
         begun = [names[node.key] for node in dispatch.nodes]
         for plan, number in begun:
-            plan.ready.remove(number)
-            plan.running.add(number)
+            del plan.ready[number]
+            plan.running[number] = dispatch.places
         self._events.at(now + seconds, self._ended, begun)
 
     def _bring(self, models: frozenset[str], now: float) -> None:
@@ -284,14 +302,14 @@ class PlanRun:
     def _ended(self, now: float, begun: object) -> None:
         assert isinstance(begun, list)
         for plan, number in begun:
-            plan.running.remove(number)
+            del plan.running[number]
             plan.finished.add(number)
             if plan.given_up:
                 continue
             for n in plan.next[number]:
                 plan.left[n] -= 1
                 if not plan.left[n]:
-                    plan.ready.add(n)
+                    plan.ready[n] = now
             if len(plan.finished) == len(plan.asked.nodes):
                 plan.ended = now
                 del self._under_way[plan.asked.number]

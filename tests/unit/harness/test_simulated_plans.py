@@ -87,10 +87,55 @@ def test_random_plans_on_few_devices_end_and_conserve_all(seed):
     asked.sort(key=lambda each: each.arrival)
     for rules in (
         Rules(), Rules("fcfs"), Rules("fcfs", printed=True), Rules(sees_plan=False),
-        Rules("fcfs", admission=False), Rules("fcfs", swaps=True),
+        Rules("fcfs", sees_plan=False), Rules("fcfs", admission=False), Rules("fcfs", swaps=True),
     ):  # fmt: skip
         devices = {f"d{n}": Device(rng.randint(3, 9)) for n in range(rng.randint(1, 4))}
         PlanRun(rules, devices, sizes, 2.0).run(asked)
+
+
+def _served(rules: Rules, *asked: Asked) -> PlanRun:
+    """Nodes take a second each, on devices of their own."""
+    run = PlanRun(rules, {"a": Device(0), "b": Device(0)}, {}, 1.0)
+    run.run(asked)
+    return run
+
+
+def _node(device: str, *after: int, run_s: float = 1.0) -> Node:
+    return Node(frozenset(), (run_s,), after, only=frozenset({device}))
+
+
+def test_edit_by_edit_no_plan_is_refused_as_it_comes():
+    """It was, by the seconds of all its edits."""
+    busy = Asked(0, 0.0, 9.0, (_node("b", run_s=2.5),))
+    late = Asked(1, 0.0, 4.0, (_node("b"), _node("b", 0)))
+    assert _served(Rules("fcfs"), busy, late).refused == [1]
+    run = _served(Rules("fcfs", sees_plan=False), busy, late)
+    assert not run.refused
+    assert [plan.given_up for plan in run.plans] == [False, True]
+    assert run.devices["b"].busy_s == 3.5  # its first node
+
+
+def test_edit_by_edit_nodes_go_in_the_order_in_which_they_are_ready():
+    """They went in that in which their plans came."""
+    first = Asked(0, 0.0, 9.0, (_node("a", run_s=2.0), _node("b", 0)))
+    second = Asked(1, 0.5, 9.0, (_node("b", run_s=2.0),))
+    third = Asked(2, 1.0, 9.0, (_node("b"),))
+    run = _served(Rules("fcfs", sees_plan=False), first, second, third)
+    assert [plan.ended for plan in run.plans] == [4.5, 2.5, 3.5]
+    assert [plan.ended for plan in _served(Rules("fcfs"), first, second, third).plans] == [
+        3.5, 2.5, 4.5,
+    ]  # fmt: skip
+
+
+def test_what_runs_of_a_plan_that_ends_is_withdrawn():
+    """It kept its device to its end."""
+    busy = Asked(0, 0.0, 9.0, (_node("b", run_s=2.5),))
+    late = Asked(1, 0.0, 3.0, (_node("a", run_s=3.0), _node("b")))
+    behind = Asked(2, 0.5, 9.0, (_node("a"),))
+    run = _served(Rules("fcfs", sees_plan=False), busy, late, behind)
+    assert run.plans[1].given_up
+    assert run.plans[2].ended == 3.5
+    assert run.devices["a"].busy_s == 3.5
 
 
 def test_a_step_of_algorithm_1_has_its_net_beside_it_and_its_base_on_two_devices():
