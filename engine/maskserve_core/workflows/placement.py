@@ -279,6 +279,15 @@ def _short(
     free = [float(count) for _, count in hosts]
     sent: list[dict[str, float]] = [{} for _ in hosts]
     least = _LEAST_GAIN * sum(need.values())
+    for name in need:  # as far as nobody has to give way, which takes no search
+        for at, (held, _) in enumerate(hosts):
+            if need[name] <= least:
+                break
+            if name in held and free[at] > least:
+                amount = min(need[name], free[at])
+                free[at] -= amount
+                need[name] -= amount
+                sent[at][name] = amount
     while True:
         start = [name for name, left in need.items() if left > least]
         came: dict[str, tuple[int, str] | None] = dict.fromkeys(start)
