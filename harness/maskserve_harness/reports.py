@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,11 @@ def about(hardware: str) -> dict[str, Any]:
 
 
 def write_json(report: Any, file: Path | None) -> None:
-    """Write a report where one is asked for."""
+    """Write a report where one is asked for; a list of numbers or words is a line."""
     if file is not None:
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(report, indent=2)
+        text = re.sub(r"\[\n[^][{}]*\]", lambda found: json.dumps(json.loads(found.group())), text)
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -273,32 +273,44 @@ async def _both(requests: Sequence[Request], hardware: Hardware) -> Figures:
     return found
 
 
-def due_plans(count: int, seed: int, loads: Sequence[float] = LOADS) -> Figures:
-    """At each load `count` requests in each order.
+def due_plans(count: int, seeds: Sequence[int], loads: Sequence[float] = LOADS) -> Figures:
+    """At each load `count` requests of each seed in each order.
 
     Returns:
-        `over_fcfs_points`: at each load in time by plans, less edit by edit; `due_apart_points`:
-        less what was simulated; `due_bottlenecks`: runs in which this machine was too slow;
-        `seconds_due`: all figures by load.
+        `over_fcfs_points`: at each load by seed, in time by plans, less edit by edit;
+        `due_apart_points`: less what was simulated; `due_bottlenecks`: runs in which this machine
+        was too slow; `seconds_due`: all figures by load, order and seed.
     """
     hardware = Hardware()
-    found: Figures = {}
+    found: dict[str, dict[str, list[Figures]]] = {}
     for load in loads:
-        print(f"load {load:g}", flush=True)
-        found[f"{load:g}"] = asyncio.run(_both(drawn(count, load, seed, hardware), hardware))
+        found[f"{load:g}"] = {order: [] for order in RULES}
+        for seed in seeds:
+            print(f"load {load:g}, seed {seed}", flush=True)
+            both = asyncio.run(_both(drawn(count, load, seed, hardware), hardware))
+            for order, runs in found[f"{load:g}"].items():
+                runs.append(both[order])
 
     def points(one: float, other: float) -> float:
         return round(100 * (one - other), 1)
 
     return {
         "over_fcfs_points": {
-            load: points(each["slack"]["in_time"], each["fcfs"]["in_time"])
+            load: [
+                points(ours["in_time"], fcfs["in_time"])
+                for ours, fcfs in zip(each["slack"], each["fcfs"], strict=True)
+            ]
             for load, each in found.items()
         },
         "due_apart_points": {
-            load: {name: points(of["in_time"], of["simulated"]) for name, of in each.items()}
+            load: {
+                order: [points(run["in_time"], run["simulated"]) for run in runs]
+                for order, runs in each.items()
+            }
             for load, each in found.items()
         },
-        "due_bottlenecks": sum(of["bottleneck"] for each in found.values() for of in each.values()),
+        "due_bottlenecks": sum(
+            run["bottleneck"] for each in found.values() for runs in each.values() for run in runs
+        ),
         "seconds_due": found,
     }

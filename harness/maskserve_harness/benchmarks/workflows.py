@@ -12,7 +12,7 @@ own judge sees; beside the first tries, which a verifier that says yes to all wo
 decoder's processes; and their edits per second, as a share of those of two that have their own.
 `by-name`: 16 MiB from node to node by name, beside through the caller.
 `due`: plans with due times over eight emulated workers, beside edits as they come and beside the
-simulator (`due_plans`): 10 minutes with 300 plans.
+simulator (`due_plans`): 10 minutes with 300 plans of a seed.
 `hosts`: what a link adds to 8 MiB from node to node, and edits per second with a ControlNet at its
 other end, as a share of those with one in a service of the same host; None where this process may
 make no network namespaces.
@@ -395,7 +395,7 @@ def named(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def due(args: argparse.Namespace) -> dict[str, Any]:
-    return due_plans(args.plans, args.seed)
+    return due_plans(args.plans, args.seeds)
 
 
 def hosts(args: argparse.Namespace) -> dict[str, Any]:
@@ -422,7 +422,7 @@ def main() -> int:
     add("--rounds", type=int, default=5)
     add("--edits", type=int, default=200, help="of `verified`")
     add("--plans", type=int, default=300, help="of `due`, at each load in each order")
-    add("--seed", type=int, default=1, help="of `due`")
+    add("--seeds", type=int, nargs="+", default=[1], help="of `due`")
     add("--find", type=Path, default=NODES / "find", help="folder of a CLIPSeg model")
     add("--enlarge", type=Path, default=NODES / "enlarge", help="folder of a Swin2SR model")
     add("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from maskserve_harness.bench import COMMANDS, module_of
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.reports import write_json
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,3 +44,10 @@ def test_an_unknown_name_is_refused_by_name() -> None:
     assert refused.returncode == 2
     assert "there is no 'stepp'" in refused.stderr
     assert bench().returncode == 2
+
+
+def test_a_list_of_figures_is_a_line_of_a_report(tmp_path: Path) -> None:
+    report = {"rates": [1.083, None, 2], "told": ["a [\n 1, 2\n], b", "c"], "by": [{"none": []}]}
+    write_json(report, file := tmp_path / "report.json")
+    assert json.loads(file.read_text()) == report
+    assert '  "rates": [1.083, null, 2],\n' in file.read_text()
