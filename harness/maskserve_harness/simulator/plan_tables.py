@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -27,30 +28,33 @@ def rates_table(report: Report) -> str:
 
 def gains_table(report: Report) -> str:
     """Ours over planned monoliths under each set of assumptions: times the rate; of one setting the
-    due times, bursts and devices of both.
+    due times, bursts and devices of both. The seeds as in `rates_table`.
     """
     lines = []
     for name, found in report["assumed"].items():
-        rates = [_times(of["ours"][0], of["planned"][0]) for of in found["rates"].values()]
-        both = found[GAINS_OF]
-        pairs = [f"{_told(each['planned'])} / {_told(each['ours'])}" for each in both.values()]
+        rates = [
+            _spread([o / p if p else None for o, p in zip(of["ours"], of["planned"], strict=True)])
+            for of in found["rates"].values()
+        ]
+        pairs = []
+        for what in ("due", "cv", "devices"):
+            both = [[each[what][name] for each in found[GAINS_OF]] for name in ("planned", "ours")]
+            pairs.append(" / ".join(_spread(each, ".3g") for each in both))
         lines.append([name, *rates, *pairs])
     head = [f"{GAINS_OF}: due", "CV", "devices"]
     return _table(["assumed", *report["rates"], *head], lines)
 
 
-def _spread(found: Sequence[float]) -> str:
-    if len(found) < 2:
-        return "".join(f"{one:.2f}" for one in found)
-    return f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
-
-
-def _times(ours: float, other: float) -> str:
-    return f"{ours / other:.2f}" if other else "none"
-
-
-def _told(value: float | None) -> str:
-    return f"{value:.3g}" if value else "none"
+def _spread(found: Sequence[float | None], digits: str = ".2f") -> str:
+    """The median, and from and to; None: nothing meets it, which is worse than all."""
+    values = [math.inf if value is None else value for value in found]
+    if not values:
+        return ""
+    middle, least, most = (
+        f"{each:{digits}}" if 0.0 < each < math.inf else "none"
+        for each in (statistics.median(values), min(values), max(values))
+    )
+    return middle if least == most else f"{middle} ({least}-{most})"
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
