@@ -1,5 +1,5 @@
-"""diffusers' UNet whose tokens and maps outside of a mask are what two dense steps foretell, the
-slow way: all of everything is computed, and what was not to be computed is put aside.
+"""diffusers' UNet whose tokens and maps outside of a mask lie on the line through two dense calls,
+the slow way: all of everything is computed, and what was not to be computed is put aside.
 """
 
 from __future__ import annotations
@@ -13,6 +13,65 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 
+class Ahead:
+    """Calls of a pipeline's UNet at the latents and timesteps of later steps.
+
+    Args:
+        scheduler: the pipeline's; the noised images that it makes are seen.
+        steps: step → the later step of which it computes an anchor first.
+        guidance: guidance_scale.
+        inside: [h, w] bool, where latents are the edit's; None: everywhere.
+    """
+
+    def __init__(
+        self, scheduler: Any, steps: Mapping[int, int], guidance: float, inside: Tensor | None
+    ) -> None:
+        self.steps, self._scheduler = steps, scheduler
+        self._guidance, self._inside = guidance, inside
+        self._images: tuple[Tensor, Tensor] | None = None
+        noised = scheduler.add_noise
+
+        def add_noise(image: Tensor, noise: Tensor, timesteps: Tensor) -> Any:
+            self._images = image, noise
+            return noised(image, noise, timesteps)
+
+        scheduler.add_noise = add_noise
+
+    def sample(
+        self, to: int, last: Tensor, answer: Tensor, timestep: float
+    ) -> tuple[Tensor, float]:
+        """A model input of a later step, and its timestep: by one step of DDIM.
+
+        Args:
+            to: that step.
+            last: [passes, in_channels, h, w] the last model input.
+            answer: [passes, C, h, w] to that.
+            timestep: of that.
+        """
+        then = float(self._scheduler.timesteps[to])
+        (signal, share), (new, rest) = (self._levels(at) for at in (timestep, then))
+        guided = answer[-1]
+        if len(answer) > 1:
+            guided = answer[0] + self._guidance * (answer[1] - answer[0])
+        latents = last[0, : answer.shape[1]]
+        if self._scheduler.config.prediction_type == "v_prediction":
+            clean, noise = signal * latents - share * guided, signal * guided + share * latents
+        else:
+            clean, noise = (latents - share * guided) / signal, guided
+        moved = new * clean + rest * noise
+        if self._inside is not None:
+            assert self._images is not None
+            image, own = self._images
+            moved = torch.where(self._inside, moved, (new * image + rest * own)[0])
+        whole = last.clone()
+        whole[:, : answer.shape[1]] = moved
+        return whole, then
+
+    def _levels(self, timestep: float) -> tuple[float, float]:
+        kept = float(self._scheduler.alphas_cumprod[int(timestep)])
+        return kept**0.5, (1 - kept) ** 0.5
+
+
 class ForetoldUnet:
     """Hooks of a UNet2DConditionModel that is called once per step.
 
@@ -22,6 +81,7 @@ class ForetoldUnet:
         dense: steps that compute all.
         halo: positions round the box of the active tokens that are convolved at each step.
         shape: (height, width) of the latents.
+        ahead: calls that are dense besides, and computed first; None: none.
     """
 
     def __init__(
@@ -31,8 +91,11 @@ class ForetoldUnet:
         dense: set[int],
         halo: int,
         shape: tuple[int, int],
+        ahead: Ahead | None = None,
     ) -> None:
         self.dense, self.step, self.timestep = dense, -1, 0.0
+        self.ahead, self.looks = ahead, False
+        self.last: tuple[Tensor, Tensor, float] | None = None
         self.seen: dict[str, list[tuple[float, Tensor]]] = {}
         self.idle: dict[int, Tensor] = {}
         self.boxes: dict[tuple[int, int], Tensor] = {}
@@ -50,7 +113,7 @@ class ForetoldUnet:
 
     @property
     def anchor(self) -> bool:
-        return self.step in self.dense
+        return self.looks or self.step in self.dense
 
     def line(self, name: str, now: Tensor) -> Tensor:
         """What stands for a tensor: at an anchor itself, else what the last two foretell."""
@@ -77,11 +140,23 @@ class ForetoldUnet:
                 module.register_forward_pre_hook(self._strided(name))
         whole = model.forward
 
-        def forward(sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
-            self.step, self.timestep = self.step + 1, float(timestep)
+        def answered(sample: Tensor, timestep: float, *args: Any, **named: Any) -> Tensor:
+            self.timestep = timestep
             (answer,) = whole(sample, timestep, *args, **{**named, "return_dict": False})
             box = self.boxes[tuple(answer.shape[2:])]
-            return (torch.where(box, answer, self.line("answer", answer)),)
+            return torch.where(box, answer, self.line("answer", answer))
+
+        def forward(sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
+            self.step += 1
+            if self.ahead is not None and self.step in self.ahead.steps:
+                assert self.last is not None
+                to = self.ahead.steps[self.step]
+                self.looks = True
+                answered(*self.ahead.sample(to, *self.last), *args, **named)
+                self.looks = False
+            answer = answered(sample, float(timestep), *args, **named)
+            self.last = sample, answer, float(timestep)
+            return (answer,)
 
         model.forward = forward
 

@@ -54,7 +54,10 @@ CONTROL = ControlFacts(
 )
 _STRIDE = 7
 _OWN_STRIDES = {FILL: 0.25, INPAINT: 0.0}
-"""Base models' own anchors do not hold (docs/adr/0044)."""
+"""Base models' own anchors do not hold where they are not foreseen (docs/adr/0044)."""
+OWN_FORESEEN = {FILL: 0.35, INPAINT: 0.25}
+"""The same where they are foreseen."""
+_OWN_EVENLY_OVER = 0.75
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, as they are counted on a device without memory
 (`bench kernel_table`)."""
@@ -476,8 +479,9 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         denoiser=unet,
         control=CONTROL,
         own_stride=_OWN_STRIDES[semantics],
-        own_evenly_over=0.0,
-        own_over_template=_OWN_STRIDES[semantics] > 0,
+        own_foreseen=OWN_FORESEEN[semantics],
+        own_evenly_over=_OWN_EVENLY_OVER,
+        own_over_template=True,
         dense_sides=True,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),

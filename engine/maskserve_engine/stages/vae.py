@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,8 +32,6 @@ def load_vae(config: Config, facts: ModelFacts) -> Any:
     vae = load_part(config, "vae", getattr(diffusers, facts.latents.vae))
     if in_tiles(config, facts):
         vae.enable_tiling()
-    if vae.device.type == "cpu" and not facts.latents.frames:
-        vae.to(memory_format=torch.channels_last)  # as oneDNN's convolutions take their maps
     return vae
 
 

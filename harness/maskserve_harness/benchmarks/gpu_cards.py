@@ -24,8 +24,10 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
-from maskserve_core.models.flux import OWN_FORESEEN, flux_work
+from maskserve_core.models.flux import OWN_FORESEEN as FLUX_FORESEEN
+from maskserve_core.models.flux import flux_work
 from maskserve_core.models.semantics import FILL
+from maskserve_core.models.unet import OWN_FORESEEN as UNET_FORESEEN
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
 from maskserve_core.planning.flops import TERMS, ModelWork
@@ -140,7 +142,7 @@ BESIDE = 3.0
 RATIOS = (None, 0.11, 0.35)
 STEPS = {"FLUX.1": 28, "SDXL": 50}
 """Of an edit, as diffusers' pipelines have them."""
-STRIDES = {"FLUX.1": OWN_FORESEEN[FILL], "SDXL": 0.25}
+STRIDES = {"FLUX.1": FLUX_FORESEEN[FILL], "SDXL": UNET_FORESEEN[FILL]}
 """From one anchor of an edit's own to the next, of Fill and inpainting models."""
 _SIDE = 1024
 _TEXT = {"FLUX.1": 512, "SDXL": 77}
@@ -347,7 +349,7 @@ def main() -> int:
         beside = (vae if model == "SDXL" else vae + t5) / rate
         dense, share = took(offer, None), own_count(steps, STRIDES[model]) / steps
         hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
-        reads = 1 - 1 / steps if model == "FLUX.1" else 1 - share  # it foresees all but the first
+        reads = 1 - 1 / steps  # beside all anchors but the first
         means = [dense, *hits, *(share * dense + reads * each for each in owns)]
         edits = [steps * each / 1e3 + beside for each in means]
         rival, told = _rival(offer, took)

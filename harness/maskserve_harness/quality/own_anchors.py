@@ -93,11 +93,7 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         way,
         *[replace(way, reach=reach) for reach in (0.0, 2.0)],
         even,
-        *[
-            served(rig, job, count, foresees=ahead)
-            for ahead in ((True, False) if joint else (False,))
-            for count in counts
-        ],
+        *[served(rig, job, count, foresees=ahead) for ahead in (True, False) for count in counts],
         *[replace(way, ring=ring) for ring in (2, 0)],
         *([replace(way, text=False)] if joint and facts.leaves_text else []),
         *([] if joint else [replace(way, halo=halo) for halo in (64, 4)]),

@@ -5,8 +5,8 @@
 `summary` has, against our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the mask):
 
 - `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
-  served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), and
-  `unet_mean`, … of the demo UNet, with four.
+  served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), with
+  four, and `unet_mean`, … of the demo UNet, with three.
 - `hit_loss_db`: what edits lose that read a template and leave their text out between three;
   `hit_first_anchor_mean`, `hit_first_anchor_under_30`: of the same whose first step is dense and
   lifts the entries, of which there is one for every seven steps.

@@ -272,6 +272,8 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
+        if isinstance(row, UnetRow) and row.plan is not None and row.plan.foresees:
+            row.begin_anew()  # foreseen without them
         with torch.inference_mode():
             row.change_prompts(lambda prompt: self._changed(prompt, adapters))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -23,11 +24,11 @@ from maskserve_engine.families.unet.control import (
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.graphs import UnetStep
 from maskserve_engine.families.unet.latents import PackedLatents, latents_ahead
-from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
+from maskserve_engine.families.unet.rows import UnetAhead, UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.stack import StackCapture
 from maskserve_engine.families.unet.weights import UnetWeights
 
-Row = UnetRow | UnetPrimingRow
+Row = UnetRow | UnetPrimingRow | UnetAhead
 
 
 class UnetBatch(KeptBatch[Row, UnetWeights]):
@@ -65,6 +66,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def step(
         self, model: UnetWeights, kinds: Sequence[str], exchange: Exchange | None = None
     ) -> None:
+        self._foresee(model, exchange)
         if exchange is not (None if self._share is None else self._share.exchange):
             self._share_with(exchange)
         samples = self._samples()
@@ -81,8 +83,21 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         if self._latents is not None:
             self._latents.advance([own for row, own in answers if isinstance(row, UnetRow)])
         for row, own in answers:
-            if isinstance(row, UnetPrimingRow):
+            if not isinstance(row, UnetRow):
                 row.advance(own)
+
+    def _foresee(self, model: UnetWeights, exchange: Exchange | None) -> None:
+        """Compute the anchors that rows are to know ahead of this step. These are passes over the
+        whole picture, which share no convolution with those over tiles: a batch of their own.
+        """
+        ahead = []
+        for row in self._order:
+            if isinstance(row, UnetRow):
+                row.foreseen = row.foresees
+                if row.foreseen is not None:
+                    ahead.append(UnetAhead(row, row.foreseen))
+        if ahead:
+            UnetBatch(ahead).step(model, (), exchange)
 
     def _samples(self) -> list[torch.Tensor]:
         """[in_channels, h, w] of each row."""
@@ -107,7 +122,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         """Rows, the number of each one's first pass, and its own anchors, if it has any."""
         first = 0
         for row, count in zip(self._order, self._passes, strict=True):
-            yield row, first, row.anchors if isinstance(row, UnetRow) else ()
+            yield row, first, () if isinstance(row, UnetPrimingRow) else row.anchors
             first += count
 
     def _tell_anchors(self) -> None:
@@ -133,10 +148,8 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
                 [self._own] = to_device([torch.tensor(share.own)], sample.device)
             sample_own, own_times = (x.index_select(0, self._own) for x in (sample, timesteps))
             answer = self._forward(model, sample_own, own_times, kinds)
-        first = self.rows[0]
-        assert isinstance(first, UnetRow), "priming rows are not shared"
-        shape = first.latents.shape
-        answers = share.gather(answer, [shape.numel()] * len(sample))
+        shape = int(model.model.config.out_channels), *sample.shape[2:]
+        answers = share.gather(answer, [math.prod(shape)] * len(sample))
         return torch.stack(answers).view(-1, *shape)
 
     def _forward(
@@ -170,10 +183,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def _recorded(self, model: UnetWeights) -> bool:
         """Whether the steps of these rows may be recorded."""
         return model.graphs is not None and not any(
-            isinstance(row, UnetPrimingRow)
-            or row.adapters
-            or row.control is not None
-            or row.captures
+            not isinstance(row, UnetRow) or row.adapters or row.control is not None or row.captures
             for row in self.rows
         )
 

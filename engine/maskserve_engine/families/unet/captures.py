@@ -54,9 +54,9 @@ class UnetAnchors(OwnAnchors):
         self._number, self._selection, self._halves = number, selection, halves
         self._surroundings = surroundings
 
-    def at(self, step: int, sigma: float) -> UnetAnchors:
-        """Itself, about to see an anchor at that step of the row."""
-        self._step, self._at = step, sigma
+    def at(self, step: int, sigma: float, *, reads: bool = False) -> UnetAnchors:
+        """Itself, about to see an anchor; arguments as of `anchor`."""
+        self._step, self._at, self._reads = step, sigma, reads
         return self
 
     def end(self, block: int, output: Tensor) -> None:

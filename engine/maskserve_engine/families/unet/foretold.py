@@ -9,28 +9,38 @@ import torch
 from torch import Tensor
 
 from maskserve_core.planning.flops import FeatureMap
+from maskserve_engine.batch.own_anchors import AnchorLine
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.surroundings import Around, RingRead, RingRoom, Surroundings
 from maskserve_engine.families.unet.tile import Tile
 
 
 class Foretold:
-    """A tensor that each anchor leaves: between anchors it goes on as it has changed."""
+    """A tensor that each anchor leaves: it lies on the line through the last two.
 
-    def __init__(self) -> None:
+    Args:
+        power: of sigma, that the line is over.
+    """
+
+    def __init__(self, power: float) -> None:
+        self._line = AnchorLine((), power)
         self._last: Tensor | None = None
         self._change: Tensor | None = None
 
-    def passed(self, new: Tensor) -> None:
-        """An anchor has left it; kept."""
+    def passed(self, new: Tensor, sigma: float) -> None:
+        """An anchor at `sigma` has left it, for the first time or, of a step that is tried again,
+        once more; kept.
+        """
+        if self._line.sigmas[-1:] == (sigma,):
+            return
         self._change = None if self._last is None else new - self._last
-        self._last = new
+        self._last, self._line = new, self._line.to(sigma)
 
-    def at(self, weight: float, out: Tensor | None = None) -> Tensor:
-        """So many times its change behind the last anchor."""
+    def at(self, sigma: float, out: Tensor | None = None) -> Tensor:
+        """At `sigma`."""
         assert self._last is not None, "the first step is an anchor"
         if self._change is not None:
-            return torch.add(self._last, self._change, alpha=weight, out=out)
+            return torch.add(self._last, self._change, alpha=self._line.weight(sigma), out=out)
         return self._last if out is None else out.copy_(self._last)
 
 
@@ -49,7 +59,8 @@ class OwnSurroundings(Surroundings):
         kept: feature maps of the model, in the order they are read.
         passes: of the row.
         dtype: of the model.
-        now: the row's next step, and the weight of changes in it.
+        power: as of `Foretold`.
+        now: the row's next step, and its sigma.
     """
 
     def __init__(
@@ -58,11 +69,12 @@ class OwnSurroundings(Surroundings):
         kept: Sequence[FeatureMap],
         passes: int,
         dtype: torch.dtype,
+        power: float,
         now: Callable[[], tuple[int, float]],
     ) -> None:
         super().__init__(tile)
         self._kept, self._passes, self._dtype, self._now = kept, passes, dtype, now
-        self._rings, self._moments = Foretold(), Foretold()
+        self._rings, self._moments = Foretold(power), Foretold(power)
         self._new: RingRoom | None = None
         """What the anchor that is being taken leaves."""
         self._here: RingRoom | None = None
@@ -93,12 +105,12 @@ class OwnSurroundings(Surroundings):
             around.outside.mean[number] = outside.mean[0]
             around.outside.variance[number] = outside.variance[0]
 
-    def passed(self) -> None:
-        """The row has taken an anchor's step."""
+    def passed(self, sigma: float) -> None:
+        """The anchor at `sigma` is whole."""
         if self._new is None:  # another rank has computed its passes
             return
-        self._rings.passed(self._new.rings)
-        self._moments.passed(self._new.moments)
+        self._rings.passed(self._new.rings, sigma)
+        self._moments.passed(self._new.moments, sigma)
         self._new = self._moment = None
 
     @property
@@ -117,9 +129,9 @@ class OwnSurroundings(Surroundings):
         return RingRoom(self.tile, self._kept, self._passes, self._dtype, self._device)
 
     def read_all(self, room: RingRoom) -> bool:
-        _, weight = self._now()
-        self._rings.at(weight, room.rings)
-        self._moments.at(weight, room.moments)
+        _, sigma = self._now()
+        self._rings.at(sigma, room.rings)
+        self._moments.at(sigma, room.moments)
         if self._least is None:
             self._least = self._least_moments()
         room.moments.clamp_(min=self._least)

@@ -28,6 +28,7 @@ from maskserve_engine.families.unet.surroundings import Surroundings, TemplateSu
 from maskserve_engine.families.unet.tile import Ids, Tile
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
+from maskserve_engine.stages.latents import joins
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,8 @@ class UnetRow:
     """Of each pass, where it has a plan."""
     foretold: Foretold | None = field(init=False, default=None)
     """[C, h, w] of the model's answers at its anchors, where others compute a tile alone."""
+    foreseen: int | None = field(init=False, default=None)
+    """The anchor that the last step has computed ahead, or the one that is being taken does."""
     _taken: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -176,8 +179,10 @@ class UnetRow:
         passes, around = 1 if self.guidance is None else 2, None
         if inactive.tile is not None:
             dtype = inactive.template.clean.dtype
-            around = OwnSurroundings(inactive.tile, inactive.kept, passes, dtype, self._now)
-            self.surroundings, self.foretold = around, Foretold()
+            around = OwnSurroundings(
+                inactive.tile, inactive.kept, passes, dtype, plan.power, self._now
+            )
+            self.surroundings, self.foretold = around, Foretold(plan.power)
         self.anchors = tuple(
             [
                 UnetAnchors(plan, number, inactive.selection, inactive.halves, around)
@@ -186,17 +191,25 @@ class UnetRow:
         )
 
     def _now(self) -> tuple[int, float]:
-        """The next step, and how far along their lines it finds what its anchors have left."""
-        return self.step, self.anchors[0].weight(self.sigma)
+        """The next step, and its sigma."""
+        return self.step, self.sigma
 
     @property
     def captures(self) -> list[StackCapture]:
         """What sees each of its passes in the next step."""
-        return (
-            []
-            if self.entry is not None
-            else [each.at(self.step, self.sigma) for each in self.anchors]
-        )
+        if self.entry is not None:
+            return []
+        return [each.at(self.step, self.sigma) for each in self.anchors]
+
+    @property
+    def foresees(self) -> int | None:
+        """The anchor that the next step is to compute ahead: the one behind it, if the line from
+        the last one ends here; None: none.
+        """
+        plan = self.plan
+        if plan is None or not plan.foresees or self.entry is None:
+            return None
+        return plan.behind(self.step) if self.anchors[0].reaches >= self.sigma else None
 
     @property
     def steps(self) -> int:
@@ -214,7 +227,11 @@ class UnetRow:
     @property
     def sigma(self) -> float:
         """The share of all noise that the next step's timestep stands for."""
-        return self.timestep / TRAINED_STEPS
+        return self.sigma_at(self.step)
+
+    def sigma_at(self, step: int) -> float:
+        """The same of another step."""
+        return self.schedule.timesteps[step] / TRAINED_STEPS
 
     @property
     def timesteps_ahead(self) -> Sequence[float]:
@@ -243,11 +260,14 @@ class UnetRow:
         if self.guidance is not None:
             self.guidance = replace(self.guidance, negative=change(self.guidance.negative))
 
+    @property
+    def prompts(self) -> list[UnetPrompt]:
+        """Of each of its passes."""
+        return [self.prompt, *([] if self.guidance is None else [self.guidance.negative])]
+
     def passes(self) -> list[PassInput]:
         """What the model is given in the next step: the prompt's pass, then the negative's."""
-        prompts = [self.prompt]
-        if self.guidance is not None:
-            prompts.append(self.guidance.negative)
+        prompts = self.prompts
         residuals: Sequence[Residuals | None] = (None, None)
         if self.control is not None:
             residuals = self.control.passes
@@ -279,13 +299,38 @@ class UnetRow:
             answer: [C, h, w] guided.
         """
         self.state, self._taken, self.answer = state, taken, answer
-        if self.anchors and self.entry is None:
+        anchor = self.step if self.entry is None else self.foreseen
+        if anchor == self.step:
+            self.leave(anchor, answer)
+        if anchor is not None:
             for each in self.anchors:
-                each.passed(self.sigma)
-            if isinstance(self.surroundings, OwnSurroundings) and self.foretold is not None:
-                self.surroundings.passed()
-                self.foretold.passed(answer)
+                each.passed(self.sigma_at(anchor))
         self.step += 1
+
+    def leave(self, anchor: int, answer: Tensor) -> None:
+        """Keep what lies round the tile at an anchor, if the row has one.
+
+        Args:
+            anchor: its step.
+            answer: [C, h, w] of the model there, guided.
+        """
+        if isinstance(self.surroundings, OwnSurroundings) and self.foretold is not None:
+            self.surroundings.passed(self.sigma_at(anchor))
+            self.foretold.passed(answer, self.sigma_at(anchor))
+
+    def jumped(self, step: int) -> Tensor:
+        """[C, h, w] the latents as the model will take them at a step ahead, if it answers until
+        then what it has answered last.
+        """
+        assert self._taken is not None, "no step was taken yet"
+        assert self.answer is not None
+        last = self._taken.float(), self.answer.float(), self.schedule.timesteps[self.step - 1]
+        levels, then = self.noise_levels, self.schedule.timesteps[step]
+        latents = levels.mixed(levels.estimate(*last), levels.noise_in(*last), then)
+        if (blend := self.blend) is not None:
+            inside = blend.mask >= joins(step, self.steps) if blend.soft else blend.mask > 0
+            latents = torch.where(inside, latents, levels.mixed(blend.clean, blend.noise, then))
+        return latents.to(self._taken.dtype)
 
     def beside(self, answer: Tensor) -> Tensor:
         """[C, h, w] the model's answer, and where the step did not compute any what its anchors
@@ -298,8 +343,7 @@ class UnetRow:
         if self.foretold is None or self.entry is None or inactive is None:
             return answer
         assert inactive.tile is not None
-        box, (_, weight) = inactive.tile[0].box, self._now()
-        out = self.foretold.at(weight).clone()
+        box, out = inactive.tile[0].box, self.foretold.at(self.sigma).clone()
         box.cut(out).copy_(box.cut(answer))
         return out
 
@@ -318,6 +362,57 @@ class UnetRow:
         if self.inactive is not None:
             latents = torch.where(self.inactive.mask, latents, self.inactive.template.clean)
         return HostCopy(latents.float())
+
+
+@dataclass(slots=True)
+class UnetAhead:
+    """The anchor that an edit's next step computes ahead: all its tokens, as they will be there."""
+
+    row: UnetRow
+    anchor: int
+    request_id: str = field(init=False)
+    adapters: Adapters = field(init=False)
+    step: int = field(init=False)
+    entry: Entry | None = field(init=False, default=None)
+    """None: it computes every token."""
+
+    def __post_init__(self) -> None:
+        row = self.row
+        self.request_id, self.adapters, self.step = row.request_id, row.adapters, row.step
+
+    @property
+    def anchors(self) -> tuple[UnetAnchors, ...]:
+        return self.row.anchors
+
+    @property
+    def steps(self) -> int:
+        return self.row.steps
+
+    @property
+    def timesteps_ahead(self) -> Sequence[float]:
+        return [self.row.schedule.timesteps[self.anchor]]
+
+    @property
+    def captures(self) -> list[StackCapture]:
+        """What sees each of its passes."""
+        sigma = self.row.sigma_at(self.anchor)
+        return [each.at(self.step, sigma, reads=True) for each in self.anchors]
+
+    def passes(self) -> list[PassInput]:
+        return [PassInput(each.text, each.added) for each in self.row.prompts]
+
+    def sample(self) -> Tensor:
+        """[in_channels, h, w]"""
+        latents, condition = self.row.jumped(self.anchor), self.row.condition
+        return latents if condition is None else torch.cat((latents, condition))
+
+    def advance(self, answers: Tensor) -> None:
+        """Leave the row what the model has answered; nothing has moved."""
+        guidance, (answer, *others) = self.row.guidance, answers
+        if guidance is not None:
+            [away] = others
+            answer = away + guidance.scale * (answer.float() - away)
+        self.row.leave(self.anchor, answer)
 
 
 @dataclass(slots=True)

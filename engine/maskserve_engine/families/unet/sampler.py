@@ -293,3 +293,8 @@ class NoiseLevels:
         if self._predicts_velocity:
             return signal * taken - share * answer
         return (taken - share * answer) / signal
+
+    def noise_in(self, taken: Tensor, answer: Tensor, timestep: float) -> Tensor:
+        """The noise that it takes to be in there, besides."""
+        signal, share = self.at(timestep)
+        return share * taken + signal * answer if self._predicts_velocity else answer

@@ -213,8 +213,11 @@ def test_anchors_that_rows_of_flux_have_are_those_of_one_process(
     check_anchors(flux, text=text, foresees=foresees)
 
 
-def test_anchors_that_rows_of_unets_have_are_those_of_one_process(unet: Model) -> None:
-    check_anchors(unet, text=True)
+@pytest.mark.parametrize("foresees", [False, True])
+def test_anchors_that_rows_of_unets_have_are_those_of_one_process(
+    unet: Model, foresees: bool
+) -> None:
+    check_anchors(unet, text=True, foresees=foresees)
 
 
 def test_one_row_of_one_pass_is_computed_by_one_rank(flux: Model, unet: Model) -> None:

