@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, split_code
-from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.control_nets import ControlNets, content_of
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.control_link.network import NetworkMessages
 from maskserve_engine.control_link.served import ControlService
@@ -75,7 +75,9 @@ class Service:
         self.triton = FakeTriton()
         self.front = ControlNetFrontend(self.triton, self.config)
         known = ControlNets(self.config, load_facts(str(model)))
-        self.versions = {name: known.find(name, "x").version for name in nets}
+        found = [known.find(name, "x") for name in nets]
+        self.versions = {each.name: each.version for each in found}
+        self.contents = {each.name: content_of(each.path) for each in found}
 
     def denoiser(
         self,
@@ -85,9 +87,12 @@ class Service:
         """Another one's, that has had all ControlNets loaded."""
         calls = DirectCalls(self.front, self.triton)
         own = ControlService(calls, torch.device("cpu"), "float32", patience_s, connect)
-        for name, version in self.versions.items():
-            own.load(name, version, 60.0)
+        for name in self.versions:
+            self.load(own, name)
         return own
+
+    def load(self, denoiser: ControlService, name: str) -> None:
+        denoiser.load(name, self.versions[name], self.contents[name], 60.0)
 
     def close(self) -> None:
         self.front.close()

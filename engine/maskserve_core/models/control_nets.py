@@ -31,10 +31,8 @@ class KnownControlNet(NamedTuple):
 
     name: str
     path: Path
-    version: str = ""
-    """32 hexadecimal digits over its files' bytes, so every host that has them gives it the same.
-    Empty of one that nobody has named: it is not read for a list.
-    """
+    version: str
+    """32 hexadecimal digits, others after a file has been replaced; told without reading any."""
     nbytes: int = 0
     """Of its files of weights."""
     numbers: int = 0
@@ -58,7 +56,7 @@ class ControlNets:
     def __init__(self, config: Config, facts: ModelFacts) -> None:
         self._folder = Path(config.controls.folder) if config.controls.folder else None
         self._facts = facts
-        self._known: dict[str, tuple[_Stamp, KnownControlNet]] = {}
+        self._known: dict[str, KnownControlNet] = {}
 
     def all(self) -> list[KnownControlNet]:
         """By name, those with a problem, too."""
@@ -79,24 +77,23 @@ class ControlNets:
         if NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
             raise AdapterNotFound(f"{field}: there is no ControlNet {name}")
         found = self._described(name)
-        if not found.problem:
-            try:
-                return found._replace(version=version_of(found.path))
-            except OSError as error:
-                found = _unreadable(name, found.path, error)
-        raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
+        if found.problem:
+            raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
+        return found
 
     def _described(self, name: str) -> KnownControlNet:
         assert self._folder is not None
         path = self._folder / name
         try:
-            stamp = _stamp_of(path)
+            version = version_of(path)
             known = self._known.get(name)
-            if known is None or known[0] != stamp:
-                known = self._known[name] = stamp, self._read(KnownControlNet(name, path))
-            return known[1]
+            if known is None or known.version != version:
+                known = self._known[name] = self._read(KnownControlNet(name, path, version))
+            return known
         except OSError as error:
-            return _unreadable(name, path, error)
+            return KnownControlNet(
+                name, path, "", problem=f"cannot be read: {error.strerror or error}"
+            )
 
     def _read(self, plain: KnownControlNet) -> KnownControlNet:
         try:
@@ -145,26 +142,26 @@ def version_of(path: Path) -> str:
     Raises:
         OSError: it is gone.
     """
-    about = [(file.name, file_digest(path, file.name)) for file in _files(path)]
-    return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
-
-
-_Stamp = tuple[tuple[str, int, int], ...]
-"""Of a folder's files: name, size, time of change."""
-
-
-def _stamp_of(path: Path) -> _Stamp:
-    """Raises OSError: it is gone."""
     stats = [(file.name, file.stat()) for file in _files(path)]
-    return tuple([(name, about.st_size, about.st_mtime_ns) for name, about in stats])
+    return _digest([(name, about.st_size, about.st_mtime_ns) for name, about in stats])
+
+
+def content_of(path: Path) -> str:
+    """Of a ControlNet's folder: 32 hexadecimal digits over its files' bytes, so that hosts with
+    copies tell the same.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _digest([(file.name, file_digest(path, file.name)) for file in _files(path)])
 
 
 def _files(path: Path) -> list[Path]:
     return [path / _CONFIG, *sorted(path.glob(_WEIGHTS))]
 
 
-def _unreadable(name: str, path: Path, error: OSError) -> KnownControlNet:
-    return KnownControlNet(name, path, problem=f"cannot be read: {error.strerror or error}")
+def _digest(about: object) -> str:
+    return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
 
 def _numbers(file: Path) -> int:

@@ -82,7 +82,7 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
     Args:
         config: of the worker.
         facts: of the served model.
-        bring: reads a net, whose name is its version; from any thread.
+        bring: reads a net, whose name is the version that was asked for; from any thread.
     """
 
     def __init__(self, config: Config, facts: ModelFacts, bring: Bring) -> None:
@@ -117,29 +117,29 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
 
     def _brought(self, wanted: ResolvedControl, begin: float) -> Loaded:
         net = self._nets.find(wanted.name, CONTROL_NETS.setting)
-        if net.version != wanted.version:
-            raise self._another(net.name)
+        self._check(net, wanted)
         try:
-            digest = self._loaded(net)
+            digest = self._loaded(net, wanted)
         except ValueError as error:  # in a sentence of its own
             raise InvalidRequest(CONTROL_NETS.setting, f"ControlNet {net.name}: {error}") from error
         nbytes = self._device_bytes(net)
         return Loaded(digest, nbytes, time.monotonic() - begin, nbytes)
 
-    def _another(self, name: str) -> MaskserveError:
-        """Of a net that is not the one that was named."""
-        return _replaced(name)
+    def _check(self, net: KnownControlNet, wanted: ResolvedControl) -> None:
+        """Raises MaskserveError: the folder has another net than the edit has named."""
+        if net.version != wanted.version:
+            raise _replaced(net.name)
 
     def _device_bytes(self, net: KnownControlNet) -> int:
         return net.numbers * dtype_of(self._config).itemsize
 
-    def _loaded(self, net: KnownControlNet) -> str:
+    def _loaded(self, net: KnownControlNet, wanted: ResolvedControl) -> str:
         """Have it brought; its digest."""
         takes = self._facts.control
         assert takes is not None, "the net would have been refused"
         kind, dtype = takes.net, dtype_of(self._config)
         with one_cpu_thread():
-            self._bring(net.version, NetFolder(net.name, kind, net.path, net.version, dtype))
+            self._bring(wanted.version, NetFolder(net.name, kind, net.path, net.version, dtype))
         return _digest(net.path)
 
 

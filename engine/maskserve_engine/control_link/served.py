@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from maskserve_core.contracts.settings import AdapterMode
@@ -380,21 +382,29 @@ class ControlService:
         self._calls, self._device, self._dtype = calls, device, dtype
         self._patience_s, self._connect = patience_s, connect
         self._link: Link | None = None
-        self._held: dict[str, Link] = {}
-        """The ControlNets that the service was told to hold, and in which session."""
+        self._held: dict[str, tuple[Link, str]] = {}
+        """The ControlNets that the service was told to hold, by version: in which session, and what
+        the service calls each, its content.
+        """
 
     # Called from the loader's thread.
 
-    def load(self, name: str, version: str, limit_s: float) -> dict[str, Any]:
+    def load(self, name: str, version: str, content: str, limit_s: float) -> dict[str, Any]:
         """Have the service hold a ControlNet; what it says of it (`digest`).
+
+        Args:
+            name: of its folder, here and there.
+            version: that it has here.
+            content: of the folder here (`models.control_nets.content_of`).
+            limit_s: seconds after which it is given up.
 
         Raises:
             MaskserveError: it cannot be had, or the service does not answer.
         """
         link = self._attached()
-        op = {"op": "load", "session": link.session, "name": name, "version": version}
+        op = {"op": "load", "session": link.session, "name": name, "version": content}
         said = self._calls.call(op, b"", limit_s)
-        self._held[version] = link
+        self._held[version] = link, content
         return said
 
     def _attached(self) -> Link:
@@ -415,14 +425,15 @@ class ControlService:
 
     def holds(self, version: str) -> bool:
         """Whether the service has a ControlNet for this denoiser."""
-        link = self._held.get(version)
+        link, _ = self._held.get(version, (None, ""))
         return link is not None and not link.over
 
     def drop(self, version: str) -> None:
         """The ControlNet is not needed any more."""
-        link = self._held.pop(version, None)
-        if link is not None and not link.lost:
-            link.tell({"op": "drop", "session": link.session, "version": version})
+        link, content = self._held.pop(version, (None, ""))
+        others = [held for _, held in list(self._held.values())]  # copies under another name
+        if link is not None and not link.lost and content not in others:
+            link.tell({"op": "drop", "session": link.session, "version": content})
 
     def open(self, opening: Opening, adapters: AdapterMode = "exact") -> ServedRow:
         """A row at the service.
@@ -436,7 +447,12 @@ class ControlService:
         """
         if self._link is None:
             raise _lost("it was never there")
-        return self._link.open(opening, fast=adapters == "fast")
+        controls = [
+            structs.replace(each, net=self._held.get(each.net, (None, each.net))[1])
+            for each in opening.facts.controls
+        ]
+        facts = structs.replace(opening.facts, controls=tuple(controls))
+        return self._link.open(replace(opening, facts=facts), fast=adapters == "fast")
 
     def take_waits(self) -> list[float]:
         """Seconds that steps have waited for residuals, since this was asked last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.models.control_nets import KnownControlNet
+from maskserve_core.models.control_nets import KnownControlNet, content_of
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.adapters.control_net_loader import Bring, ControlNetLoader
 from maskserve_engine.control_link.served import ControlService
@@ -32,5 +32,6 @@ class ServedNetLoader(ControlNetLoader):
     def holds(self, control: ResolvedControl) -> bool:
         return self._service.holds(control.version)
 
-    def _loaded(self, net: KnownControlNet) -> str:
-        return str(self._service.load(net.name, net.version, _LOAD_S)["digest"])
+    def _loaded(self, net: KnownControlNet, wanted: ResolvedControl) -> str:
+        content = content_of(net.path)
+        return str(self._service.load(net.name, wanted.version, content, _LOAD_S)["digest"])

@@ -22,6 +22,7 @@ import torch
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_core.models.control_nets import KnownControlNet, content_of
 from maskserve_core.worker.loading import Done, Loaded
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.residency import Residency, Resource
@@ -48,11 +49,13 @@ _ROW_NAME = re.compile(r"[\w-]{1,200}")
 class ServiceNetLoader(ControlNetLoader):
     """Of nets that workers name, which may have them from folders of their own."""
 
-    def _another(self, name: str) -> MaskserveError:
-        return EngineFailed(
-            f"{CONTROL_NETS.setting}: the ControlNet service's host {socket.gethostname()} has "
-            f"another version of ControlNet {name} than the worker's host"
-        )
+    def _check(self, net: KnownControlNet, wanted: ResolvedControl) -> None:
+        """By what is in the files: those of another host have times of their own."""
+        if content_of(net.path) != wanted.version:
+            raise EngineFailed(
+                f"{CONTROL_NETS.setting}: the ControlNet service's host {socket.gethostname()} has "
+                f"another version of ControlNet {net.name} than the worker's host"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +76,7 @@ class DenoiserSession:
     """As of `transport.Attached`."""
     rows: dict[str, OpenRow] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
-    """Versions of ControlNets; each is held for `_owner` of it."""
+    """Versions of ControlNets, which are their contents; each is held for `_owner` of it."""
     batch: tuple[int, NetBatch] | None = None
     """The number of the last ask's batch, and what was kept of it."""
     connected: bool = False

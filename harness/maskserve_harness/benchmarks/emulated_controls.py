@@ -190,7 +190,7 @@ def _session(calls: PipeCalls, nets: Sequence[str]) -> ControlService:
     """A denoiser's end of a service that has loaded so many ControlNets."""
     session = ControlService(calls, torch.device("cpu"), "float32", _PATIENCE_S)
     for name in nets:
-        session.load(name, name, _PATIENCE_S)
+        session.load(name, name, name, _PATIENCE_S)
     return session
 
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import MaskserveError
-from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.control_nets import ControlNets, content_of
 from maskserve_core.models.registry import load_facts
 from maskserve_core.worker.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
@@ -203,13 +203,14 @@ class ServiceHere:
         self._service = ControlNetService(self._config, Path(self._folder.name) / "controls")
         facts = load_facts(config.model.path)
         self.version = ControlNets(self._config, facts).find(net.name, "").version
+        self._content = content_of(net)
 
     def denoiser(self) -> ControlService:
         """A denoiser's end of it, which has had the ControlNet loaded."""
         dtype = str(dtype_of(self._config)).removeprefix("torch.")
         calls, device = DirectCalls(self._service), torch.device("cpu")
         own = ControlService(calls, device, dtype, PATIENCE_S)
-        own.load(self._name, self.version, PATIENCE_S)
+        own.load(self._name, self.version, self._content, PATIENCE_S)
         return own
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.files.digests import file_digest
-from maskserve_core.models.control_nets import version_of
+from maskserve_core.models.control_nets import content_of
 
 
 @pytest.fixture
@@ -25,17 +25,17 @@ def test_a_copy_with_other_times_is_the_same_net(net: Path, tmp_path: Path) -> N
     shutil.copytree(net, tmp_path / "copy", copy_function=shutil.copyfile)
     for file in (tmp_path / "copy").iterdir():
         os.utime(file, ns=(1, 1))
-    assert version_of(tmp_path / "copy") == version_of(net)
+    assert content_of(tmp_path / "copy") == content_of(net)
 
 
 @pytest.mark.parametrize("name", ["config.json", "diffusion_pytorch_model.safetensors"])
 def test_a_byte_makes_another(net: Path, name: str) -> None:
-    before, file = version_of(net), net / name
+    before, file = content_of(net), net / name
     about, raw = file.stat(), bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns + 1))  # of equal size
-    assert version_of(net) != before
+    assert content_of(net) != before
 
 
 def test_a_folder_that_cannot_be_written_is_read_once(

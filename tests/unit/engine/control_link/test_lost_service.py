@@ -144,7 +144,7 @@ def test_one_that_is_frozen_fails_them_within_its_patience(site: Site, adapters:
     jobs = site.jobs(adapters)
     calls = DirectCalls(site.service.front, site.service.triton)
     service = ControlService(calls, torch.device("cpu"), "float32", 0.3, Silent)
-    service.load("one", site.service.versions["one"], 60.0)
+    site.service.load(service, "one")
     executor = executor_of(site, service, jobs)
     begin = time.monotonic()
     check_only_it_fails(site, executor, jobs, "has not answered in time")
@@ -161,7 +161,7 @@ def test_one_that_ends_as_a_row_is_opened_is_named(site: Site) -> None:
     jobs = site.jobs()
     calls = Unreachable(site.service.front, site.service.triton)
     service = ControlService(calls, torch.device("cpu"), "float32", 5.0)
-    service.load("one", site.service.versions["one"], 60.0)
+    site.service.load(service, "one")
     executor = executor_of(site, service, jobs)
     check_only_it_fails(site, executor, jobs, "ControlNet service does not answer")
     executor.close()
@@ -181,7 +181,7 @@ def test_losing_it_again_and_again_is_no_fault_of_the_model(site: Site) -> None:
 def test_one_that_ends_with_nobody_waiting_is_noticed(site: Site, connect: Any) -> None:
     """Or its ControlNets would be held to be there for good, and no edit bring them anew."""
     service, version = site.service.denoiser(connect=connect), site.service.versions["one"]
-    service.load("one", version, 60.0)
+    site.service.load(service, "one")
     assert service.holds(version)
     site.service.front.close()
     eventually("it is noticed", lambda: not service.holds(version))
@@ -201,7 +201,7 @@ def test_a_denoiser_attaches_again_once_a_new_one_is_there(site: Site, tmp_path:
     again.config = site.service.config
     service._calls._front = again.front  # type: ignore[attr-defined]
     with pytest.raises(MaskserveError):
-        service.load("one", version, 60.0)  # its folder has no such ControlNet
+        site.service.load(service, "one")  # its folder has no such ControlNet
     assert not service.holds(version)
     again.close()
 

@@ -25,7 +25,7 @@ from msgspec import structs
 
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.control_nets import ControlNets, content_of
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link import network
@@ -308,8 +308,25 @@ def test_a_worker_has_copies_of_the_services_nets(service: Service, tmp_path: Pa
     worker = ControlService(
         DirectCalls(service.front, service.triton), torch.device("cpu"), "float32", 10.0, over_tcp
     )
-    assert worker.load("one", nets.find("one", "x").version, 60.0)["digest"]
+    net = nets.find("one", "x")
+    assert worker.load("one", net.version, content_of(net.path), 60.0)["digest"]
     file = tmp_path / "copies" / "one" / "config.json"
     file.write_text(file.read_text() + "\n")
     with pytest.raises(EngineFailed, match="has another version of ControlNet one than the worker"):
-        worker.load("one", nets.find("one", "x").version, 60.0)
+        worker.load("one", "another", content_of(net.path), 60.0)
+
+
+def test_two_names_of_the_same_files_are_one_net_to_the_service(service: Service) -> None:
+    """It is dropped with the last of them, and rows open by the other one until then."""
+    folder = Path(service.config.controls.folder)
+    shutil.copytree(folder / "one", folder / "copy")
+    calls = DirectCalls(service.front, service.triton)
+    worker = ControlService(calls, torch.device("cpu"), "float32", 10.0, over_tcp)
+    service.load(worker, "one")
+    worker.load("copy", "of the copy", content_of(folder / "copy"), 60.0)
+    worker.drop("of the copy")
+    worker.drop(service.versions["one"])
+    assert worker._link is not None
+    worker._link._pool.submit(int).result()  # those told before have been made
+    assert calls.ops.count("drop") == 1
+    worker.close()
