@@ -133,12 +133,9 @@ class DenoiserSessions:
         if dtype != own:
             raise InvalidRequest("OP.dtype", f"is {dtype}, and ControlNets run in {own} here", own)
         with self._door:
-            now = time.monotonic()
-            for each in list(self._sessions.values()):
-                if not each.connected and now - each.opened > _CONNECT_S:
-                    self._forget(each.name)
+            self._forget_unconnected()
             name = f"{os.getpid()}-{next(self._names)}"
-            self._sessions[name] = DenoiserSession(name, now, secrets.token_hex())
+            self._sessions[name] = DenoiserSession(name, time.monotonic(), secrets.token_hex())
         return self.attached(name)
 
     def attached(self, name: str) -> Attached:
@@ -210,6 +207,7 @@ class DenoiserSessions:
     def counts(self) -> dict[str, Any]:
         """What `health` says."""
         with self._door:
+            self._forget_unconnected()
             sessions = list(self._sessions.values())
             rows = sum(len(each.rows) for each in sessions)
             return {"sessions": len(sessions), "rows": rows, "nets": len(self._own)}
@@ -241,6 +239,13 @@ class DenoiserSessions:
             session = self._forget(name)
         for row in () if session is None else session.rows.values():
             row.slots.remove()
+
+    def _forget_unconnected(self) -> None:
+        """Where a link was cut, a denoiser may never have heard of its session."""
+        last = time.monotonic() - _CONNECT_S
+        for each in list(self._sessions.values()):
+            if not each.connected and each.opened < last:
+                self._forget(each.name)
 
     def _forget(self, name: str) -> DenoiserSession | None:
         """A session is over, and what it held may make room."""

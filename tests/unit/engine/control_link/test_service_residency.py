@@ -127,6 +127,18 @@ def test_what_any_denoiser_holds_stays_and_what_none_holds_makes_room(rig: Rig) 
     assert set(rig.service.sessions._own) == {"b4", "c5"}
 
 
+def test_a_session_that_its_denoiser_has_not_heard_of_goes(rig: Rig) -> None:
+    sessions = rig.service.sessions
+    connected, lost, recent = (rig.attach() for _ in range(3))
+    sessions.connected(connected)
+    rig.here(lost, "a10")
+    for name in (connected, lost):
+        sessions._sessions[name].opened -= 61.0
+    assert sessions.counts()["sessions"] == 2
+    assert set(sessions._sessions) == {connected, recent}
+    assert rig.load(connected, "b5") == []  # there is room again
+
+
 def test_the_least_used_per_byte_goes_first(rig: Rig) -> None:
     session = rig.attach()
     for _ in range(5):
