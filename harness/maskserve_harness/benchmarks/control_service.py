@@ -90,7 +90,7 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
         with service_process(_Unet(), cores[1]) as calls:
             alone_on(cores[0])
             service = ControlService(calls, bench.device, "float32", PATIENCE_S)
-            service.load(NET, NET, PATIENCE_S)
+            service.load(NET, NET, NET, PATIENCE_S)
             without, beside, served = _timed(bench, service, Timer(bench.device, clock), repeat)
             service.close()
     finally:
