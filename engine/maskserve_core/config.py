@@ -201,8 +201,8 @@ class CacheConfig(Table, frozen=True):
     own_anchors: Annotated[float, Meta(ge=-1.0, le=1.0)] = -1.0
     """The share of an edit's steps from one of its own anchors to the next, which says how many
     there are. If its template is not at hand, and on base models of FLUX, FLUX.2 klein and
-    UNets in any case, it computes all tokens there, and the steps between read what
-    those have left; its ControlNets compute all tokens there, too. -1: what the model needs; 0: an
+    UNets in any case, all its tokens are computed there, and the steps between read what
+    that has left; its ControlNets compute all tokens there, too. -1: what the model needs; 0: an
     edit without a template runs dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage of what an edit's own anchors leave. `auto`: int8 on a GPU; on a CPU, where decoding

@@ -58,9 +58,8 @@ _FILL_OWN = (
     ReuseLevel("{0}, int8", None, 0.0, 35.7, 0.672, anchors=1),
 )
 _INPAINT_OWN = (
-    ReuseLevel("{0,4,8}, int8", None, 0.0, 40.84, 0.869, anchors=3),
-    ReuseLevel("{0,6}, int8", None, 0.0, 34.79, 0.738, anchors=2),
-    ReuseLevel("{0}, int8", None, 0.0, 28.06, 0.607, anchors=1),
+    ReuseLevel("{0,2,6,9} foreseen, int8", None, 0.0, 43.74, 0.876, anchors=4),
+    ReuseLevel("{0,3,8} foreseen, int8", None, 0.0, 39.29, 0.753, anchors=3),
 )
 _INPAINT = (
     ReuseLevel("kv-int4-stride3-ring1-skip0.1", None, 0.1, 29.89, 0.509),

@@ -119,7 +119,8 @@ class ModelFacts:
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
     own_foreseen: float = 0.0
-    """The same of anchors that are foreseen; 0: the family's rows foresee none."""
+    """The same where they are foreseen, as those of all edits without ControlNets are; 0: as
+    `own_stride`."""
     own_first_part: float = 1.0
     """How much of the way between two of these lies before the second one (`own_steps`)."""
     leaves_text: bool = True
@@ -304,7 +305,7 @@ def own_stride(config: Config, facts: ModelFacts, *, foreseen: bool = True) -> f
     Args:
         config: of the worker.
         facts: of its model.
-        foreseen: whether its rows foresee them, if the family's do.
+        foreseen: whether they are foreseen.
     """
     asked = config.cache.own_anchors
     if facts.own_stride is None:

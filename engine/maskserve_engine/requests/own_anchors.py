@@ -33,8 +33,7 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     if not job.request.settings.may_anchor:
         return None
     # What a ControlNet adds is of the step's own tokens, so anchors are steps of such a row.
-    foresees = adapter.facts.own_foreseen > 0 and not job.controls
-    return _plan(config, adapter, job, text=joint, foresees=foresees)
+    return _plan(config, adapter, job, text=joint, foresees=not job.controls)
 
 
 def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:

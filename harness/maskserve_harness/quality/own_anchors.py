@@ -57,19 +57,18 @@ class OwnChoice:
         return ", ".join(words)
 
 
-def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool | None = None) -> OwnChoice:
+def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> OwnChoice:
     """So many anchors where a worker has them; 0: as many as it has by default.
 
     Args:
         rig: of the model.
         job: any edit.
         count: of the anchors.
-        foresees: whether all but the first are computed ahead; None: as the worker has it.
+        foresees: whether all but the first are computed ahead.
     """
     facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
-    ahead = facts.own_foreseen > 0 if foresees is None else foresees
-    count = count or own_count(len(sigmas), own_stride(Config(), facts, foreseen=ahead))
-    ahead = ahead and count > 1
+    count = count or own_count(len(sigmas), own_stride(Config(), facts, foreseen=foresees))
+    ahead = foresees and count > 1
     first = ahead * facts.own_first_part
     anchors = own_steps(count, sigmas, facts.own_evenly_over, foreseen=first)
     return OwnChoice(tuple(sorted(anchors)), text=facts.leaves_text, foresees=ahead)

@@ -6,7 +6,7 @@
 
 - `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
   served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), with
-  four, and `unet_mean`, … of the demo UNet, with three.
+  five, and `unet_mean`, … of the demo UNet, with three.
 - `hit_loss_db`: what edits lose that read a template and leave their text out between three;
   `hit_first_anchor_mean`, `hit_first_anchor_under_30`: of the same whose first step is dense and
   lifts the entries, of which there is one for every seven steps.
@@ -65,7 +65,7 @@ def fidelity(folder: Path, n: int, *, count: int = 0, hits: bool = False) -> dic
     """
     rig = Rig(folder, 20)
     [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
-    choice = served(rig, job, count, foresees=True if count else None)
+    choice = served(rig, job, count)
     cached = default(rig.adapter.facts, 20)
     begun = replace(cached, dense_steps=1, stride=7)
     power = rig.adapter.facts.own_power
@@ -177,7 +177,7 @@ def main() -> int:
     for name, folder in each.items():
         if name in args.only and folder is not None:
             # A small base model has no guidance, and so is taken for one of few steps.
-            details[name] = fidelity(folder, args.n, count=4 if name == "base" else 0)["own"]
+            details[name] = fidelity(folder, args.n, count=5 if name == "base" else 0)["own"]
             summary |= _said(name, details[name])
     if "hits" in args.only:
         hits = details["hits"] = fidelity(DEMO_MODEL, args.n, hits=True)

@@ -181,13 +181,8 @@ class Hardware:
         count = own_count(steps, own_stride(self.config, self.facts))
         if not count:
             return frozenset()
-        anchors = own_steps(count, range(steps, 0, -1), 0.0, foreseen=self.foresees)
-        return foreseen_at(anchors) if self.foresees else anchors
-
-    @property
-    def foresees(self) -> bool:
-        """Whether all such anchors but the first are computed beside a step that reads."""
-        return self.facts.own_foreseen > 0
+        first = self.facts.own_first_part
+        return foreseen_at(own_steps(count, range(steps, 0, -1), 0.0, foreseen=first))
 
     def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
         """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows.

@@ -38,6 +38,6 @@ class Job:
         return self.request.steps - self.left in self.own
 
     @property
-    def reads(self) -> bool:
-        """Whether anything is there that its next step may read."""
+    def begun(self) -> bool:
+        """Whether it has taken a step."""
         return self.left < self.request.steps

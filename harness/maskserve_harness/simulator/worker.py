@@ -240,11 +240,11 @@ class Worker:
         cached = active = dense = own = 0
         for ticket in running:
             job = self._assigned.get(ticket.request_id)
-            anchored = job is not None and job.at_anchor
-            dense += anchored or ticket.active_tokens == ticket.total_tokens
-            beside = anchored and self.hardware.foresees and job is not None and job.reads
-            if (anchored and not beside) or ticket.active_tokens == ticket.total_tokens:
-                continue
+            reads = ticket.active_tokens < ticket.total_tokens
+            if not reads or (job is not None and job.at_anchor):
+                dense += 1
+                if not reads or (job is not None and not job.begun):
+                    continue  # other anchors are computed beside the step that arrives there
             cached += 1
             active += ticket.active_tokens
             if job is not None and job.own:
