@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from maskserve_core.config import CacheConfig
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.own_anchors import own_plan
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, edit, job, make_engine
@@ -48,13 +50,21 @@ def idle(engine: Engine) -> None:
     engine.cache.check_integrity()
 
 
+def computed_at(engine: Engine, asked: EditJob) -> list[int]:
+    """Steps that compute the edit's own anchors."""
+    own = own_plan(engine.config, engine.adapter, asked)
+    assert own is not None
+    assert own.foresees
+    return sorted(own.computed_at)
+
+
 def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
     engine: Engine, encoder: Encoder
 ) -> None:
-    final = edit(engine, job(encoder, 1, "first", num_inference_steps=20))
-    meta = final.meta
+    first = job(encoder, 1, "first", num_inference_steps=20)
+    meta = edit(engine, first).meta
     assert meta["cache"] == "own"
-    assert meta["anchors"] == [0, 1, 8]  # where the second and the third are foreseen
+    assert meta["anchors"] == computed_at(engine, first)
     assert (meta["dense_steps"], meta["text_steps"]) == (3, 1)
     active, total = meta["active_tokens"], meta["total_tokens"]
     assert meta["computed_tokens"] == 3 * total + 19 * active
@@ -92,18 +102,19 @@ def test_without_memory_in_mid_edit_it_goes_on_dense_until_there_is_some(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor: Any = engine.executor
-    encode = own_anchors.encode
+    encode, short = own_anchors.encode, job(encoder, 11, "scarce", num_inference_steps=20)
+    *begin, last = computed_at(engine, short)
 
     def scarce(x: Any, format: str) -> Any:
         [row] = executor._rows.values()
-        if row.step in (8, 9):
+        if row.step in (last, last + 1):
             raise torch.OutOfMemoryError("no memory for anchors")
         return encode(x, format)
 
     monkeypatch.setattr(own_anchors, "encode", scarce)
-    meta = edit(engine, job(encoder, 11, "scarce", num_inference_steps=20)).meta
+    meta = edit(engine, short).meta
     # One that is foreseen, one in its place, and one more in that of this; then it foresees again.
-    assert (meta["cache"], meta["anchors"]) == ("own", [0, 1, 8, 9, 10, 11])
+    assert (meta["cache"], meta["anchors"]) == ("own", [*begin, *range(last, last + 4)])
     idle(engine)
 
 
@@ -174,7 +185,7 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
 def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     engine: Engine, encoder: Encoder
 ) -> None:
-    """Eight that come at once would all compute all tokens at steps 0, 1 and 8. Some wait; the
+    """Eight that come at once would all compute all tokens at the same three steps. Some wait; the
     pictures are as if they had not.
     """
     alone = [edit(engine, job(encoder, 20 + n, f"alone-{n}", num_inference_steps=20)).latents
@@ -194,22 +205,10 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     asked = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
     asked.result(30)
     finals = [sink.final() for sink in sinks]
-    metas = {final.meta["request_id"]: final.meta for final in finals}
-    tokens = [
-        sum(
-            metas[row.row]["active_tokens"] * row.read
-            + metas[row.row]["total_tokens"] * (row.foresaw or not row.read)
-            for row in step
-        )
-        for step in steps
-    ]
     anchors = [sum(row.foresaw or not row.read for row in step) for step in steps]
-    assert anchors.count(1) == 8 * 3
-    begun = [len({row.row for step in steps[: n + 1] for row in step}) for n in range(len(steps))]
-    ended = [max(row.done for row in step) for step in steps].index(20)
-    assert max(tokens) <= 1.5 * np.mean(tokens[begun.index(8) : ended])
+    assert (max(anchors), sum(anchors)) == (1, 8 * 3)
     for final, expected in zip(finals, alone, strict=True):
-        assert final.meta["anchors"] == [0, 1, 8]
+        assert final.meta["dense_steps"] == 3
         assert np.abs(final.latents - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
 
 
