@@ -57,7 +57,7 @@ _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
 OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
 """What anchors of their own leave of edits of Kontext, and of a distilled model's few steps, is not
 measured."""
-OWN_FORESEEN = {FILL: 0.35, INPAINT: 0.22, REFERENCE: 0.0}
+OWN_FORESEEN = {FILL: 0.45, INPAINT: 0.22, REFERENCE: 0.0}
 """The same where they are foreseen."""
 _OWN_FIRST_PART = {FILL: 1.0, INPAINT: 0.4, REFERENCE: 1.0}
 """What a base model's first step says of the picture under the mask holds for fewer steps."""
