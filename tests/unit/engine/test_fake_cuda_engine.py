@@ -68,7 +68,7 @@ class Watched(LocalExecutor):
     def run(self, step: StepInput, exchange: Exchange | None = None) -> StepResult:
         result = super().run(step, exchange)
         self._loop.primed = any(row.startswith("prime:") for row in step.rows)
-        self._loop.ran = [(each.row, each.read, each.text) for each in result.rows]
+        self._loop.ran = [(each.row, each.read, (each.text, each.foresaw)) for each in result.rows]
         return result
 
 
@@ -96,8 +96,9 @@ class Loop:
             executor=lambda adapter, store: Watched(adapter, store, self),
         )
         self.engine._output.start()
-        self.ran: list[tuple[str, bool, bool]] = []
-        """Rows of the last turn, and whether each read an entry and computed its text."""
+        self.ran: list[tuple[str, bool, tuple[bool, bool]]] = []
+        """Rows of the last turn, and whether each read an entry, computed its text, and foresaw an
+        anchor."""
         self.steady = 0
         """Turns in which nobody came or went."""
         self.primed = False
