@@ -328,7 +328,8 @@ def test_edits_encoded_together_are_as_each_alone(
             # A text of its own: were all but one kept, that one would be encoded alone.
             case = Case(pixels, mask, f"{rng.choice(WORDS)} {batch} {number}", asked, 1)
             work.append(ToEncode(edit_of(case), pixels, mask))
-        for each, made in zip(work, kept.encode_all(work), strict=True):
+        # All, before the encoder is asked again: a second thread has it until then.
+        for each, made in zip(work, list(kept.encode_all(work)), strict=True):
             assert not isinstance(made, Exception), made
             found, report = made
             settings = each.edit.settings
