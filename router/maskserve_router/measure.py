@@ -14,7 +14,7 @@ from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.canvas import canvas_size
 from maskserve_core.imaging.images import Size, model_size, read_size
-from maskserve_core.imaging.masks import active_tokens, cover_a_side, edit_region, select
+from maskserve_core.imaging.masks import cover_a_side, edit_region, select, tokens_within
 from maskserve_core.imaging.view import see
 from maskserve_core.kept import Kept
 from maskserve_core.planning.own_anchors import own_count
@@ -42,6 +42,9 @@ class MaskTokens(NamedTuple):
     total: int
     cover_a_side: bool
     """Whether the active ones cover a whole side of the picture."""
+    inner: int
+    ring: int
+    """As of `routing.view.Edit`."""
 
 
 def _least_share(settings: EditSettings, served: Served, own_steps: int) -> float:
@@ -104,7 +107,7 @@ class Measure:
                 client, _LONG, _count, image, drawn, settings, served, self._limits
             )
             self._tokens.put(key, tokens)
-        active, total, side = tokens
+        active, total, side, inner, ring = tokens
         digest = image_digest(image)
         cache = served.cache and settings.cache != "off"
         passes = 2 if settings.negative_prompt is not None else 1
@@ -127,6 +130,8 @@ class Measure:
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
             own_steps=own,
             own=own > 0 and (served.own_over_template or settings.cache == "own"),
+            inner_tokens=passes * inner,
+            ring_tokens=passes * ring,
             adapters=adapters,
             controls=controls,
             least_share=_least_share(settings, served, own),
@@ -201,15 +206,16 @@ def count_tokens(
     canvas = canvas_size(size, settings.expand, limits)
     if canvas[0] * canvas[1] > _MOST_PIXELS:
         rows, columns = (each // side for each in model_size(canvas, native, side))
-        return MaskTokens(rows * columns, rows * columns, True)
+        return MaskTokens(rows * columns, rows * columns, True, rows * columns, 0)
     selected = select(mask, settings, limits, size).pixels
     view = see(selected, settings, native, side)
     part = view.window.of(selected)
     edit = edit_region(part, view.size, settings.mask_dilate, settings.mask_feather)
     ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
     rows, columns = view.size[0] // side, view.size[1] // side
-    active = active_tokens(edit, side, ring)
-    return MaskTokens(len(active), rows * columns, cover_a_side(active, rows, columns))
+    active, inner, outer = tokens_within(edit, side, ring, 0, max(ring, served.own_ring))
+    covers = cover_a_side(active, rows, columns)
+    return MaskTokens(len(active), rows * columns, covers, len(inner), len(outer) - len(inner))
 
 
 def _mask_key(mask: bytes, settings: EditSettings, served: Served) -> bytes:

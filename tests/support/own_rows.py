@@ -16,9 +16,13 @@ from tests.fakes.jobs import tolerance
 
 
 def plan(
-    *anchors: int, text: bool = True, format: str = "model", foresees: bool = False
+    *anchors: int,
+    text: bool = True,
+    ring: bool = False,
+    format: str = "model",
+    foresees: bool = False,
 ) -> OwnPlan:
-    return OwnPlan(frozenset(anchors), format, text, foresees=foresees)
+    return OwnPlan(frozenset(anchors), format, text, ring, foresees=foresees)
 
 
 def row_of(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from maskserve_core.planning.tiers import TIERS
 
@@ -39,6 +40,19 @@ class DegreePrice:
 
     dense: float
     cached: float
+
+
+class RingShares(NamedTuple):
+    """Of a row's steps that read something, those that compute the ring which they may leave out;
+    None: rows compute their edit's own at every step.
+    """
+
+    template: float | None
+    own: float | None
+    """Of the steps between its own anchors."""
+
+
+RINGS = RingShares(None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +84,13 @@ class Pricing:
     lora_byte: RowPrice | None = None
     """Of a byte of a LoRA's file, were it one of every linear layer of the blocks in half
     precision. None: LoRAs cost nothing."""
+    rings: RingShares = RINGS
+    """Of the ring round their masks."""
     degrees: tuple[DegreePrice, ...] = ()
     """Of 2, 4 and 8 devices, as far as an edit that the worker has to itself is given them."""
 
     def __post_init__(self) -> None:
-        tables = ("fetch", "controls", "between", "lora_byte", "degrees")
+        tables = ("fetch", "controls", "between", "lora_byte", "rings", "degrees")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         for net, price in self.controls.items():
             values |= {f"controls.{net}.{f.name}": getattr(price, f.name) for f in fields(price)}

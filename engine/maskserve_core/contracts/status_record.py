@@ -76,6 +76,8 @@ class Served:
     own_stride: float = 0.0
     """Of an edit whose template is not at hand, the share of its steps from one that computes all
     tokens to the next; 0: all do."""
+    own_ring: int = 0
+    """`ModelFacts.own_ring`; 0 where no steps leave a ring out."""
     own_over_template: bool = False
     """Whether an edit that has such steps reads no template, also where it is at hand."""
     due_ms: tuple[int, ...] = ()

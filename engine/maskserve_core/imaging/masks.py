@@ -373,7 +373,14 @@ def active_tokens(edit: Bytes2D, token_pixels: int, ring: int = 0) -> TokenIds:
         token_pixels: model pixels along one side of a token.
         ring: tokens round the mask that are computed too; what is pasted back is the mask's alone.
     """
-    return np.flatnonzero(_token_grid(edit, token_pixels, ring))
+    [tokens] = tokens_within(edit, token_pixels, ring)
+    return tokens
+
+
+def tokens_within(edit: Bytes2D, token_pixels: int, *rings: int) -> list[TokenIds]:
+    """`active_tokens` of each of some rings."""
+    grid = _token_grid(edit, token_pixels, 0)
+    return [np.flatnonzero(_grown(grid, ring)) for ring in rings]
 
 
 def _token_grid(edit: Bytes2D, side: int, ring: int) -> Bools:
@@ -383,6 +390,11 @@ def _token_grid(edit: Bytes2D, side: int, ring: int) -> Bools:
         raise ValueError(f"{edit.shape} is not a multiple of {side}")
     rows = edit.reshape(height // side, side, width).max(axis=1)
     grid: Bools = rows.reshape(-1, width // side, side).max(axis=2) > 0
+    return _grown(grid, ring)
+
+
+def _grown(grid: Bools, ring: int) -> Bools:
+    """With all within `ring` tokens of a computed one."""
     for axis in (0, 1):
         grid = grow(grid, ring, ring, axis)
     return grid

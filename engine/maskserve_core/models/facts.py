@@ -125,6 +125,9 @@ class ModelFacts:
     """How much of the way between two of these lies before the second one (`own_steps`)."""
     leaves_text: bool = True
     """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
+    own_ring: int | None = None
+    """How wide a ring round the mask those that do leave out, too, at least, in tokens; None: rows
+    compute their edit's ring at every step. Beside a template it is computed with the text."""
     own_power: float = 1.0
     """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`), if the anchors are
     steps of the row."""
@@ -332,7 +335,8 @@ def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule
     cache = config.cache
     stride = cache.own_anchors if cache.own_anchors > 0 else facts.own_stride
     text = cache.own_text == "frozen" and facts.leaves_text
-    return OwnRule(stride or OWN_RULE.stride, cache.own_format_on(device), text, facts.own_power)
+    ring, fmt = text and facts.own_ring is not None, cache.own_format_on(device)
+    return OwnRule(stride or OWN_RULE.stride, fmt, text, ring, facts.own_power)
 
 
 class TextShares(NamedTuple):

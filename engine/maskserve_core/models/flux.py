@@ -61,6 +61,8 @@ OWN_FORESEEN = {FILL: 0.45, INPAINT: 0.22, REFERENCE: 0.0}
 """The same where they are foreseen."""
 _OWN_FIRST_PART = {FILL: 1.0, INPAINT: 0.4, REFERENCE: 1.0}
 """What a base model's first step says of the picture under the mask holds for fewer steps."""
+_OWN_RING = {FILL: 2}
+"""Of base models, whose picture round the mask changes with its noise, it is worth its tokens."""
 _BLENDED_POWER = 3.0
 """Where the picture round the mask is noised like the rest, what it is to attention changes the
 less, the less noise there is (docs/adr/0044)."""
@@ -324,6 +326,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         own_over_template=semantics.blends and not distilled,
         own_power=_BLENDED_POWER if semantics.blends else 1.0,
         lifts_entries=semantics.masked_picture,
+        own_ring=_OWN_RING.get(semantics),
         true_cfg=semantics.blends,
         denoiser=transformer,
         control=None if semantics.reference else CONTROL,

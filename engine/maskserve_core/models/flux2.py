@@ -70,6 +70,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         own_stride=0.0 if semantics.exact else _OWN_STRIDE,
         own_foreseen=0.0 if semantics.exact else _OWN_FORESEEN,
         own_power=_OWN_POWER,
+        own_ring=0,
         own_over_template=not semantics.exact,
         true_cfg=False,
         negative_prompts=False,

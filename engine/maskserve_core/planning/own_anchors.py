@@ -25,6 +25,8 @@ class OwnRule(NamedTuple):
     """Storage format."""
     text: bool
     """Whether steps between anchors leave the text out, too."""
+    ring: bool = False
+    """Whether those that do leave out a ring round the mask, too."""
     power: float = 1.0
     """Of sigma: what anchors leave lies on a line over that."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from maskserve_core.contracts.pricing import Pricing, RowPrice
+from maskserve_core.contracts.pricing import RINGS, Pricing, RingShares, RowPrice
 from maskserve_core.models.facts import ALL_TEXT, TextShares
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
@@ -31,6 +31,7 @@ def pricing_of(
     anchored: float = 1.0,
     lora: tuple[ModelWork, int] | None = None,
     text_shares: TextShares = ALL_TEXT,
+    leaves_ring: bool = False,
 ) -> Pricing:
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
 
@@ -50,6 +51,7 @@ def pricing_of(
         anchored: share of its steps at which a net beside a cached row computes all tokens.
         lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
         text_shares: in how many of its steps a cached row computes its text.
+        leaves_ring: whether the other steps leave the ring round its mask out, too.
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0] - work.context
@@ -82,6 +84,7 @@ def pricing_of(
         lora_byte=None
         if lora is None
         else _row_price(lora[0], per_flop / lora[1], text, text_shares.template),
+        rings=RingShares(*(x if x < 1.0 else None for x in text_shares)) if leaves_ring else RINGS,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from maskserve_core.contracts.keys import entries_id
 from maskserve_core.contracts.pricing import Pricing
@@ -33,6 +34,10 @@ class Edit:
     """Steps that compute all tokens where its template is not at hand; 0: all do."""
     own: bool = False
     """Whether it has these wherever its template is."""
+    inner_tokens: int = 0
+    """Of the active ones those of the mask: all that steps compute which leave its ring out."""
+    ring_tokens: int = 0
+    """Of the ring that these leave out."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRAs that it is made with."""
     controls: tuple[tuple[str, float], ...] = ()
@@ -42,6 +47,22 @@ class Edit:
     due: float = math.inf
     """When it should be answered, on the policies' clock: workers give rows to the most urgent.
     Infinite: at no time, and whoever waits is before it."""
+
+    def active(self, ring_share: float | None) -> float:
+        """Tokens that a step of a cached row computes, on average: of `Pricing.rings`."""
+        if ring_share is None:
+            return self.active_tokens
+        return self.inner_tokens + ring_share * self.ring_tokens
+
+
+class _BasePrice(NamedTuple):
+    """Seconds of an edit without ControlNets and LoRAs, as of `WorkerView.price`."""
+
+    compute: float
+    load: float = 0.0
+    fetch: float = 0.0
+    tokens: float | None = None
+    """That a step which reads something computes, on average; None: the edit runs dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,42 +136,45 @@ class WorkerView:
         Without usable entries, or where fetching them takes longer than they save, the edit runs
         dense at once.
         """
-        compute, load, fetch, cached = self._base_price(edit)
-        seconds = compute + self._added_seconds(edit, cached=cached)
+        base = self._base_price(edit)
+        seconds = base.compute + self._added_seconds(edit, base)
         if self.pricing.degrees:  # as many devices as it could have beside the others
             others = len(self.running) + len(self.waiting)
+            cached = base.tokens is not None
             seconds *= self.pricing.share(self.devices // (others + 1), cached=cached)
-        return seconds, load, fetch
+        return seconds, base.load, base.fetch
 
-    def _base_price(self, edit: Edit) -> tuple[float, float, float, bool]:
-        """The same without ControlNets and LoRAs, and whether the edit runs cached."""
+    def _base_price(self, edit: Edit) -> _BasePrice:
+        """The same without ControlNets and LoRAs."""
         pricing = self.pricing
         dense = pricing.dense(edit.total_tokens)
         tier = self.tier_of(edit.template_id) if edit.cache and not edit.own else None
         if tier is None:
             return self._own_price(edit, dense)
-        compute, load = pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
+        # Beside a template a ControlNet goes on with the tokens that its row computes.
+        active = edit.active(None if edit.controls else pricing.rings.template)
+        compute, load = pricing.row(active, edit.total_tokens, cached=True)
         if tier == DEVICE.name:
             load = 0.0
         first = min(1.0, edit.dense_steps / edit.steps)
         compute, load = compute + first * (dense - compute), (1.0 - first) * load
         fetch = 0.0 if compute == dense else pricing.fetch_s(tier)
         if fetch and fetch + edit.steps * compute >= edit.steps * dense:
-            return dense, 0.0, 0.0, False
-        return compute, load, fetch, compute != dense
+            return _BasePrice(dense)
+        return _BasePrice(compute, load, fetch, None if compute == dense else active)
 
-    def _own_price(self, edit: Edit, dense: float) -> tuple[float, float, float, bool]:
+    def _own_price(self, edit: Edit, dense: float) -> _BasePrice:
         """The same of an edit whose template is not at hand: with anchors of its own, or dense."""
         if not edit.own_steps:
-            return dense, 0.0, 0.0, False
-        tokens, share = (edit.active_tokens, edit.total_tokens), edit.own_steps / edit.steps
-        compute = self.pricing.own_row(*tokens, share)
-        return compute, 0.0, 0.0, compute != dense
+            return _BasePrice(dense)
+        active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
+        compute = self.pricing.own_row(active, edit.total_tokens, share)
+        return _BasePrice(compute, tokens=None if compute == dense else active)
 
-    def _added_seconds(self, edit: Edit, *, cached: bool) -> float:
+    def _added_seconds(self, edit: Edit, base: _BasePrice) -> float:
         """What its ControlNets and LoRAs add to a step."""
-        pricing, tokens = self.pricing, (edit.active_tokens, edit.total_tokens)
-        seconds = 0.0
+        pricing, cached = self.pricing, base.tokens is not None
+        tokens, seconds = (base.tokens or 0.0, edit.total_tokens), 0.0
         if edit.controls:
             seconds += pricing.control_seconds(edit.controls, *tokens, cached=cached)
         if edit.adapters and self.adapters is not None:
@@ -169,10 +193,10 @@ class WorkerView:
 
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
-        compute, load, _, cached = self._base_price(edit)
-        compute += self._added_seconds(edit, cached=cached)
-        tokens = edit.active_tokens if cached else edit.total_tokens
-        return RowLoad(edit.steps, compute, load, tokens, edit.priority, edit.due)
+        base = self._base_price(edit)
+        compute = base.compute + self._added_seconds(edit, base)
+        tokens = edit.total_tokens if base.tokens is None else round(base.tokens)
+        return RowLoad(edit.steps, compute, base.load, tokens, edit.priority, edit.due)
 
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
         """The view with `edits` on their way to the worker, behind those that wait."""

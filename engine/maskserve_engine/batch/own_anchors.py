@@ -51,6 +51,8 @@ class OwnPlan:
     """Storage format of what they leave."""
     text: bool
     """Whether the other steps leave the text out, too."""
+    ring: bool = False
+    """Whether these leave out the ring round the mask besides."""
     power: float = 1.0
     """Of sigma: keys and values follow a line over that; 0: the last anchor's hold."""
     lifts: bool = False
@@ -76,7 +78,7 @@ class OwnPlan:
     @classmethod
     def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
         """Of a row of so many steps that reads a template."""
-        return cls(clock_steps(steps, rule.stride), rule.format, rule.text, rule.power)
+        return cls(clock_steps(steps, rule.stride), rule.format, rule.text, rule.ring, rule.power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +126,11 @@ class OwnAnchors:
         self.plan = plan
         self.text = plan.text
         """Whether it sees the text's keys and values, ahead of the image's."""
-        self._step = self._computed = self._total = 0
+        self._step = self._total = 0
+        self._kept_tokens = slice(0)
+        """Of the image's."""
         self._words: int | None = None
-        """Text tokens, of a row that reads a template: it keeps these alone."""
+        """Text tokens, of a row that reads a template: these it keeps, and the ring."""
         self._kept: dict[tuple[int, str], _Kept] = {}
         """By block and part."""
         self._line = AnchorLine((), plan.power)
@@ -174,7 +178,8 @@ class OwnAnchors:
             total: image tokens.
             reads: whether the anchor is foreseen, and the step reads what the ones before left.
         """
-        self._step, self._at, self._computed, self._total = step, sigma, computed, total
+        self._step, self._at, self._total = step, sigma, total
+        self._kept_tokens = slice(computed, total)
         self._reads, self._words, self._seen = reads, None, None
         return self
 
@@ -183,19 +188,21 @@ class OwnAnchors:
         """Sigma of the last anchor that is whole."""
         return self._line.sigmas[-1]
 
-    def beside(self, step: int, words: int, others: int, sigma: float) -> OwnAnchors:
+    def beside(self, step: int, words: int, ring: slice, others: int, sigma: float) -> OwnAnchors:
         """Itself, about to see a step of a row that reads a template.
 
         Args:
             step: of the row.
             words: text tokens.
+            ring: of the image tokens, those that are left out with the text.
             others: image tokens that other steps do not compute, the last ones; 0: this one does
                 not, either.
             sigma: of the step.
         """
         if self.plan.lifts:
             self._first = (others, sigma) if others else (0, self._first[1])
-        self.anchor(step, sigma, 0, 0)._words = words
+        self.anchor(step, sigma, 0, 0)
+        self._words, self._kept_tokens = words, ring
         return self
 
     def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
@@ -297,10 +304,9 @@ class OwnAnchors:
 
     def _others(self, block: int, x: Tensor) -> Tensor:
         """[T + m, width] of the tokens that other steps do not compute."""
-        if self._words is not None:  # blocks that compute the others show them, too
-            return x[: self._words]
-        text = len(x) - self._total
-        return torch.cat((x[:text], x[text + self._computed :]))
+        # Of a row that reads a template, blocks that compute the others show them, too.
+        text = len(x) - self._total if self._words is None else self._words
+        return torch.cat((x[:text], x[text:][self._kept_tokens]))
 
     def passed(self, sigma: float) -> None:
         """An anchor at `sigma` is whole; told once more of a step that is tried again."""
@@ -360,15 +366,17 @@ class AnchoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class TextBeside:
-    """`packing.InactiveTokens` of a pass that leaves its text out and reads a template."""
+    """`packing.InactiveTokens` of a pass that leaves its text and its ring out and reads a
+    template.
+    """
 
     parts: tuple[AnchoredTokens, InactiveTokens]
-    """The text, and the template's."""
+    """The text with the ring, and the template's."""
 
     @property
     def cis(self) -> Tensor:
-        text, others = self.parts
-        return torch.cat((text.cis, others.cis))
+        own, others = self.parts
+        return torch.cat((own.cis, others.cis))
 
     def tokens(self) -> Tensor:
         raise AssertionError("a step that leaves the text out runs no block that needs it")
@@ -381,11 +389,20 @@ class TextBeside:
         raise AssertionError("its parts have one each")
 
 
-def without_text(row: RowInput, own: OwnAnchors, sigma: Callable[[], float]) -> RowInput:
-    """A pass that reads a template, without its text; arguments as of `foretold`."""
+def without_text(
+    row: RowInput, ring: Tensor, own: OwnAnchors, sigma: Callable[[], float]
+) -> RowInput:
+    """A pass that reads a template, without its text.
+
+    Args:
+        row: its text and the computed tokens, without the ring.
+        ring: [r, head_dim / 2] of that.
+        own: what its anchors have left.
+        sigma: of the step that is taken now.
+    """
     assert row.rest is not None, "a pass that computes all tokens computes its text, too"
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    rest = TextBeside((AnchoredTokens(own, sigma, of_text), row.rest))
+    rest = TextBeside((AnchoredTokens(own, sigma, torch.cat((of_text, ring))), row.rest))
     return replace(row, text=row.text[:0], cis=computed, rest=rest)
 
 

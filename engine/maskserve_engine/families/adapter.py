@@ -86,12 +86,13 @@ class Adapter(Protocol):
         """Counted work, and the shape of entries, at a size of latents."""
         ...
 
-    def counted(self, job: EditJob, own: OwnPlan | None = None) -> Totals:
+    def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
         """What a step of this edit costs, beside other rows of equal `batch_key`.
 
         Args:
             job: the edit.
             own: count a step between these anchors of its own.
+            anchor: count one at them, of a row that reads a template.
         """
         ...
 

@@ -15,7 +15,13 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import DegreePrice, Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served, State
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import ModelFacts, dense_steps, own_rule, own_stride, text_shares
+from maskserve_core.models.facts import (
+    ModelFacts,
+    dense_steps,
+    own_rule,
+    own_stride,
+    text_shares,
+)
 from maskserve_core.models.registry import control_work, typical_lora
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.planning.own_anchors import clock_steps
@@ -59,6 +65,7 @@ class PriceList:
         side = facts.native_resolution // facts.vae_scale_factor
         work = adapter.work(side, side)
         steps = facts.steps_default(config.model.num_inference_steps)
+        shared = policy_of(config.engine).shares_steps
         self._priced = partial(
             pricing_of,
             work,
@@ -70,9 +77,8 @@ class PriceList:
             controls={net.name: control_work(facts, net.config, side, side) for net in nets},
             lora=typical_lora(facts, work) if config.adapters.store else None,
             anchored=len(clock_steps(steps, own_rule(config, facts).stride)) / steps,
-            text_shares=text_shares(
-                config, facts, steps, shared=policy_of(config.engine).shares_steps
-            ),
+            text_shares=text_shares(config, facts, steps, shared=shared),
+            leaves_ring=own_rule(config, facts).ring,
         )
         self._made, self._pricing = costs.sequence, self._price()
 
@@ -162,6 +168,7 @@ class StatusPublisher:
                 dense_sides=facts.dense_sides,
                 dense_steps=dense_steps(config.cache.dense_steps, facts.dense_steps),
                 own_stride=own_stride(config, facts),
+                own_ring=facts.own_ring or 0,
                 own_over_template=facts.own_over_template,
                 due_ms=config.slo.times_ms,
                 skipping=facts.skipping,

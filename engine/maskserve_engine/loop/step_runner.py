@@ -285,8 +285,7 @@ class StepRunner:
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
         for kind, blocks in Counter(ran).items() if cached else ():
             self.counters[f"plan_blocks_total.{kind}"] += blocks
-        computed = work.active_tokens if cached else work.total_tokens
-        computed += work.total_tokens * step.foresaw
+        computed = edit.computed_tokens(step)
         edit.tally.computed_tokens += computed
         self.counters["active_tokens_total"] += work.passes * computed
         if step.done == work.steps:

@@ -167,6 +167,8 @@ def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
         dense_steps=route.dense_steps,
         own_steps=route.dense_steps if own else 0,
         own=own,
+        inner_tokens=work.passes * work.inner_tokens,
+        ring_tokens=work.passes * work.ring_tokens,
         controls=shares(edit.controls.wanted, work.steps),
     )
 

@@ -398,6 +398,8 @@ class RequestManager:
         if made.own is not None:
             edit.own_bytes = nbytes
             edit.reads.text = made.own.anchors if made.own.text else None
+        else:
+            edit.keep_nothing_beside()
         return made
 
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:

@@ -58,7 +58,8 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
     plan = _plan(config, adapter, job, text=True, foresees=False)
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
     if plan is not None and plan.text:
-        return replace(plan, lifts=lifts)
+        # A ControlNet goes on, between its own anchors, with the tokens that its row computes.
+        return replace(plan, lifts=lifts, ring=plan.ring and not job.controls)
     rule = own_rule(config, adapter.facts, device_of(config).type)
     return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
 
@@ -72,7 +73,8 @@ def _plan(
     if not count:
         return None
     text, power = rule.text and text, own_power(facts, foreseen=foresees)
-    plan = OwnPlan(frozenset(), rule.format, text, power, foresees=foresees)
+    ring = rule.ring and text
+    plan = OwnPlan(frozenset(), rule.format, text, ring, power, foresees=foresees)
     return with_anchors(plan, count, adapter, job)
 
 
@@ -97,7 +99,7 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
         job: the edit.
         dtype: of the model.
     """
-    work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job)
+    work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job, plan)
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
     shown = adapter.facts.shown_tokens(*job.moments.shape[1:])  # among the work's tokens
     each = [
@@ -113,10 +115,12 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
 def bytes_beside(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
     """The same of an edit that reads a template."""
     texts = [each for each in (job.conditioning, job.negative) if each is not None]
-    words = [(float(len(each["prompt_embeds"])),) for each in texts]
+    tokens = adapter.tokens(job)
+    ring = plan.ring * tokens.ring
+    words = [(float(len(each["prompt_embeds"]) + ring),) for each in texts]
     nbytes = _bytes(plan, adapter, job, words, dtype) if plan.text else 0
     if plan.lifts:
-        tokens, (all_tokens, *_) = adapter.tokens(job), adapter.work(*job.moments.shape[1:]).tokens
+        all_tokens, *_ = adapter.work(*job.moments.shape[1:]).tokens
         others = [(float(all_tokens - tokens.active),)] * len(texts)
         nbytes += _bytes(replace(plan, power=0.0), adapter, job, others, dtype)
     return nbytes

@@ -54,6 +54,15 @@ class EditWork:
     """As `counted`, of a step that leaves out the text, too; None: there is none."""
     still_flops: float = 0.0
     """Of its references' keys and values, which it makes once if its template has none."""
+    renewed: Totals | None = None
+    """As `counted`, of a step that reads a template and renews what it keeps beside that, where the
+    others leave out a ring; None: it is as any other."""
+    inner_tokens: int = 0
+    ring_tokens: int = 0
+    """Of one pass, as of `TokenCounts`."""
+    cached_tokens: float | None = None
+    """That a step computes which reads something, in all passes, on average; None: the active
+    ones."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
@@ -66,6 +75,8 @@ class EditWork:
             batch_key=adapter.batch_key(job),
             passes=1 if job.negative is None else 2,
             still_flops=work.still_flops,
+            inner_tokens=tokens.inner,
+            ring_tokens=tokens.ring,
         ).with_loras((), work)
 
     def with_loras(self, loras: Sequence[ModelWork], work: ModelWork) -> EditWork:
@@ -84,7 +95,7 @@ class EditWork:
         )
 
     def with_own(
-        self, plan: OwnPlan, between: Totals, work: ModelWork, *, reads_template: bool
+        self, plan: OwnPlan, between: Totals, work: ModelWork, renewed: Totals | None
     ) -> EditWork:
         """The same edit with anchors of its own: a cached step is one of all its steps, on average.
 
@@ -92,15 +103,20 @@ class EditWork:
             plan: its anchors.
             between: what a step between them costs beside others, LoRAs apart.
             work: of the model at the edit's size.
-            reads_template: at its anchors, too, where it computes its text.
+            renewed: likewise what one at them costs, of a row that reads a template.
         """
+        kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
         between = replace(between, added=self.counted.added)
-        each = work.batch_flops(between, ("kv",) * len(work.blocks), None)
-        share = len(plan.anchors) / self.steps
-        at_anchors = self.cached_flops if reads_template else self.dense_flops
+        at_anchors, tokens = self.dense_flops, between.active[0]
+        if renewed is not None:
+            renewed = replace(renewed, added=self.counted.added)
+            at_anchors = work.batch_flops(renewed, kinds, None)
+            tokens += share * (renewed.active[0] - tokens)
         others = 1.0 - (1.0 / self.steps if plan.foresees else share)
-        mean = share * at_anchors + others * each
-        return replace(self, between=between, cached_flops=mean)
+        mean = share * at_anchors + others * work.batch_flops(between, kinds, None)
+        return replace(
+            self, between=between, renewed=renewed, cached_flops=mean, cached_tokens=tokens
+        )
 
     def step_flops(self, mode: ExecutionMode) -> float:
         """Of one step by itself, ControlNets among it, on average."""
@@ -114,7 +130,9 @@ class EditWork:
         return self.active_tokens / self.total_tokens
 
     def tokens(self, mode: ExecutionMode) -> int:
-        """That one step computes, in all passes."""
+        """That one step computes, in all passes, on average."""
+        if mode == "cached" and self.cached_tokens is not None:
+            return round(self.cached_tokens)
         return self.passes * (self.active_tokens if mode == "cached" else self.total_tokens)
 
 
@@ -434,8 +452,17 @@ class RequestState:
     def reads_counted(self, step: int) -> Totals:
         """The same of a step that reads something."""
         assert self.reads is not None
-        between = self.work.between
-        return between if between and self.reads.without_text(step) else self.work.counted
+        work = self.work
+        between = work.between if self.reads.without_text(step) else work.renewed
+        return between or work.counted
+
+    def computed_tokens(self, step: RowStep) -> int:
+        """Of one pass, those that the step just taken computed."""
+        if not step.read:
+            return self.work.total_tokens
+        counted = self.reads_counted(step.done - 1)
+        ahead = self.work.total_tokens * step.foresaw
+        return round(counted.active[0] / self.work.passes) + ahead
 
     @property
     def load_stall(self) -> float:
@@ -552,8 +579,15 @@ class RequestState:
         plan, template = self.route.own or self.route.beside, self.route.beside is not None
         if plan is not None and plan.anchors:
             between = adapter.counted(self.job, plan)
+            renewed = adapter.counted(self.job, plan, anchor=True) if template else None
             work = adapter.work(*self.job.moments.shape[1:])
-            self.work = self.work.with_own(plan, between, work, reads_template=template)
+            self.work = self.work.with_own(plan, between, work, renewed)
+
+    def keep_nothing_beside(self) -> None:
+        """It reads its template, and keeps nothing beside."""
+        self.route = replace(self.route, beside=None)
+        self.work = replace(self.work, between=None, renewed=None, cached_tokens=None)
+        self.said = None
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Leave out what the level says; before its row is made, which its tokens depend on."""
@@ -566,13 +600,13 @@ class RequestState:
             self.said = None
             return
         # A block that is left out at an anchor would leave nothing there.
-        self.route = replace(self.route, beside=None)
+        self.keep_nothing_beside()
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)
         self.job = replace(self.job, request=replace(request, settings=settings))
         if level.ring is not None:
             self.job = adapter.with_ring(self.job, level.ring)
-            self.work, self.said = EditWork.of(self.job, adapter), None
+            self.work = EditWork.of(self.job, adapter)
 
     def _reuse(self, level: ReuseLevel) -> dict[str, Any]:
         """What META says of having stepped down."""

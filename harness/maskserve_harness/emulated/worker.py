@@ -173,7 +173,7 @@ class EmulatedWorker:
             DeadlineExceeded: nobody wants it any more.
         """
         assert self._status.served is not None
-        active, total, _ = count_tokens(mask, settings, self._status.served, LimitsConfig())
+        active, total, *_ = count_tokens(mask, settings, self._status.served, LimitsConfig())
         name, now = settings.request_id, time.monotonic()
         assert name is not None
         cached = hardware.cacheable(active)

@@ -35,6 +35,8 @@ class OwnChoice:
     format: str = "int8"
     text: bool = True
     """Left out between anchors."""
+    leaves_ring: bool = False
+    """Whether the ring is, too."""
     ring: int = 1
     reach: float = 1.0
     """How far along the line: 0 holds the last anchor, 2 goes twice as far."""
@@ -50,6 +52,7 @@ class OwnChoice:
         ahead = " foreseen" if self.foresees else ""
         words = [f"{{{','.join(map(str, self.dense))}}}{ahead}", self.format]
         words += [] if self.text else ["text computed"]
+        words += ["ring left out"] * self.leaves_ring
         words += [] if self.ring == 1 else [f"ring {self.ring}"]
         words += [f"halo {self.halo}"] if self.halo else []
         words += [] if self.reach == 1.0 else [f"{self.reach:g} times as far"]
@@ -71,7 +74,12 @@ def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> 
     ahead = foresees and count > 1
     first = ahead * facts.own_first_part
     anchors = own_steps(count, sigmas, facts.own_evenly_over, foreseen=first)
-    return OwnChoice(tuple(sorted(anchors)), text=facts.leaves_text, foresees=ahead)
+    return OwnChoice(
+        tuple(sorted(anchors)),
+        text=facts.leaves_text,
+        leaves_ring=facts.leaves_text and facts.own_ring is not None,
+        foresees=ahead,
+    )
 
 
 def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
@@ -94,6 +102,7 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         even,
         *[served(rig, job, count, foresees=ahead) for ahead in (True, False) for count in counts],
         *[replace(way, ring=ring) for ring in (2, 0)],
+        *([replace(way, leaves_ring=not way.leaves_ring)] if joint and facts.leaves_text else []),
         *([replace(way, text=False)] if joint and facts.leaves_text else []),
         *([] if joint else [replace(way, halo=halo) for halo in (64, 4)]),
         *[replace(way, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
@@ -106,7 +115,8 @@ def flux_flop_speedup(choice: OwnChoice) -> float:
     """Times fewer FLOPs than dense: FLUX.1-dev at 1024x1024, 28 steps, a square mask of 0.11."""
     work = published_flux()
     grid = math.isqrt(work.tokens[0])
-    active = (float(round(math.sqrt(0.11) * grid) + 2 * choice.ring) ** 2,)
+    ring = 0 if choice.leaves_ring else choice.ring
+    active = (float(round(math.sqrt(0.11) * grid) + 2 * ring) ** 2,)
     whole = work.step_flops([work.row_at(1.0, FLUX_TEXT)], "dense")
     computed = 0 if choice.text else FLUX_TEXT
     each = RowTokens(active, computed, text_read=FLUX_TEXT - computed)
@@ -123,7 +133,12 @@ def edited(
     if power is None:
         power = own_power(rig.adapter.facts, foreseen=choice.foresees)
     plan = OwnPlan(
-        frozenset(choice.dense), choice.format, choice.text, power, foresees=choice.foresees
+        frozenset(choice.dense),
+        choice.format,
+        choice.text,
+        choice.leaves_ring,
+        power,
+        foresees=choice.foresees,
     )
     rows: list[Any] = []
     for job in jobs:
@@ -154,10 +169,7 @@ def beside_template(
     """Edits that read a template, and what they keep of their own beside it: they leave their text
     out between its anchors, or their first step, where `choice` has a dense one, lifts the entries.
     """
-    rows = rig.cached_rows(jobs, entries, choice)
-    if own is not None:
-        for row in rows:
-            rig.adapter.keep_own(row, own)
+    rows = rig.cached_rows(jobs, entries, choice, own)
     for first in range(0, len(rows), BATCH):
         some = rows[first : first + BATCH]
         while some[0].step < some[0].steps:

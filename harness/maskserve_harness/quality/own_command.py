@@ -70,7 +70,7 @@ def fidelity(folder: Path, n: int, *, count: int = 0, hits: bool = False) -> dic
     begun = replace(cached, dense_steps=1, stride=7)
     power = rig.adapter.facts.own_power
     text = served(rig, job, foresees=False)
-    plan = OwnPlan(frozenset(text.dense), choice.format, text=True, power=power)
+    plan = OwnPlan(frozenset(text.dense), choice.format, True, text.leaves_ring, power)
     ways = {
         "hit": (cached, None),
         "hit_frozen": (cached, plan),

@@ -182,16 +182,19 @@ class Rig:
         jobs: Sequence[EditJob],
         entries: Sequence[tuple[AnchorEntry, ...]],
         choice: CacheChoice,
+        own: OwnPlan | None = None,
     ) -> list[FlowRow]:
-        """Rows that have taken no step yet."""
+        """Rows that have taken no step yet; `own` says what they keep beside the entries."""
         coded = [_kept(each, choice) for each in entries]
-        return [self._row(job, own, choice) for job, own in zip(jobs, coded, strict=True)]
+        return [self._row(job, each, choice, own) for job, each in zip(jobs, coded, strict=True)]
 
     def skipped(self, choice: CacheChoice) -> float:
         """Share of the steps of its edits that left all blocks but the first out."""
         return self._steps_skipped[choice] / self._steps_taken[choice]
 
-    def _row(self, job: EditJob, coded: Sequence[AnchorEntry], choice: CacheChoice) -> FlowRow:
+    def _row(
+        self, job: EditJob, coded: Sequence[AnchorEntry], choice: CacheChoice, own: OwnPlan | None
+    ) -> FlowRow:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         job = replace(job, request=replace(job.request, settings=settings))
         # As the engine has it: a step without an entry computes the pinned tokens, too.
@@ -199,8 +202,7 @@ class Rig:
             None if step < choice.dense_steps else _nearest(coded, sigma)
             for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
         ]
-        own = None
-        if choice.dense_steps and self.adapter.facts.lifts_entries:
+        if own is None and choice.dense_steps and self.adapter.facts.lifts_entries:
             format = self.config.cache.own_format_on(device_of(self.config).type)
             own = OwnPlan(frozenset(), format, text=False, lifts=True)
         seed = job.request.template_noise_seed

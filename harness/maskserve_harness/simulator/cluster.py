@@ -70,6 +70,8 @@ class Cluster:
             request.template,
             cache=cacheable,
             own_steps=len(self.hardware.own_steps(request.steps)) if cacheable else 0,
+            inner_tokens=request.masked,
+            ring_tokens=self.hardware.ring_tokens(request.masked),
             adapters=request.loras,
             controls=CONTROL if request.controlled and self.scenario.controls_priced else (),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -112,6 +113,7 @@ class Hardware:
             anchored=len(clock_steps(STEPS, own_rule(self.config, facts).stride)) / STEPS,
             lora=typical_lora(facts, work),
             text_shares=self.text_shares,
+            leaves_ring=own_rule(self.config, facts).ring,
         )
         given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
         for name, value in given.items():
@@ -175,6 +177,11 @@ class Hardware:
 
     def cacheable(self, active: int) -> bool:
         return active < self.dense_above_ratio * self.tokens
+
+    def ring_tokens(self, masked: int) -> int:
+        """Of the ring that some steps leave out, round a square mask of so many tokens."""
+        side = math.sqrt(masked) + 2 * (self.facts.own_ring or 0)
+        return min(round(side**2), self.tokens) - masked
 
     def own_steps(self, steps: int) -> frozenset[int]:
         """Steps that compute anchors of an edit of so many whose template is not at hand."""

@@ -79,6 +79,8 @@ class Request:
     steps: int
     active: int
     """Active tokens."""
+    masked: int
+    """Of them those of its mask."""
     template: str
     controlled: bool = False
     """Whether it has a ControlNet."""
@@ -130,16 +132,19 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
     ratios = MIXES[workload.mix].ratios(masks.random(n))
     ringed = (np.sqrt(ratios * tokens) + 2 * workload.ring) ** 2
     active = np.clip(np.round(ringed), 1, tokens).astype(int)
+    masked = np.clip(np.round(ratios * tokens), 1, active).astype(int)
     drawn = templates.choice(workload.templates, n, p=_zipf(workload.templates, workload.zipf))
     counts = steps.choice(np.array(workload.steps), n)
     controlled = nets.random(n) < workload.controlled
     has_lora = adapters.random(n) < workload.with_lora
     which = adapters.choice(workload.loras, n, p=_zipf(workload.loras, workload.lora_zipf))
+    when = np.cumsum(gaps)
+    columns = (when, counts, active, masked, drawn, controlled, has_lora, which)
     return [
-        Request(i, float(at), int(count), int(a), f"t{t:05d}", bool(c), (f"l{x:05d}",) * bool(has))
-        for i, (at, count, a, t, c, has, x) in enumerate(
-            zip(np.cumsum(gaps), counts, active, drawn, controlled, has_lora, which, strict=True)
+        Request(
+            i, float(at), int(n), int(a), int(m), f"t{t:05d}", bool(c), (f"l{x:05d}",) * bool(has)
         )
+        for i, (at, n, a, m, t, c, has, x) in enumerate(zip(*columns, strict=True))
     ]
 
 

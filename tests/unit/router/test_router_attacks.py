@@ -480,7 +480,7 @@ def test_a_mask_of_many_pixels_costs_the_router_little(side: int):
     found = count_tokens(mask, settings, SERVED, LimitsConfig())
     assert tracemalloc.get_traced_memory()[1] < 64 * MIB
     tracemalloc.stop()
-    assert found == MaskTokens(4096, 4096, cover_a_side=True)
+    assert found == MaskTokens(4096, 4096, cover_a_side=True, inner=4096, ring=0)
 
 
 # Connections

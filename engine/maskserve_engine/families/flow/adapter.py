@@ -43,6 +43,7 @@ from maskserve_engine.families.flow.rows import (
     FixedWords,
     FlowInactive,
     FlowPrimingRow,
+    FlowRing,
     FlowRow,
     Negative,
     OwnOutside,
@@ -202,18 +203,22 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def tokens(self, job: EditJob) -> TokenCounts:
         (gh, gw), active = grid_of(job), self._preparation.active(job)
+        inner, ring = map(len, self._preparation.ringed(job))
         side = self.facts.dense_steps.side > 0 and cover_a_side(active, gh, gw)
-        return TokenCounts(len(active), gh * gw, side)
+        return TokenCounts(len(active), gh * gw, inner, ring, side)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         recorded = self.weights.graphs is not None
         return counted_work(self.facts, height, width, recorded=recorded)
 
-    def counted(self, job: EditJob, own: OwnPlan | None = None) -> Totals:
-        text = own is None or not own.text
+    def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
+        text, tokens = own is None or anchor or not own.text, self.tokens(job)
         _, height, width = job.moments.shape
         prompts = [each for each in (job.conditioning, job.negative) if each is not None]
-        active, grid = (float(self.tokens(job).active),), grid_of(job)
+        computed = tokens.active
+        if own is not None and own.ring:
+            computed = tokens.inner + tokens.ring * anchor
+        active, grid = (float(computed),), grid_of(job)
         shown = self._preparation.shown(job)  # the work has them as context
         lengths = [float(self.text_tokens(len(p["prompt_embeds"]), grid)) - shown for p in prompts]
         return self.work(height, width).totals(
@@ -258,19 +263,26 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             whole = self._preparation.template(job, noise_seed)
-            active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
-            outside = index[: len(whole.clean) - len(active)]
+            leaves_ring = own is not None and own.ring
+            *ids, selection = self._preparation.split(job, leaves_ring=leaves_ring)
+            active, ring, index = map(torch.from_numpy, (*ids, *selection.levels))
+            outside = index[: len(whole.clean) - len(active) - len(ring)]
             with one_cpu_thread():
-                start, rest = ready.inputs.start.take(active), whole.take(outside)
-            there = (replace(ready.inputs, start=start), rest, active, index)
-            inputs, template, active, index = moved(there, self.device)
-            ready.selection.sent([index])
+                begin = ready.inputs.start
+                start, around, rest = begin.take(active), begin.take(ring), whole.take(outside)
+                clean = whole.clean.index_select(0, ring)
+            there = (replace(ready.inputs, start=start), around, clean, rest, active, ring, index)
+            inputs, around, clean, template, active, ring, index = moved(there, self.device)
+            selection.sent([index])
             row = self._row(job, inputs)
             text_cis, image = row.cis.tensor_split((len(row.text),))
             template, shown = self._filled(template), self._preparation.shown(job)
             others = torch.cat((image, text_cis[:shown]))[index]
-            row.inactive = FlowInactive(active, index, template, others, ready.selection, shown)
+            row.inactive = FlowInactive(active, index, template, others, selection, shown)
             row.cis = torch.cat((text_cis, image[active]))
+            if leaves_ring:
+                tokens = OwnOutside.begin(around, clean, ring=len(ring))
+                row.ring = FlowRing(ring, tokens, image[ring])
             self.keep_own(row, own)
             return row
 
@@ -285,9 +297,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def anchored_row(self, job: EditJob, plan: OwnPlan) -> FlowRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
-            ids = ready.selection.levels[0]  # its text, all of it, is what its own anchors keep
-            ids = ids[: len(ids) - self._preparation.shown(job)]
-            active, index = map(torch.from_numpy, (ready.active, ids))
+            inner, ring, selection = self._preparation.split(job, leaves_ring=plan.ring)
+            [ids] = selection.levels  # its text, all of it, is what its own anchors keep
+            ids = np.concatenate((ring, ids[: len(ids) - self._preparation.shown(job)]))
+            active, index = map(torch.from_numpy, (inner, ids))
             start = ready.inputs.start
             others = index[: len(start.latents) - len(active)]
             with one_cpu_thread():
@@ -297,8 +310,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             inputs, rest, clean, context, active, index = moved(there, self.device)
             row = self._row(job, inputs)
             text, image = row.cis.tensor_split((len(row.text),))
-            outside = OwnOutside(rest.latents, rest.condition, rest.blend, clean, context)
-            row.inactive = FlowInactive(active, index, outside, image[index], ready.selection)
+            outside = OwnOutside.begin(rest, clean, context, ring=len(ring))
+            row.inactive = FlowInactive(active, index, outside, image[index], selection)
             row.cis = torch.cat((text, image[active]))
             self.keep_own(row, plan)
             return row

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import acting
-from maskserve_core.imaging.masks import TokenIds, active_tokens, widened
+from maskserve_core.imaging.masks import TokenIds, active_tokens, tokens_within, widened
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.batch.graphs import bucket
@@ -247,6 +247,10 @@ class FlowPrepared:
     """Of a cached row."""
     selection: Selection
     """The other tokens."""
+    inner: TokenIds
+    """Of a row that leaves the ring of its mask out."""
+    ring: TokenIds
+    """What that leaves out, of the same."""
     controls: tuple[tuple[ControlInput, Tensor], ...] = ()
     """Those that act, each with its picture's latents as tokens, [N, 4C]."""
 
@@ -291,7 +295,9 @@ class FlowPreparation:
             self.prompt(job.conditioning),
             None if job.negative is None else self.prompt(job.negative),
         )
-        return FlowPrepared(inputs, None, active, self._others(job, active), controls)
+        return FlowPrepared(
+            inputs, None, active, self._others(job, active), *self._ringed(job), controls
+        )
 
     def with_ring(self, job: EditJob, ring: int) -> EditJob:
         """See `Adapter.with_ring`."""
@@ -299,7 +305,9 @@ class FlowPreparation:
         if not isinstance(job.prepared, FlowPrepared):
             return ringed
         active = self._computed(ringed)
-        own = replace(job.prepared, active=active, selection=self._others(job, active))
+        inner, around = self._ringed(ringed)
+        others = self._others(job, active)
+        own = replace(job.prepared, active=active, selection=others, inner=inner, ring=around)
         return replace(ringed, prepared=own)
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
@@ -322,10 +330,26 @@ class FlowPreparation:
     def _computed(self, job: EditJob) -> TokenIds:
         """Those of mask and ring, and where steps are recorded some more next to them."""
         active = active_tokens(job.edit_mask, self._facts.token_pixels, job.mask_ring)
+        return self._bucket(job, active)
+
+    def ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
+        """`FlowPrepared.inner` and `ring`."""
+        if isinstance(job.prepared, FlowPrepared):
+            return job.prepared.inner, job.prepared.ring
+        return self._ringed(job)
+
+    def _ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
+        ring = max(self._facts.own_ring or 0, job.mask_ring)
+        inner, outer = tokens_within(job.edit_mask, self._facts.token_pixels, 0, ring)
+        inner = self._bucket(job, inner)
+        return inner, np.setdiff1d(outer, inner)
+
+    def _bucket(self, job: EditJob, tokens: TokenIds) -> TokenIds:
+        """Where steps are recorded, as many as their bucket has."""
         if not self.recorded(job):
-            return active
+            return tokens
         height, width = grid_of(job)
-        return widened(active, height, width, bucket(len(active), height * width))
+        return widened(tokens, height, width, bucket(len(tokens), height * width))
 
     def recorded(self, job: EditJob) -> bool:
         """Whether steps of its rows may be recorded: not where something of them has a way of its
@@ -395,6 +419,16 @@ class FlowPreparation:
     def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
         """[1, 1, h, w] of latents, from a mask [1, 1, H, W] of pixels, as the pipeline has it."""
         return F.interpolate(mask, size=tuple(size))
+
+    def split(self, job: EditJob, *, leaves_ring: bool) -> tuple[TokenIds, TokenIds, Selection]:
+        """Tokens that all steps of a cached row compute, those that some do, and those that none
+        does but dense ones.
+        """
+        ready = self.prepared(job)
+        if not leaves_ring:
+            return ready.active, ready.ring[:0], ready.selection
+        beyond = self._others(job, np.concatenate((ready.inner, ready.ring)))
+        return ready.inner, ready.ring, beyond
 
     def _others(self, job: EditJob, active: TokenIds) -> Selection:
         """The tokens that a cached row of it does not compute: behind the image's the context's,

@@ -19,6 +19,7 @@ from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.flow.preparation import (
     FlowBlend,
+    FlowStart,
     FlowTemplate,
     model_inputs,
     unpack_latents,
@@ -172,10 +173,27 @@ class OwnOutside:
     """[m, 4C] the source."""
     context: Tensor | None = None
     """[R, 4C] of the pictures that are only looked at, where the model takes any."""
+    ring: int = 0
+    """Of the tokens, the first ones, which lie round the mask."""
     velocity: tuple[Tensor, ...] = ()
     """[m, 4C] at the last anchor, and at the one before."""
     times: tuple[float, float] = (0.0, 0.0)
     """By how much sigma each of them has moved the latents since."""
+
+    @classmethod
+    def begin(
+        cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, ring: int = 0
+    ) -> OwnOutside:
+        """Of a row before its first step; the rest as above."""
+        return cls(start.latents, start.condition, start.blend, clean, context, ring)
+
+    @property
+    def answer(self) -> Tensor:
+        """[m, 4C] what an edit's latents are there: the source, but for its ring."""
+        if not self.ring:
+            return self.clean
+        around = self.now if self.blend is None else self.blend.clean
+        return torch.cat((around[: self.ring], self.clean[self.ring :]))
 
     def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
         """[m + R, in_channels] model inputs, after a `change` of sigma from now to `sigma` by the
@@ -204,6 +222,10 @@ class OwnOutside:
         if self.blend is None:
             self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
 
+    def computed(self, latents: Tensor) -> None:
+        """A step that is no anchor has brought them to [m, 4C]."""
+        self.latents, self.times = latents, (0.0, 0.0)
+
     def foreseen(self, velocity: Tensor) -> None:
         """It is [m, 4C] `velocity` that moves them at the anchor ahead; they are where they are."""
         if self.blend is None:
@@ -214,6 +236,18 @@ class OwnOutside:
         """A step between anchors has moved the others by so much sigma."""
         last, before = self.times
         self.times = (last + change * (1.0 + weight), before - change * weight)
+
+
+class FlowRing(NamedTuple):
+    """The ring round the mask, of a row that reads a template: steps that leave its text out read
+    both from its own anchors.
+    """
+
+    ids: Tensor
+    """[r]"""
+    tokens: OwnOutside
+    cis: Tensor
+    """[r, head_dim / 2]"""
 
 
 class Foreseen(NamedTuple):
@@ -262,13 +296,15 @@ class FlowRow:
     adapters: Adapters = ()
     inactive: FlowInactive | None = None
     """None for a dense row."""
+    ring: FlowRing | None = None
+    """None: its steps compute it as they do the mask's tokens, or it has anchors of its own."""
     own: OwnAnchors | None = None
     """Of its first pass: what its own dense steps leave, or, of a row that reads a template, the
     text alone."""
     entry: Entry | None = None
     """What the next step reads; None: it computes all tokens."""
     frozen: bool = False
-    """Whether the next step leaves the text out, of a row that reads a template."""
+    """Whether the next step leaves text and ring out, of a row that reads a template."""
     step: int = 0
     place: slice = field(default_factory=lambda: slice(0))
     """Of the computed tokens in the batch."""
@@ -427,19 +463,22 @@ class FlowRow:
             return foretold(made, inactive.cis, own, self.walk_sigma)
         else:
             lifts = own if own is not None and own.plan.lifts else None
-            made = replace(made, rest=CachedTokens(self, inactive, lifts))
+            rest = CachedTokens(self, inactive, lifts)
             if own is not None and self.frozen:
-                return without_text(made, own, self.walk_sigma)
+                ring = cis[:0] if self.ring is None else self.ring.cis
+                return without_text(replace(made, rest=rest), ring, own, self.walk_sigma)
+            made = replace(self._with_ring(made), rest=rest)
         if own is None or not (self.anchored or self._sees):
             return made
         total = len(made.tokens)
         if self.anchored:
             sigma = self.walk_sigma()
             return replace(made, capture=own.anchor(self.step, sigma, self.active, total))
-        others = total - self.active if self.entry is None else 0
-        return replace(
-            made, capture=own.beside(self.step, len(made.text), others, self.walk_sigma())
-        )
+        end = self.active + self._ring_tokens
+        others = total - end if self.entry is None else 0
+        around, sigma = slice(self.active, end), self.walk_sigma()
+        seen = own.beside(self.step, len(made.text), around, others, sigma)
+        return replace(made, capture=seen)
 
     def walk_sigma(self) -> float:
         """Of the step that is taken now."""
@@ -462,8 +501,20 @@ class FlowRow:
             return made
         return replace(made, fixed=(*made.fixed, words), back=words.back)
 
+    @property
+    def _ring_tokens(self) -> int:
+        return 0 if self.ring is None else len(self.ring.ids)
+
+    def _with_ring(self, made: RowInput) -> RowInput:
+        """The ring, too, as further image tokens, where it is not among the computed ones."""
+        if self.ring is None:
+            return made
+        tokens = torch.cat((made.tokens, self.ring.tokens.at(self.sigma)))
+        return replace(made, tokens=tokens, cis=torch.cat((made.cis, self.ring.cis)))
+
     def _whole(self, made: RowInput, inactive: FlowInactive, step: int) -> RowInput:
         """The others, too, as further image tokens."""
+        made = self._with_ring(made)
         others, context = self._outside_at(inactive, step), 0
         if inactive.outside.context is not None:
             context = len(inactive.outside.context)
@@ -501,10 +552,12 @@ class FlowRow:
     @property
     def computed(self) -> int:
         """Of its image tokens, those that the next step computes."""
-        inactive = self.inactive
-        if inactive is None or self.entry is not None:
-            return len(self.latents)
-        return len(self.latents) + len(inactive.index) - inactive.shown
+        inactive, own = self.inactive, len(self.latents)
+        if inactive is None:
+            return own
+        if self.entry is not None:
+            return own if self.frozen else own + self._ring_tokens
+        return own + self._ring_tokens + len(inactive.index) - inactive.shown
 
     @property
     def active(self) -> int:
@@ -551,11 +604,11 @@ class FlowRow:
 
     def _go_on(self, own: OwnAnchors, outside: FlowTemplate | OwnOutside, moves: Tensor) -> None:
         """Book what a step means for what other steps do not compute."""
-        walk = self.schedule.walk[self.step]
-        of_own = isinstance(outside, OwnOutside)
-        if (self._sees and own.text) or (of_own and self.entry is None):
+        walk, sees_text = self.schedule.walk[self.step], self._sees_text
+        if (self._sees and own.text) or (self.anchored and self.entry is None):
             self._passed(walk.sigma)
         if not isinstance(outside, OwnOutside):
+            self._move_ring(own, moves, walk.change, keeps=sees_text)
             return
         count = len(outside.clean)
         if self.entry is None:
@@ -569,6 +622,18 @@ class FlowRow:
             outside.foreseen(moves[begin : begin + count])
             self._passed(self.schedule.walk[self.foreseen.step].sigma)
         outside.passed(walk.change, own.weight(walk.sigma))
+
+    def _move_ring(self, own: OwnAnchors, moves: Tensor, change: float, *, keeps: bool) -> None:
+        if self.ring is None:
+            return
+        ring, begin = self.ring.tokens, self.place.stop
+        if self.frozen and self.entry is not None:
+            ring.passed(change, own.weight(self.walk_sigma()))
+            return
+        assert self.others is not None, "a step is taken of rows that were packed"
+        ring.computed(self.others[: self._ring_tokens])
+        if keeps:
+            ring.anchored(moves[begin : begin + self._ring_tokens], change)
 
     def _passed(self, sigma: float) -> None:
         """An anchor at `sigma` is whole, in each of its passes."""
@@ -592,19 +657,24 @@ class FlowRow:
         """[C, h, w] latents as the last step's velocity would finish them."""
         assert self.moved is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
-        return self._image(self.latents.float() - share * self.moved.float())
+        return self._image(self.latents.float() - share * self.moved.float(), ended=False)
 
     def result(self) -> HostCopy:
         """[C, h, w] latents."""
-        return self._image(self.latents)
+        return self._image(self.latents, ended=True)
 
-    def _image(self, computed: Tensor) -> HostCopy:
+    def _image(self, computed: Tensor, *, ended: bool) -> HostCopy:
         tokens = computed
         if self.inactive is not None:
             tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
             tokens[self.inactive.active] = computed
-            clean = self.inactive.outside.clean.to(computed.dtype)
-            tokens[self.inactive.index[: len(clean)]] = clean
+            others = [(self.inactive.index, self.inactive.outside)]
+            others += [] if self.ring is None else [(self.ring.ids, self.ring.tokens)]
+            for ids, outside in others:
+                answer = outside.clean
+                if ended and isinstance(outside, OwnOutside):
+                    answer = outside.answer
+                tokens[ids[: len(answer)]] = answer.to(computed.dtype)
         return HostCopy(unpack_latents(tokens, self.grid).float())
 
 

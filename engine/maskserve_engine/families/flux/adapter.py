@@ -157,8 +157,9 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
                 len(row.text),
                 job.request.settings.guidance_scale,
             )
-            order = (prepared.active, *prepared.selection.levels)
-            ids = None if row.inactive is None else torch.from_numpy(np.concatenate(order))
+            ids = None
+            if row.inactive is not None:
+                ids = torch.cat((row.inactive.active, row.inactive.index)).cpu()
             pictures = [x if ids is None else x[ids] for _, x in prepared.controls]
             arrays = {
                 "embeds": prepared.inputs.prompt.embeds,

@@ -147,9 +147,9 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
         side = self.facts.dense_sides and active.cover_a_side
-        return TokenCounts(len(active.levels[0]), height * width, side)
+        return TokenCounts(len(active.levels[0]), height * width, cover_a_side=side)
 
-    def counted(self, job: EditJob, own: OwnPlan | None = None) -> Totals:
+    def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
         passes = [each for each in (job.conditioning, job.negative) if each is not None]

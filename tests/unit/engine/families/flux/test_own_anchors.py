@@ -47,11 +47,13 @@ def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
     return encode_case(encoder, case, f"edit-{seed}")
 
 
-def computed(adapter: FluxAdapter, job: EditJob, latents: Any) -> Any:
-    """Of [C, h, w] latents those of the tokens that a step between anchors computes."""
+def computed(adapter: FluxAdapter, job: EditJob, latents: Any, *, ring: bool = False) -> Any:
+    """Of [C, h, w] latents those of the tokens that a step between anchors computes, which leaves
+    the mask's ring out or not.
+    """
     _, height, width = latents.shape
-    active = np.zeros((height // 2) * (width // 2), bool)
-    active[adapter.prepare(job).prepared.active] = True
+    active, prepared = np.zeros((height // 2) * (width // 2), bool), adapter.prepare(job).prepared
+    active[prepared.inner if ring else prepared.active] = True
     at = active.reshape(height // 2, width // 2).repeat(2, 0).repeat(2, 1)
     return latents[:, at]
 
@@ -86,7 +88,7 @@ def test_rows_do_not_depend_on_their_batch(
 ) -> None:
     jobs = [make_job(encoder, seed, num_inference_steps=3 + seed) for seed in range(5)]
     plans = [plan(0, 2, text=text), None, plan(0, 3, 4, text=not text, foresees=True),
-             plan(0, text=text), plan(0, 3, 5, text=text, foresees=True)]  # fmt: skip
+             plan(0, text=text), plan(0, 3, 5, text=text, ring=text, foresees=True)]  # fmt: skip
 
     def rows() -> list[Any]:
         return [row_of(adapter, job, own) for job, own in zip(jobs, plans, strict=True)]
@@ -179,10 +181,10 @@ def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) ->
 
 
 @pytest.mark.parametrize("foresees", [True, False])
-@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize("left_out", ["text and ring", "text", "neither"])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
-    config: Config, adapter: FluxAdapter, encoder: Encoder, seed: int, text: bool, foresees: bool
+    config: Config, adapter: FluxAdapter, encoder: Encoder, seed: int, left_out: str, foresees: bool
 ) -> None:
     """All tokens are computed at each step of the oracle; what those that are not to be computed
     would have been is put aside: in attention and, as velocity, behind the model. An anchor that is
@@ -196,14 +198,16 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
                        mask_ring=1)  # fmt: skip
     job = encode_case(encoder, case, "oracle")
     anchors = {0, 3, 6} if seed else {0, 2}
-    own = plan(*anchors, text=text, foresees=foresees)
+    text, ring = "text" in left_out, "ring" in left_out
+    own = plan(*anchors, text=text, ring=ring, foresees=foresees)
     sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
     made, answers = row_of(adapter, job, own), list[Tensor]()
     state, net = State((1.0, 3.0, 2.0)[seed]), pipeline.transformer
     net.set_attn_processor({name: Foretold(state) for name in net.attn_processors})
     whole, steps = net.forward, iter(range(8))
     velocities: list[tuple[float, Tensor]] = []
-    active = torch.from_numpy(adapter.prepare(job).prepared.active)
+    prepared: Any = adapter.prepare(job).prepared
+    active = torch.from_numpy(prepared.inner if ring else prepared.active)
 
     def forward(**given: Any) -> Any:
         words, count = given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1]
@@ -233,7 +237,8 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     net.forward = forward
     expected = diffusers_latents(pipeline, case)
     found = result(adapter, job, replace(own, power=state.power))
-    assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
+    shown = (computed(adapter, job, each, ring=ring) for each in (found, expected))
+    assert_equal(*shown)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -366,7 +371,7 @@ def test_rows_that_leave_the_text_out_beside_a_template_do_not_depend_on_their_b
     adapter: FluxAdapter, encoder: Encoder
 ) -> None:
     jobs, replay = [make_job(encoder, seed) for seed in range(3)], Replay(adapter)
-    plans = [plan(0, 3), None, plan(0, 2, 5)]
+    plans = [plan(0, 3, ring=True), None, plan(0, 2, 5)]
     primed = [Primed(adapter, encoder, job) for job in jobs]
 
     def rows() -> list[FlowRow]:
@@ -379,26 +384,63 @@ def test_rows_that_leave_the_text_out_beside_a_template_do_not_depend_on_their_b
         assert_equal(beside.result().array(), row.result().array())
 
 
-def test_text_that_is_left_out_beside_a_template_lies_on_its_line(
-    adapter: FluxAdapter, encoder: Encoder
+@pytest.mark.parametrize("seed", range(2))
+def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
+    adapter: FluxAdapter, encoder: Encoder, seed: int
 ) -> None:
-    """Attention of a step that leaves the text out is that of one whose text's keys and values are
-    what two anchors foretell.
+    job, replay = make_job(encoder, seed, mask_ring=2), Replay(adapter)
+    primed = Primed(adapter, encoder, job)
+    wide = job.with_ring(max(2, adapter.facts.own_ring or 0))
+    plain, own = (
+        hit(replay, wide, primed, None),
+        hit(replay, job, primed, plan(*range(7), ring=True)),
+    )
+    for row in (plain, own):
+        run_hits(replay, [row])
+    assert own.ring is not None
+    assert len(own.latents) + len(own.ring.ids) == len(plain.latents)
+    assert_equal(own.result().array(), plain.result().array())
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_what_is_left_out_beside_a_template_lies_on_its_line(
+    adapter: FluxAdapter, encoder: Encoder, ring: bool
+) -> None:
+    """Attention of a step that leaves text and ring out is that of one whose keys and values of
+    these are what two anchors foretell; the ring's latents go on by what moved them there.
     """
     job, replay = make_job(encoder, 0), Replay(adapter)
-    row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2))
+    row = hit(replay, job, Primed(adapter, encoder, job), plan(0, 2, ring=ring))
+    count, latents, seen = len(row.ring.ids) if row.ring else 0, list[Tensor](), list[Any]()
     while row.step < 4:
         row.frozen = row.step not in (0, 2)
+        if row.ring and not row.frozen:
+            latents.append(row.ring.tokens.now.clone())
         replay.step([row], ("kv",) * adapter.blocks)
+        if row.step in (1, 3):
+            latents.append(row.ring.tokens.now.clone() if row.ring else latents)
+            seen.append(row.own._kept[0, "kv"].parts[0].data.clone())
     own, words = row.own, len(row.text)
     assert own is not None
     row.frozen = True
     given = row.model_input()
     assert given.rest is not None
     assert not len(given.text)
-    text, others = given.rest.parts
-    source = text.source(0, "kv")
+    left_out, others = given.rest.parts
+    source = left_out.source(0, "kv")
     sigmas = [step.sigma for step in row.schedule.walk]
-    assert source.weight == pytest.approx((sigmas[2] - sigmas[4]) / (sigmas[0] - sigmas[2]))
-    assert len(source.parts[0].data) == words == len(text.cis)
-    assert len(given.rest.cis) == words + len(others.cis)
+    times = (sigmas[2] - sigmas[4]) / (sigmas[0] - sigmas[2])
+    assert source.weight == pytest.approx(times)
+    assert len(source.parts[0].data) == words + count == len(left_out.cis)
+    assert_equal(source.slopes[0].data.numpy(), (seen[1] - seen[0]).numpy())
+    assert len(given.rest.cis) == words + count + len(others.cis)
+    if row.ring is None:
+        return
+    assert len(given.tokens) == len(row.latents)
+    begin, after, at, then = latents
+    changes = [sigmas[1] - sigmas[0], sigmas[3] - sigmas[2], sigmas[4] - sigmas[3]]
+    before, last = (after - begin) / changes[0], (then - at) / changes[1]
+    t = (sigmas[2] - sigmas[3]) / (sigmas[0] - sigmas[2])
+    expected = then + changes[2] * (last + t * (last - before))
+    if row.ring.tokens.blend is None:
+        assert_equal(row.ring.tokens.now.numpy(), expected.numpy())
