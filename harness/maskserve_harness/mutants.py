@@ -225,9 +225,16 @@ MUTATIONS = (
     Mutation(
         "tokens outside come back as they were left",
         f"{_ENGINE}/families/flow/rows.py",
-        "tokens[self.inactive.index[: len(clean)]] = clean",
-        "tokens[self.inactive.index[: len(clean)]] = 0.0",
+        "tokens[ids[: len(answer)]] = answer.to(computed.dtype)",
+        "tokens[ids[: len(answer)]] = 0.0",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
+    ),
+    Mutation(
+        "a ring that is left out stays where it was",
+        f"{_ENGINE}/families/flow/rows.py",
+        "ring.passed(change, own.weight(self.walk_sigma()))",
+        "ring.passed(0.0, 0.0)",
+        f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_what_is_left_out_beside_a_template_lies_on_its_line",
     ),
     # What a step adds of a ControlNet service.
     Mutation(

@@ -399,7 +399,7 @@ class RequestManager:
             edit.own_bytes = nbytes
             edit.reads.text = made.own.anchors if made.own.text else None
         else:
-            edit.keep_nothing_beside()
+            edit.work = edit.work.without_own()
         return made
 
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:

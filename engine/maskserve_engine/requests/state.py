@@ -124,6 +124,10 @@ class EditWork:
         added = 0.0 if self.controls is None else self.controls.mean(cached=cached)
         return added + (self.cached_flops if cached else self.dense_flops)
 
+    def without_own(self) -> EditWork:
+        """The same edit reading its template, and keeping nothing beside."""
+        return replace(self, between=None, renewed=None, cached_tokens=None)
+
     @property
     def mask_ratio(self) -> float:
         """Share of tokens that a cached step computes, the ring among them."""
@@ -583,12 +587,6 @@ class RequestState:
             work = adapter.work(*self.job.moments.shape[1:])
             self.work = self.work.with_own(plan, between, work, renewed)
 
-    def keep_nothing_beside(self) -> None:
-        """It reads its template, and keeps nothing beside."""
-        self.route = replace(self.route, beside=None)
-        self.work = replace(self.work, between=None, renewed=None, cached_tokens=None)
-        self.said = None
-
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Leave out what the level says; before its row is made, which its tokens depend on."""
         self.level = level
@@ -600,7 +598,8 @@ class RequestState:
             self.said = None
             return
         # A block that is left out at an anchor would leave nothing there.
-        self.keep_nothing_beside()
+        self.route, self.work = replace(self.route, beside=None), self.work.without_own()
+        self.said = None
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)
         self.job = replace(self.job, request=replace(request, settings=settings))

@@ -215,13 +215,19 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
 def test_edits_of_a_template_leave_their_text_out_between_anchors(
     engine: Engine, encoder: Encoder
 ) -> None:
-    meta = edit(engine, job(encoder, 40, "hit", num_inference_steps=20, cache="require")).meta
+    asked = job(encoder, 40, "hit", num_inference_steps=20, cache="require")
+    meta, tokens = edit(engine, asked).meta, engine.adapter.tokens(asked)
     assert (meta["cache"], meta["text_steps"]) == ("hit", 3)
     assert meta["own_bytes"] > 0
+    # So do they the ring of their mask, where models have pictures round it that hold still.
+    leaves_ring = engine.adapter.facts.own_ring is not None
+    some = 20 * tokens.inner + 3 * tokens.ring
+    assert meta["computed_tokens"] == (some if leaves_ring else 20 * tokens.active)
     idle(engine)
     engine.cache.store.memory.budget_bytes = engine.cache.store.memory.nbytes
     meta = edit(engine, job(encoder, 40, "full", num_inference_steps=20, cache="require")).meta
     assert (meta["cache"], meta.get("text_steps")) == ("hit", 20)
+    assert meta["computed_tokens"] == 20 * tokens.active
     idle(engine)
 
 
