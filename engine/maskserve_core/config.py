@@ -67,7 +67,8 @@ class ModelConfig(Table, frozen=True):
     guidance_scale: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
     """Default guidance; 0: that of the model's pipeline in diffusers."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] = 1
-    """Default tokens round the mask that a cached edit computes too."""
+    """Default tokens round the mask that a cached edit computes too; of FLUX Fill, beside a
+    template, at least two, in the steps that compute the text (`[cache] own_text`)."""
     outside_noise: Literal["template", "edit"] = "template"
     """Noise outside the mask where the model has Inpaint semantics: `template` (the same for every
     edit of a picture, so that cached and dense edits agree) or `edit` (diffusers' own)."""
@@ -208,9 +209,9 @@ class CacheConfig(Table, frozen=True):
     """Storage of what an edit's own anchors leave. `auto`: int8 on a GPU; on a CPU, where decoding
     it takes up to a tenth of a step, the model's own precision."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Of the text in the steps between anchors, also beside a template that has keys and values of
-    all blocks: `frozen`: it goes on from what the anchors had, and `plan` is `fixed`; `computed`.
-    """
+    """Of the text, and of FLUX Fill and klein the ring round the mask, in the steps between
+    anchors, also beside a template that has keys and values of all blocks: `frozen`: they go on
+    from what the anchors had, and `plan` is `fixed`; `computed`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25

@@ -7,9 +7,11 @@
 - `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
   served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), with
   five, and `unet_mean`, … of the demo UNet, with three.
-- `hit_loss_db`: what edits lose that read a template and leave their text out between three;
-  `hit_first_anchor_mean`, `hit_first_anchor_under_30`: of the same whose first step is dense and
-  lifts the entries, of which there is one for every seven steps.
+- `hit_loss_db`: what edits lose that read a template and leave their text and ring out between
+  three, beside those that compute a ring of one at each step; `hit_first_anchor_mean`,
+  `hit_first_anchor_under_30`: of the same whose first step is dense and lifts the entries, of which
+  there is one for every seven steps. `hits` has them with their ring computed (`hit_text`), and
+  with wider ones (`mask_ring`), too.
 
 And of FLUX.1's width at 1024 pixels, one double and one single block, random weights:
 
@@ -73,7 +75,9 @@ def fidelity(folder: Path, n: int, *, count: int = 0, hits: bool = False) -> dic
     plan = OwnPlan(frozenset(text.dense), choice.format, True, text.leaves_ring, power)
     ways = {
         "hit": (cached, None),
+        "hit_text": (cached, replace(plan, ring=False)),
         "hit_frozen": (cached, plan),
+        **{f"hit_ring_{n}": (replace(cached, ring=n), plan) for n in (4, 6)},
         "hit_first_anchor": (begun, replace(plan, lifts=True)),
     }
     found: dict[str, dict[str, list[EditQuality]]] = {w: {} for w in (ways if hits else ("own",))}
