@@ -27,7 +27,7 @@ from maskserve_core.errors import (
     TemplateNotFound,
 )
 from maskserve_core.kept import Kept
-from maskserve_core.routing import Edit, NoWorkerAvailable
+from maskserve_core.routing import Edit, NoWorkerAvailable, dealt
 from maskserve_core.worker.values import NO_VALUES, Values
 from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
@@ -130,9 +130,9 @@ class Dispatcher:
             becomes = held.enter_context(self._admission.edit(client, call.size))
             edit, digest = await self._measured(call, client)
             edit = replace(edit, due=self._due(call))
-            self._check_deadline(call, edit)
             if edit.due < math.inf:
                 call.starts_by = edit.due - (self._alone_s(call, edit) or 0.0)
+            self._check_deadline(call, edit)
             unread = Unread()
             work = asyncio.create_task(self._attempts(call, edit, digest, send, unread))
             work.add_done_callback(unread.end)
@@ -310,18 +310,33 @@ class Dispatcher:
             )
         call.waits_until = call.deadline - (least or 0.0) / slack
         now = time.monotonic()
-        takers = [worker for worker in self._pool.ready() if worker.view(now).takes(edit)]
-        if not takers:
-            return
-        soonest = min(worker.least_s(edit, now, primed=call.primed) for worker in takers)
-        left = call.deadline - now
-        if soonest > left * slack:
+        soonest, left = self._soonest_s(call, edit, now), call.deadline - now
+        if soonest is not None and soonest > left * slack:
             self._metrics.rejections.labels("deadline").inc()
             raise RetryLater(
                 f"{call.deadline_name}: the edit would take about {soonest:.1f} s, and "
                 f"{max(left, 0):.1f} s are left",
                 soonest - left,
             )
+
+    def _soonest_s(self, call: EditCall, edit: Edit, now: float) -> float | None:
+        """Seconds to its answer from the worker that would be done first; where none has a place,
+        behind all that gets one before it. None: no worker serves it.
+        """
+        serving = {w.address: w for w in self._pool.ready() if w.view(now).serves(edit)}
+        able = [w for w in serving.values() if w.view(now).takes(edit)]
+        ahead: dict[str, list[Edit]] = {}
+        if not able:
+            able = list(serving.values())
+            waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
+            ahead = dealt(waiting, [worker.view(now) for worker in able])
+        return min(
+            (
+                worker.least_s(edit, now, ahead=ahead.get(worker.address, ()), primed=call.primed)
+                for worker in able
+            ),
+            default=None,
+        )
 
     def _due(self, call: EditCall) -> float:
         """When its answer is due; infinite: at no time, or edits go by arrival."""

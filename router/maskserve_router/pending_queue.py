@@ -100,8 +100,7 @@ class PendingQueue:
             Cancelled: by `cancel`.
         """
         self._number += 1
-        urgent = urgency(arrival, edit.priority, self._aging_s, starts_by, PATIENCE_S)
-        key = (urgent, self._number)
+        key = self._key(edit, arrival, starts_by)
         waiting = Waiting(request_id, edit, key, avoid, hopes=patience_s > 0.0)
         insort(self._waiting, waiting)
         self.dispatch()
@@ -123,6 +122,27 @@ class PendingQueue:
             self._drop(waiting)
             for timer in timers:
                 timer.cancel()
+
+    def before(
+        self, request_id: str, edit: Edit, arrival: float, starts_by: float | None
+    ) -> list[Edit]:
+        """Edits that would get places before one that entered now; arguments as `enter`.
+
+        Those for other models are left out: they wait for other workers.
+        """
+        new = Waiting(request_id, edit, self._key(edit, arrival, starts_by), frozenset(), False)
+        ahead = []
+        waiting = sorted([*self._waiting, new])
+        for each in self._sent.in_turn(waiting, lambda waiting: waiting.whose):
+            if each is new:
+                break
+            if each.edit.model == edit.model and not each.place.done():
+                ahead.append(each.edit)
+        return ahead
+
+    def _key(self, edit: Edit, arrival: float, starts_by: float | None) -> tuple[float, int]:
+        urgent = urgency(arrival, edit.priority, self._aging_s, starts_by, PATIENCE_S)
+        return urgent, self._number
 
     def cancel(self, request_id: str) -> None:
         """End the wait of an edit, if it waits here."""

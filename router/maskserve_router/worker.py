@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -237,17 +237,26 @@ class Worker:
         return max(work - (now - self.as_of), 0.0)
 
     def least_s(
-        self, edit: Edit, now: float, *, alone: bool = False, primed: bool = False
+        self,
+        edit: Edit,
+        now: float,
+        *,
+        ahead: Sequence[Edit] = (),
+        alone: bool = False,
+        primed: bool = False,
     ) -> float:
         """Seconds to its answer if it steps down as far as it may.
 
         Args:
             edit: sent to this worker now.
             now: time.monotonic().
+            ahead: edits that are sent before it.
             alone: as if the worker had nothing else to do.
             primed: as if it had the edit's template.
         """
         view = self.view(now)
+        if ahead:
+            view = view.sent(ahead)
         if alone:
             view = replace(view, running=(), waiting=())
         if primed:

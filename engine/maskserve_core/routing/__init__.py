@@ -19,7 +19,7 @@ from maskserve_core.routing.policies import (
     RoundRobin,
     make_policy,
 )
-from maskserve_core.routing.predict import predicted_seconds
+from maskserve_core.routing.predict import dealt, predicted_seconds
 from maskserve_core.routing.profile import RowLoad
 from maskserve_core.routing.view import Edit, WorkerView
 
@@ -36,6 +36,7 @@ __all__ = [
     "RoundRobin",
     "RowLoad",
     "WorkerView",
+    "dealt",
     "make_policy",
     "predicted_seconds",
 ]

@@ -13,6 +13,9 @@ prefetching does, so the maximum is taken over the whole way.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable, Sequence
+
 from maskserve_core.routing.view import Edit, WorkerView
 
 
@@ -44,3 +47,29 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
         waits = profile.free_at * step + profile.until(profile.free_at)[0]
         total += max(fetch - waits, 0.0)
     return total
+
+
+def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> dict[str, list[Edit]]:
+    """Which of the edits that wait before all workers each of these would get, by worker.
+
+    Each goes where places come free first, by what edits before it take of the worker; so one
+    prediction at each worker is enough for whoever is behind them all.
+
+    Args:
+        edits: in the order in which they get places.
+        workers: that any of them may go to, with the rows that each has.
+    """
+    free = []
+    for number, worker in enumerate(workers):
+        profile = worker.profile
+        until = profile.free_at * worker.pricing.step + profile.until(profile.free_at)[0]
+        heapq.heappush(free, (until, number))
+    got: dict[str, list[Edit]] = {worker.worker: [] for worker in workers}
+    for edit in edits:
+        until, number = free[0]
+        worker = workers[number]
+        compute, load, _ = worker.price(edit)
+        step_s = max(compute + worker.pricing.step / worker.max_rows, load)
+        heapq.heapreplace(free, (until + edit.steps * step_s / worker.devices, number))
+        got[worker.worker].append(edit)
+    return got

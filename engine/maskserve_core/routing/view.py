@@ -113,13 +113,13 @@ class WorkerView:
         each = self.devices
         return build_profile(self.running[::each], waiting[::each], self.max_rows)
 
+    def serves(self, edit: Edit) -> bool:
+        """Whether the worker takes edits like `edit`, now or once it has a place."""
+        return self.ready and (not edit.model or edit.model == self.model)
+
     def takes(self, edit: Edit) -> bool:
         """Whether the worker may be given `edit`."""
-        return (
-            self.ready
-            and len(self.waiting) < (self.max_waiting or self.free_rows)
-            and (not edit.model or edit.model == self.model)
-        )
+        return self.serves(edit) and len(self.waiting) < (self.max_waiting or self.free_rows)
 
     def tier_of(self, template_id: str) -> str | None:
         """The nearest tier that has the template's entries, or `None`."""

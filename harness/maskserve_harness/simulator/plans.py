@@ -20,6 +20,7 @@ from maskserve_core.workflows.scheduling import (
     algorithm_1,
     decide,
     in_pieces,
+    predicted,
 )
 from maskserve_harness.simulator.events import Events
 
@@ -63,7 +64,7 @@ class Rules:
     """Plans are refused that would be late, and late ones end; without, all run to their end."""
     sees_plan: bool = True
     """Whether it is known what lies behind a node; else each is asked for once it is ready: no plan
-    is refused, and one ends when a node of it has waited until that alone would be late.
+    is refused, and one ends when a node of it would be late behind those that wait before it.
     """
     swaps: bool = False
     """Whether a request that is refused has its models brought for the next one."""
@@ -155,6 +156,7 @@ class PlanRun:
         self.plans.append(plan)
         self._under_way[each.number] = plan
         plan.ready.update((n, now) for n, left in enumerate(plan.left) if not left)
+        self._judge(plan, now)
         self._cycle(now)
 
     def _admits(self, plan: _Plan, now: float) -> bool:
@@ -240,6 +242,22 @@ class PlanRun:
         if late:  # what ran of their plans has left its devices
             self._cycle(now)
 
+    def _judge(self, plan: _Plan, now: float) -> None:
+        """End a plan of whose nodes one that has become ready would be late, if each is asked for
+        by itself.
+        """
+        if self.rules.sees_plan or not self.rules.admission:
+            return
+        waiting = [
+            self._node(each, n, f"{each.asked.number}/{n}")
+            for each in self._under_way.values()
+            for n in each.ready
+        ]
+        ends = predicted(waiting, self._places(), self._prices, now, self._order)
+        new = [n for n, since in plan.ready.items() if since == now]
+        if any(ends[f"{plan.asked.number}/{n}"] > plan.asked.due + SETTLED for n in new):
+            self._give_up(plan, now)
+
     def _give_up(self, plan: _Plan, now: float) -> None:
         """End a plan: what runs of it is withdrawn."""
         plan.given_up = True
@@ -313,6 +331,7 @@ class PlanRun:
             if len(plan.finished) == len(plan.asked.nodes):
                 plan.ended = now
                 del self._under_way[plan.asked.number]
+            self._judge(plan, now)
         self._cycle(now)
 
     def _check(self, asked: Sequence[Asked]) -> None:

@@ -95,7 +95,7 @@ def test_random_plans_on_few_devices_end_and_conserve_all(seed):
 
 def _served(rules: Rules, *asked: Asked) -> PlanRun:
     """Nodes take a second each, on devices of their own."""
-    run = PlanRun(rules, {"a": Device(0), "b": Device(0)}, {}, 1.0)
+    run = PlanRun(rules, {name: Device(0) for name in "abc"}, {}, 1.0)
     run.run(asked)
     return run
 
@@ -127,15 +127,26 @@ def test_edit_by_edit_nodes_go_in_the_order_in_which_they_are_ready():
     ]  # fmt: skip
 
 
+def test_edit_by_edit_a_plan_ends_as_a_node_of_it_would_be_late_behind_others():
+    """It ended when that node could not be in time any more, and kept its devices until then."""
+    busy = Asked(0, 0.0, 9.0, (_node("b", run_s=2.5),))
+    next_ = Asked(1, 0.0, 9.0, (_node("b"),))
+    late = Asked(2, 0.0, 4.0, (_node("a", run_s=3.0), _node("b")))
+    behind = Asked(3, 0.5, 9.0, (_node("a"),))
+    run = _served(Rules("fcfs", sees_plan=False), busy, next_, late, behind)
+    assert [plan.given_up for plan in run.plans] == [False, False, True, False]
+    assert run.plans[3].ended == 1.5
+
+
 def test_what_runs_of_a_plan_that_ends_is_withdrawn():
     """It kept its device to its end."""
     busy = Asked(0, 0.0, 9.0, (_node("b", run_s=2.5),))
-    late = Asked(1, 0.0, 3.0, (_node("a", run_s=3.0), _node("b")))
-    behind = Asked(2, 0.5, 9.0, (_node("a"),))
+    late = Asked(1, 0.0, 3.2, (_node("a", run_s=3.2), _node("b", 2), _node("c", run_s=0.5)))
+    behind = Asked(2, 0.6, 9.0, (_node("a"),))
     run = _served(Rules("fcfs", sees_plan=False), busy, late, behind)
     assert run.plans[1].given_up
-    assert run.plans[2].ended == 3.5
-    assert run.devices["a"].busy_s == 3.5
+    assert run.plans[2].ended == 1.6
+    assert run.devices["a"].busy_s == 1.5
 
 
 def test_a_step_of_algorithm_1_has_its_net_beside_it_and_its_base_on_two_devices():

@@ -82,6 +82,47 @@ async def test_a_deadline_that_cannot_be_met_now_is_refused_until_later():
         assert counted("maskserve_router_slack_seconds_count") == 1
 
 
+@pytest.mark.parametrize("order", ["slack", "fcfs"])
+async def test_a_deadline_is_judged_by_the_soonest_place_where_none_is_free(order: str):
+    """It waited in vain until it could not be in time any more."""
+    tables: Any = {"admission": {"waiting_per_worker": 0}, "routing": {"order": order}}
+    async with (
+        cluster(Hardware(dense_seconds=2.0), max_rows=1, **tables) as (router, workers),
+        calling(router) as call,
+    ):
+        for worker in workers:
+            worker.hold()
+        pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in workers]
+        await until("they are sent", lambda: sum(len(w.seen) for w in workers) == 2)
+        alone_ms = 1e3 * workers_alone_s(router)  # half as much again is allowed for
+
+        async def told_at_once(deadline_ms: float) -> None:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"the edit would take about") as now:
+                await call(edit(active=4096, deadline_ms=int(deadline_ms)))
+            assert now.value.code() is grpc.StatusCode.UNAVAILABLE
+
+        await told_at_once(1.2 * alone_ms)  # behind one
+        pending += [asyncio.ensure_future(call(edit(active=4096))) for _ in range(4)]
+        await until("they wait", lambda: len(router.pending) == 4)
+        if order == "fcfs":
+            await told_at_once(2.4 * alone_ms)  # behind three
+        else:  # those before it are due at no time
+            urgent = edit(active=4096, deadline_ms=int(2.4 * alone_ms))
+            pending.append(asyncio.ensure_future(call(urgent)))
+            await until("it waits", lambda: len(router.pending) == 5)
+            pending += [
+                asyncio.ensure_future(call(edit(active=4096, deadline_ms=int(n * alone_ms))))
+                for n in (2.42, 2.44, 2.46)
+            ]
+            await until("they wait", lambda: len(router.pending) == 8)
+            await told_at_once(2.5 * alone_ms)  # behind those that are due before it
+        for each in pending:
+            each.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for worker in workers:
+            worker.let_go()
+
+
 def workers_alone_s(router: Router) -> float:
     """What the soonest of idle workers would take for an edit of all tokens."""
     now = time.monotonic()
