@@ -66,8 +66,6 @@ ASSUMPTIONS: Final[Mapping[str, Sequence[str]]] = {
     "whole cards, by turns, slow loads": ("whole", "turns", "slow"),
 }
 """What the paper may take for granted and does not say (`assumed`)."""
-BY_SEEDS: Final = ("whole cards, by turns", "whole cards, unseen queues")
-"""Of these all seeds are run, of the others the first: a seed takes a third of a minute."""
 SWEEPS: Final[dict[str, tuple[float, ...]]] = {
     "scale": (1.0, 4.0, 12.0),
     "devices": (16, 32),
@@ -377,11 +375,10 @@ def run_plans(
     report["masks"] = told("masks", rates(base("S4", masked=True), seeds, quick))
     report["assumed"] = {}
     for name, which in ASSUMPTIONS.items():
-        some = seeds if name in BY_SEEDS else seeds[:1]
         loads = {s: assumed(base(s), which) for s in SETTINGS}
         report["assumed"][name] = {
-            "rates": {s: rates(load, some, quick) for s, load in loads.items()},
-            GAINS_OF: [gains(loads[GAINS_OF], seed) for seed in some],
+            "rates": {s: rates(load, seeds, quick) for s, load in loads.items()},
+            GAINS_OF: [gains(loads[GAINS_OF], seed) for seed in seeds],
         }
         told(name, report["assumed"][name])
     report["overload"] = [
