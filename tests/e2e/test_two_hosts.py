@@ -43,7 +43,7 @@ pytestmark = [
     pytest.mark.skipif(not can_have_one(), reason="needs root and iproute2"),
 ]
 
-SIDE, STEPS, BASE = 64, 100, 9000
+SIDE, STEPS, MOST_STEPS, BASE = 64, 400, 1000, 9000
 WORKER, NODES, CONTROLS = BASE + 1, BASE + 18, BASE + 25
 """Ports of the other host."""
 WHOLE_S, ANSWER_S = 240.0, 400.0
@@ -146,6 +146,7 @@ def site(
     values = folder / "values"
     values.mkdir()
     threads = "torch_threads = 1\n"  # bits depend on it
+    limits = f"[limits]\nmax_steps = {MOST_STEPS}\n"
     of_nodes = f'[model]\ndevice = "cpu"\n{threads}[nodes]\nfind = "{folder / "find"}"\n'
     of_nodes += f'enlarge = "{folder / "big"}"\n'
     shared = f'[values]\nfolder = "{values}"\nleast_bytes = 1\n'
@@ -154,9 +155,9 @@ def site(
     # With times of its own, as hosts have.
     shutil.copytree(folder / "nets", folder / "nets-there", copy_function=shutil.copyfile)
     for name, text in {
-        "here.toml": f"[model]\n{threads}{shared}{served}",
+        "here.toml": f"[model]\n{threads}{limits}{shared}{served}",
         "here-nodes.toml": of_nodes + shared,
-        "there.toml": f"[model]\n{threads}",
+        "there.toml": f"[model]\n{threads}{limits}",
         "there-nodes.toml": of_nodes,
     }.items():
         (folder / name).write_text(text)
@@ -270,14 +271,17 @@ def away(site: Site, how: str) -> Callable[[], None]:
 @contextlib.contextmanager
 def running(site: Site, router: str, seed: int) -> Iterator[Any]:
     """A run whose edits run on both hosts, as a future."""
+    both = (site.here.workers[0].grpc_url, site.at(WORKER))
     with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(site.run, router, seed)
-        url = site.here.workers[0].grpc_url
-        eventually(
-            "edits run on both hosts",
-            lambda: made.done() or all(status(each)["running"] for each in (url, site.at(WORKER))),
-            timeout_s=60,
-        )
+        for _ in range(20):  # one may be over before it was seen
+            made = pool.submit(site.run, router, seed)
+            eventually(
+                "edits run on both hosts",
+                lambda made=made: made.done() or all(status(each)["running"] for each in both),
+                timeout_s=60,
+            )
+            if not made.done():
+                break
         assert not made.done()
         yield made
 
@@ -430,7 +434,7 @@ def test_a_service_that_is_gone_fails_its_edits_in_words_and_is_found_again(
     here = site.here.workers[0].grpc_url
     expected, other = controlled(here)[0], plain(here)[0]
     with ThreadPoolExecutor(3) as pool:
-        hurt = [pool.submit(controlled, here, num_inference_steps=STEPS) for _ in range(2)]
+        hurt = [pool.submit(controlled, here, num_inference_steps=MOST_STEPS) for _ in range(2)]
         eventually("both run", lambda: len(status(here)["running"]) == 2, timeout_s=60)
         whole = away(site, how)
         beside = pool.submit(plain, here)
