@@ -56,12 +56,20 @@ _ASK_S = 5.0
 _PATIENCE_S = 120.0
 """In which a server that is gone may come back: a supervisor starts it again."""
 _LOOK_S = 0.2
+"""Until servers are asked again after none took a call; twice as long each time."""
+_MOST_LOOK_S = 2.0
 _RESOLVE_S = 5.0
 """How often names are resolved anew."""
 _PLACE_S = 5.0
 _MODEL = "nodes"
 _UNKNOWN = ("unknown model", NOT_HOSTED)
 """Words of a server that does not run a node: Triton's, or its model's own."""
+_NOT_TAKEN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
+"""Words of errors UNAVAILABLE, gRPC's and Triton's, of a server that did not take the call. Any
+other without a code of ours is of a connection that was lost under it."""
+_MOST_LOST = 2
+"""Servers that may fail a call without a word, as it may be what kills them. Whether only a model's
+process died or the connection with the whole server, nothing says that the call is innocent."""
 _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one is run, the next is there."""
 _SMALL = 512
@@ -389,13 +397,13 @@ class NodePool:
         self, message: _Message, kind: NodeType, client: KeyHolder
     ) -> tuple[bytes, str, int]:
         """A server's answer, which one's it is, and the number of tries; raises as `call`."""
-        end, tries, plain = time.monotonic() + _PATIENCE_S, 1, b""
+        end, wait_s, tries, plain = time.monotonic() + _PATIENCE_S, _LOOK_S, 1, b""
         failed: Failure | EngineFailed | None = None
-        failed_at = ""
-        while True:
+        lost, broken = 0, set[str]()
+        while True:  # each server once, until one takes it
             await self._look()
             gone = bool(self._addresses) and not self._servers
-            others = self._servers.keys() - {failed_at}
+            others = self._servers.keys() - broken
             for address in sorted(others, key=partial(self._rank, kind.model)):
                 raw = message.whole
                 if message.plain is not None and not await self._is_here(address):
@@ -413,15 +421,21 @@ class NodePool:
                 if any(words in failure.details for words in _UNKNOWN):
                     continue
                 tries = 2
-                if failure.status is grpc.StatusCode.UNAVAILABLE:
+                unavailable = failure.status is grpc.StatusCode.UNAVAILABLE
+                if unavailable and (
+                    failure.coded or any(words in failure.details for words in _NOT_TAKEN)
+                ):
                     gone = True
                 elif not failure.coded:
-                    # Its process died, say. The call may be the cause: two servers see it at most.
                     log.warning("%s failed a call of %s: %s", address, kind.name, failure.details)
                     failed = EngineFailed(f"{kind.name}: its node server failed the call")
-                    if failed_at or failure.blame is Blame.REQUEST:
+                    lost += 1
+                    if lost == _MOST_LOST or failure.blame is Blame.REQUEST:
                         raise failed
-                    failed_at = address
+                    if unavailable:  # another in its place is as good as any
+                        gone = True
+                    else:
+                        broken.add(address)
                 elif failure.blame is Blame.WORKER:
                     failed = failure  # a load failed, or there is no room: so it is there alone
                 else:
@@ -429,9 +443,11 @@ class NodePool:
             if not gone or time.monotonic() > end:
                 if failed is not None:
                     raise failed
-                raise EngineFailed(f"{kind.name}: no node server runs {kind.model}")
+                what = f"runs {kind.model}" if not gone else "can be reached"
+                raise EngineFailed(f"{kind.name}: no node server {what}")
             tries = 2
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MOST_LOOK_S)
 
     def _rank(self, model: str, address: str) -> tuple[float, float, bool, str]:
         """By who would be done first; of equal ones by who is given names, or may be."""

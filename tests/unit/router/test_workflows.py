@@ -7,8 +7,9 @@ import dataclasses
 import itertools
 import json
 import math
+import socket
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -36,6 +37,7 @@ from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import Made, NodePool
 from maskserve_router.run_times import RunTimes
 from maskserve_router.turns import Turns
+from maskserve_router.upstream import Upstream
 from maskserve_router.workflows import Workflows
 from tests.support.router import until
 
@@ -449,44 +451,54 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     await pool.close()
 
 
+class Told(NodePool):
+    """Whose servers say nothing of themselves, and answer calls of `enlarge` or fail them.
+
+    Args:
+        servers: their addresses.
+        words: by which one fails the next call; None: it answers.
+        status: of its failures.
+    """
+
+    def __init__(
+        self, servers: Sequence[str], words: Callable[[str], str | None], status: str = "INTERNAL"
+    ) -> None:
+        super().__init__(WorkflowFiles(nodes=tuple(servers), kept_bytes=0), Turns(1))
+        self.words, self.status, self.asked = words, grpc.StatusCode[status], list[str]()
+
+    async def _record(self, address: str, settings: Any = None) -> None:
+        return None
+
+    async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
+        self.asked.append(address)
+        if (words := self.words(address)) is not None:
+            raise grpc.aio.AioRpcError(self.status, None, None, words)
+        return made_answer("picture")
+
+    async def enlarged(self) -> Made:
+        task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"p"})
+        return await self.call(task, CLIENT)
+
+
 async def test_a_call_that_a_server_cannot_do_is_the_next_ones() -> None:
     """A load failed there, or there is no room. What a call lacks is told at once."""
-    told = {
-        "a:1": "[ENGINE_FAILED] nodes: model enlarge could not be loaded",
-        "b:1": "",
-    }
-    asked = list[str]()
-
-    class Pool(NodePool):
-        async def _record(self, address: str, settings: Any = None) -> None:
-            return None
-
-        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            asked.append(address)
-            if told[address]:
-                status = grpc.StatusCode.INTERNAL
-                raise grpc.aio.AioRpcError(status, None, None, told[address])
-            return made_answer("picture")
-
-    pool = Pool(WorkflowFiles(nodes=tuple(told), kept_bytes=0), Turns(1))
-
-    async def call() -> Made:
-        task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"p"})
-        return await pool.call(task, CLIENT)
-
-    assert (await call()).outputs == {"picture": b"made"}
-    assert asked == ["a:1", "b:1"]
+    told = {"a:1": "[ENGINE_FAILED] nodes: model enlarge could not be loaded"}
+    pool = Told(["a:1", "b:1"], told.get)
+    assert (await pool.enlarged()).outputs == {"picture": b"made"}
+    assert pool.asked == ["a:1", "b:1"]
     told["b:1"] = "[ENGINE_FAILED] nodes: model enlarge has 9 bytes, and all may have 8"
     with pytest.raises(Failure, match="all may have 8"):
-        await call()
-    asked.clear()
+        await pool.enlarged()
+    pool.asked.clear()
     told["a:1"] = "[TEMPLATE_NOT_FOUND] value 0123 is not known here"
     with pytest.raises(Failure, match="not known"):
-        await call()
-    assert asked == ["a:1"]
+        await pool.enlarged()
+    assert pool.asked == ["a:1"]
     await pool.close()
 
 
+SERVERS = ("a:1", "b:1", "c:1")
+_REFUSED = "failed to connect to all addresses; last error: UNKNOWN: connect: refused (111)"
 _STUB_DIED = "Failed to process the request(s) for model 'nodes_0_0', message: Stub process died"
 
 
@@ -500,36 +512,63 @@ _STUB_DIED = "Failed to process the request(s) for model 'nodes_0_0', message: S
         ("DEADLINE_EXCEEDED", {"a:1": ""}, ["a:1", "b:1"], ""),
         ("INVALID_ARGUMENT", {"a:1": "unexpected shape"}, ["a:1"], "server failed"),
         ("INTERNAL", {"a:1": "[INVALID_REQUEST] picture: is none"}, ["a:1"], "is none"),
-        ("UNAVAILABLE", dict.fromkeys(("a:1", "b:1"), "gone"), ["a:1", "b:1", "c:1"], ""),
+        # Nor where it may have ended the whole server: it went round all, again and again.
+        ("UNAVAILABLE", dict.fromkeys(SERVERS, "Socket closed"), ["a:1", "b:1"], "server failed"),
+        ("UNAVAILABLE", {"a:1": "Socket closed"}, ["a:1", "b:1"], ""),
+        ("UNAVAILABLE", dict.fromkeys(("a:1", "b:1"), _REFUSED), ["a:1", "b:1", "c:1"], ""),
+        ("UNAVAILABLE", {"a:1": "Server is stopping, and"}, ["a:1", "b:1"], ""),
+        ("UNAVAILABLE", {"a:1": "[OVERLOADED] it is stopping"}, ["a:1", "b:1"], ""),
     ],
 )
 async def test_a_failure_without_a_word_is_tried_at_one_other(
     status: str, told: dict[str, str], asks: list[str], ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = list[str]()
-
-    class Pool(NodePool):
-        async def _record(self, address: str, settings: Any = None) -> None:
-            return None
-
-        async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            asked.append(address)
-            if address in told:
-                code = grpc.StatusCode[status]
-                raise grpc.aio.AioRpcError(code, None, None, told[address])
-            return made_answer("picture")
-
-    pool = Pool(WorkflowFiles(nodes=("a:1", "b:1", "c:1"), kept_bytes=0), Turns(1))
-    task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"p"})
+    pool = Told(SERVERS, told.get, status)
     if ends:
         with pytest.raises((Failure, EngineFailed), match=ends):
-            await pool.call(task, CLIENT)
+            await pool.enlarged()
     else:
-        assert (await pool.call(task, CLIENT)).tries == 2
-    assert asked == asks
+        assert (await pool.enlarged()).tries == 2
+    assert pool.asked == asks
     if status == "INTERNAL" and "[" not in told["a:1"]:
         assert _STUB_DIED in caplog.text
     await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "patience_s", "ends"),
+    [
+        (["Socket closed", _REFUSED, _REFUSED, None], 120.0, ""),
+        (["Socket closed", _REFUSED, "Socket closed"], 120.0, "server failed"),
+        ([_REFUSED], 0.0, "no node server can be reached"),
+    ],
+)
+async def test_a_server_that_was_lost_has_the_call_once_more(
+    told: list[str | None], patience_s: float, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only one, once it is back. Those that do not have the call do not count."""
+    monkeypatch.setattr(node_pool, "_LOOK_S", 1e-4)
+    monkeypatch.setattr(node_pool, "_PATIENCE_S", patience_s)
+    words = iter(told)
+    pool = Told(["a:1"], lambda _: next(words), "UNAVAILABLE")
+    if ends:
+        with pytest.raises(EngineFailed, match=ends):
+            await pool.enlarged()
+    else:
+        assert (await pool.enlarged()).tries == 2
+    assert len(pool.asked) == len(told)
+    await pool.close()
+
+
+async def test_words_of_a_port_that_nobody_listens_at_are_known() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        server = Upstream(f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await server.infer(b"", 60.0)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert any(words in str(refused.value.details()) for words in node_pool._NOT_TAKEN)
+    await server.close()
 
 
 async def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
