@@ -12,7 +12,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import ConfigError, LogConfig
 from maskserve_core.config_file import config_of, tomllib
 from maskserve_router.cli import parser as router_parser
 from maskserve_router.config import Listen, load_router_config, router_config_of
@@ -41,10 +41,10 @@ EVERYTHING = {
 ON_CPU = {"worker.gpu.count": "0", "image.tag": "cpu", "worker.model": "/opt/models/demo"}
 SERVICES = {
     "stages.enabled": "true",
-    "stages.config": "[stages]\nprompt_bytes = 1024",
+    "stages.config": "[stages] # ours\nprompt_bytes = 1024\nservice_timeout_s = 20.0",
     "controls.enabled": "true",
     "controls.folder": "/models/nets",
-    "controls.config": "[controls]\ndevice_bytes = 1024",
+    "controls.config": "[log]\nlevel = 'DEBUG'\n[controls]\ndevice_bytes = 1024\nservice_timeout_s = 9.0",
     "nodes[0].name": "find",
     "nodes[0].config": '[nodes]\nfind = "/models/find"',
     "nodes[0].models[0]": "find",
@@ -235,6 +235,9 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     assert worker.stages.service == f"{host.removesuffix('.edits')}:{port}"
     host, _, port = found["controls"].rpartition(":")
     assert worker.controls.service == f"{host.removesuffix('.edits')}:{port}"
+    # What they say of these tables is said to workers, too, who wait for them; nothing else is.
+    assert (worker.stages.service_timeout_s, worker.controls.service_timeout_s) == (20.0, 9.0)
+    assert worker.log == LogConfig()
     (container,) = one(resources, "StatefulSet")["spec"]["template"]["spec"]["containers"]
     assert parser.parse_args(container["command"][2:]).controlnets == "/models/nets"
     (router,) = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]["containers"]

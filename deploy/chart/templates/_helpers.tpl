@@ -27,3 +27,19 @@ seccompProfile: {type: RuntimeDefault}
 {{- define "maskserve.rowsInUse" -}}
 (sum(maskserve_running_rows{namespace="{{ .Release.Namespace }}"}) + sum(maskserve_waiting_rows{namespace="{{ .Release.Namespace }}"})) / sum(maskserve_row_capacity{namespace="{{ .Release.Namespace }}"}) * count(maskserve_row_capacity{namespace="{{ .Release.Namespace }}"})
 {{- end }}
+
+{{/* A table of a worker's configuration that names a service, with what the service's has there: a
+list of the table's name, the service's configuration and its address. */}}
+{{- define "maskserve.served" -}}
+{{- $name := index . 0 -}}
+[{{ $name }}]
+service = "{{ index . 2 }}"
+{{- $within := false }}
+{{- range splitList "\n" (index . 1) }}
+{{- if hasPrefix "[" (trim .) }}
+{{- $within = hasPrefix (printf "[%s]" $name) (trim .) }}
+{{- else if $within }}
+{{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
