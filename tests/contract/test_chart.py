@@ -44,7 +44,8 @@ SERVICES = {
     "stages.config": "[stages] # ours\nprompt_bytes = 1024\nservice_timeout_s = 20.0",
     "controls.enabled": "true",
     "controls.folder": "/models/nets",
-    "controls.config": "[log]\nlevel = 'DEBUG'\n[controls]\ndevice_bytes = 1024\nservice_timeout_s = 9.0",
+    "controls.config": "[log]\nlevel = 'DEBUG'\n"
+    "[controls]\ndevice_bytes = 1024\nservice_timeout_s = 9.0",
     "nodes[0].name": "find",
     "nodes[0].config": '[nodes]\nfind = "/models/find"',
     "nodes[0].models[0]": "find",

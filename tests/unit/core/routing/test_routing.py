@@ -497,7 +497,7 @@ def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_f
     )
     waiting = [replace(EDIT, active_tokens=10 * n) for n in range(1, 13)]
     got = dealt(waiting, [busy, idle])
-    assert sorted(sum(got.values(), []), key=lambda e: e.active_tokens) == waiting
+    assert sorted([*got["busy"], *got["idle"]], key=lambda e: e.active_tokens) == waiting
     assert len(got["idle"]) > len(got["busy"]) > 0
     sent = {"busy": busy, "idle": idle}
     for each in waiting:
