@@ -59,7 +59,7 @@ def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> dict[str, lis
         edits: in the order in which they get places.
         workers: that any of them may go to, with the rows that each has.
     """
-    free = []
+    free: list[tuple[float, int]] = []
     for number, worker in enumerate(workers):
         profile = worker.profile
         until = profile.free_at * worker.pricing.step + profile.until(profile.free_at)[0]
