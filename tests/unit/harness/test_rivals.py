@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from maskserve_harness.perf.results import Stamps
-from maskserve_harness.rivals.end_to_end import summary_of
+from maskserve_harness.rivals.end_to_end import chosen, summary_of
 from maskserve_harness.rivals.measuring import TUNINGS, summed, systems, waited_ms, within
 from maskserve_harness.rivals.page import page, write_page
 from maskserve_harness.rivals.pipeline_model import crop_box
@@ -40,6 +40,18 @@ def test_a_rival_s_configuration_says_how_it_batches() -> None:
     assert "max_queue_delay_microseconds: 50000" in text
     assert "count: 2" in text
     assert 'key: "way" value: { string_value: "crop" }' in text
+
+
+@pytest.mark.parametrize(
+    ("other", "runs"),
+    [(1.4, "default"), (1.61, "default"), (1.67, "default"), (1.7, "other")],
+)
+def test_a_way_to_share_cores_runs_in_place_of_the_default_where_it_is_clearly_faster(
+    other: float, runs: str
+) -> None:
+    """1.60 against 1.59 edits/s decided it."""
+    assert chosen({"default": 1.6, "other": other}) == runs
+    assert chosen({"default": 1.6}) == "default"
 
 
 def stamps(*milliseconds: int) -> Stamps:
