@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import mmap
 import re
 import secrets
@@ -28,6 +29,8 @@ RUN = "run"
 PREFIX = b"value:"
 _REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
 _OPEN, _HOST = ".open-", ".host"
+_LOOK_S = 60.0
+"""How often whoever is asked what there is looks for what has expired."""
 
 
 class Values(NamedFiles):
@@ -43,6 +46,7 @@ class Values(NamedFiles):
         self._config = config
         self._told = False
         self._held = 0, ValuesHeld()
+        self._looks_at = -math.inf
         self.host = ""
         """Of those who share the folder; empty: there is none."""
         if config.folder:
@@ -135,10 +139,14 @@ class Values(NamedFiles):
         raise TemplateNotFound(f"value {name[:12]} is not known here")
 
     def held(self) -> ValuesHeld:
-        """How many there are, and their bytes."""
+        """How many there are, and their bytes. What has expired goes, if no run saw to that."""
         if not self.host:
             return ValuesHeld()
         with suppress(OSError):
+            if (now := time.monotonic()) >= self._looks_at:
+                self._looks_at = now + _LOOK_S
+                with self._store.alone():
+                    self._expire()
             changed = self._store.folder.stat().st_mtime_ns
             if changed != self._held[0]:
                 sizes = self._counted()

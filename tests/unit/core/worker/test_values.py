@@ -6,6 +6,9 @@ import errno
 import gc
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +28,7 @@ from maskserve_core.imaging.images import (
     read_size,
 )
 from maskserve_core.worker.values import NO_VALUES, Values, parse
+from maskserve_harness.checkout import CHECKOUT
 
 LIMITS = LimitsConfig()
 
@@ -137,6 +141,27 @@ def test_runs_whose_router_died_expire(tmp_path: Path) -> None:
     assert folder.own([], "k", "alive")
     assert {name for name in left(tmp_path) if "dead" in name} == set()
     assert folder.held().count == 1
+
+
+def test_what_a_killed_router_had_expires_where_no_other_run_comes(tmp_path: Path) -> None:
+    """It stayed until the next one."""
+    dies = "from tests.unit.core.worker.test_values import die; die()"
+    killed = subprocess.run([sys.executable, "-c", dies, str(tmp_path)], cwd=CHECKOUT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    host = values(tmp_path, expires_s=60)
+    assert host.held().count == 1
+    then = time.time() - 61
+    os.utime(tmp_path / ".open-k-dead", (then, then))
+    assert values(tmp_path, expires_s=60).held().count == 0
+    assert left(tmp_path) == set()
+
+
+def die() -> None:
+    """Of a router: killed while a run has a value."""
+    folder = values(Path(sys.argv[1]))
+    folder.begin("k", "dead")
+    assert folder.put([b"picture"], "k", "dead")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_finds_no_room_goes_as_bytes_and_the_log_says_so_once(
