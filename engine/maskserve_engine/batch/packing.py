@@ -348,6 +348,15 @@ class Residuals(Protocol):
         ...
 
 
+class RowResiduals(Residuals, Protocol):
+    """The same of a row that may foresee an anchor."""
+
+    @property
+    def ahead(self) -> Residuals:
+        """Of the pass that computes it."""
+        ...
+
+
 class InactiveTokens(Protocol):
     """Tokens that a row does not compute: what of them the plan's blocks may need."""
 

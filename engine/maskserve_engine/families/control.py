@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -69,6 +69,15 @@ class RowControl(Generic[I]):
     """The prompt's, then the negative prompt's where one model call answers both."""
     kept: dict[int, KeptOfNet] = field(default_factory=dict)
     """By the number of the input, of a cached row."""
+    _ahead: RowControl[I] | None = field(init=False, default=None)
+
+    @property
+    def ahead(self) -> RowControl[I]:
+        """What they add to the pass in which the row foresees its next anchor; both keep the same.
+        """
+        if self._ahead is None:
+            self._ahead = replace(self, passes=tuple([PassResiduals() for _ in self.passes]))
+        return self._ahead
 
     def after(self, number: int) -> Tensor | None:
         """Of a row with one pass."""
@@ -95,6 +104,14 @@ class Controlled(NamedTuple, Generic[I]):
     """Of this step and of some behind it."""
     step: int
     steps: int
+    foreseen: int | None = None
+    """The step that lies where these tokens do, of a pass in which the row foresees an anchor; None:
+    the one that it takes."""
+
+    @property
+    def at(self) -> int:
+        """Of which step the nets' scales are."""
+        return self.step if self.foreseen is None else self.foreseen
 
 
 class Asked(NamedTuple, Generic[I]):
@@ -127,8 +144,10 @@ class Asked(NamedTuple, Generic[I]):
     @property
     def keeps(self) -> bool:
         """Whether this step's inactive tokens are to be kept: it computes them, and the next one
-        may not.
+        may not. What is foreseen goes on from what there is.
         """
+        if self.row.foreseen is not None:
+            return self.last is not None
         follows = self.row.step + 1
         going = follows < self.row.steps and follows not in self.row.control.own.anchors
         return self.row.idle and self.kept is None and going
@@ -171,7 +190,7 @@ class Nets(ABC, Generic[I]):
             for each in row.control.passes:
                 each.added.clear()
             for number, own in enumerate(row.control.inputs):
-                scale = own.control.scale_at(row.step, row.steps)
+                scale = own.control.scale_at(row.at, row.steps)
                 if scale:
                     asked.setdefault(id(own.net), []).append(Asked(row, number, own, scale))
         last = {id(each.row.control): net for net, same in asked.items() for each in same}

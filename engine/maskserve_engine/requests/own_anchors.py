@@ -32,8 +32,7 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     joint = adapter.work(*job.moments.shape[1:]).joint
     if not job.request.settings.may_anchor:
         return None
-    # What a ControlNet adds is of the step's own tokens, so anchors are steps of such a row.
-    return _plan(config, adapter, job, text=joint, foresees=not job.controls)
+    return _plan(config, adapter, job, text=joint, foresees=True)
 
 
 def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:

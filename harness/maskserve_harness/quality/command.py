@@ -243,8 +243,31 @@ def judge_adapters(args: argparse.Namespace) -> int:
 
 def compare_own(rig: Rig, classes: dict[str, list[Edit]], args: argparse.Namespace) -> int:
     """Anchors of an edit's own, one choice after the other."""
+    jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
+    return said_own(rig, classes, jobs, args)
+
+
+def compare_controlled(args: argparse.Namespace) -> int:
+    """The same of edits with a ControlNet, by the shapes that it is given the outlines of."""
+    [path] = args.adapters
+    rig, asked = AdapterRig(args.model, args.steps, path), asked_of("outline", args.n)
+    given = zip(rig.jobs(asked.edits), asked.controls or (), strict=True)
+    jobs: dict[str, list[EditJob]] = {}
+    classes: dict[str, list[Edit]] = {}
+    for edit, (job, control) in zip(asked.edits, given, strict=True):
+        jobs.setdefault(str(edit.shape), []).append(rig.given(job, control))
+        classes.setdefault(str(edit.shape), []).append(edit)
+    return said_own(rig, classes, jobs, args)
+
+
+def said_own(
+    rig: Rig,
+    classes: dict[str, list[Edit]],
+    jobs: dict[str, list[EditJob]],
+    args: argparse.Namespace,
+) -> int:
     rows = []
-    for row in own_table(rig, classes, args.choices):
+    for row in own_table(rig, classes, jobs, args.choices):
         rows.append(row)
         mean, worst = row["psnr_in_mask"], row["worst_class_psnr_in_mask"]
         low, under = row["worst_psnr_in_mask"], row["share_below_30"]
@@ -261,6 +284,8 @@ def compare_own(rig: Rig, classes: dict[str, list[Edit]], args: argparse.Namespa
 def main() -> int:
     args = parse()
     torch.set_num_threads(args.threads)
+    if args.adapters and args.own:
+        return compare_controlled(args)
     if args.adapters:
         return judge_adapters(args)
     if args.own:

@@ -144,7 +144,7 @@ def edited(
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         ringed = replace(job, request=replace(job.request, settings=settings))
         rows.append(rig.adapter.anchored_row(ringed, plan))
-        rig.attach(rows[-1], job)
+        rig.attach(rows[-1], ringed)
     kinds = plan_of_kinds(("kv",) * rig.adapter.blocks)
     with _reaching(choice.reach):
         for first in range(0, len(rows), BATCH):
@@ -179,16 +179,19 @@ def beside_template(
 
 
 def table(
-    rig: Rig, classes: dict[str, list[Edit]], wanted: Sequence[str] | None = None
+    rig: Rig,
+    classes: dict[str, list[Edit]],
+    jobs: dict[str, list[EditJob]],
+    wanted: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Of each choice its fidelity, beside dense rows.
 
     Args:
         rig: of the model.
         classes: edits.
+        jobs: theirs.
         wanted: names of the choices; None: all.
     """
-    jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
     joint = rig.adapter.facts.family != "unet"
     for choice in choices(rig, next(iter(jobs.values()))[0]):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.own_anchors import Entry, OwnAnchors, foretold, without_text
-from maskserve_engine.batch.packing import FixedTokens, InactiveTokens, Residuals, RowInput
+from maskserve_engine.batch.packing import FixedTokens, InactiveTokens, RowInput, RowResiduals
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -292,7 +292,7 @@ class FlowRow:
     """Of a row that may skip blocks."""
     recorded: bool = False
     """Whether its steps may be recorded as CUDA graphs."""
-    residuals: Residuals | None = None
+    residuals: RowResiduals | None = None
     adapters: Adapters = ()
     inactive: FlowInactive | None = None
     """None for a dense row."""
@@ -432,7 +432,9 @@ class FlowRow:
         assert self.inactive is not None
         made = self._whole(self._own_tokens(text, pooled, cis, words, step), self.inactive, step)
         sigma, total = self.schedule.walk[step].sigma, len(made.tokens)
-        return replace(made, capture=own.anchor(self.step, sigma, self.active, total, reads=True))
+        capture = own.anchor(self.step, sigma, self.active, total, reads=True)
+        residuals = None if self.residuals is None else self.residuals.ahead
+        return replace(made, capture=capture, residuals=residuals)
 
     def _negative(self) -> Negative:
         assert self.negative is not None
@@ -544,10 +546,15 @@ class FlowRow:
             return latents
         return self.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
 
-    def all_tokens(self) -> RowInput:
-        """All its tokens at this step, those first that its steps compute, whatever it reads."""
-        made = self._own_tokens(self.text, self.pooled, self.cis, None, self.step)
-        return made if self.inactive is None else self._whole(made, self.inactive, self.step)
+    def all_tokens(self, foreseen: int | None = None) -> RowInput:
+        """All its tokens, those first that its steps compute, whatever it reads.
+
+        Args:
+            foreseen: the step where they are foreseen; None: at the next one.
+        """
+        step = self.step if foreseen is None else foreseen
+        made = self._own_tokens(self.text, self.pooled, self.cis, None, step)
+        return made if self.inactive is None else self._whole(made, self.inactive, step)
 
     @property
     def computed(self) -> int:

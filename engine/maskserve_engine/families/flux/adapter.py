@@ -75,19 +75,20 @@ class FluxBatch(FlowBatch[FluxWeights]):
         return FluxStep(weights, vectors)
 
     def _run_nets(self, nets: FluxNets) -> None:
-        """Have ControlNets say what they add to this step."""
-        nets.run(
-            [
-                controlled(
-                    control,
-                    NetTokens(row.all_tokens(), row.computed, row.active),
-                    [step.timestep for step in row.walk(row.step)[:AHEAD]],
-                    row.step,
-                    row.steps,
+        """Have ControlNets say what they add to this step, and to anchors that it foresees."""
+        asked = []
+        for row, control in self._controlled:
+            given = NetTokens(row.all_tokens(), row.computed, row.active)
+            times = [step.timestep for step in row.walk(row.step)[:AHEAD]]
+            asked.append(controlled(control, given, times, row.step, row.steps))
+            if row.foreseen is not None:
+                at, whole = row.foreseen.step, row.all_tokens(row.foreseen.step)
+                given, times = (
+                    NetTokens(whole, len(whole.tokens), row.active),
+                    [row.walk(at)[0].timestep],
                 )
-                for row, control in self._controlled
-            ]
-        )
+                asked.append(controlled(control.ahead, given, times, row.step, row.steps, at))
+        nets.run(asked)
 
 
 class FluxAdapter(FlowAdapter[FluxWeights]):

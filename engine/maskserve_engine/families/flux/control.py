@@ -182,7 +182,8 @@ class FluxNets(Nets[FluxNetInput]):
         for each, given in zip(same, inputs, strict=True):
             if isinstance(given.capture, OwnAnchors):
                 given.capture.passed(each.row.timesteps[0])
-                each.keep(given.capture)
+                if each.row.foreseen is None:
+                    each.keep(given.capture)
 
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
@@ -225,7 +226,9 @@ def _given(asked: Asked[FluxNetInput]) -> RowInput:
         return made
     last = asked.last
     seen: OwnAnchors = OwnAnchors(row.control.own) if last is None else last.tokens
-    return replace(made, capture=seen.anchor(row.step, row.timesteps[0], active, len(made.tokens)))
+    at, reads = row.timesteps[0], row.foreseen is not None
+    seen.anchor(row.step, at, active, len(made.tokens), reads=reads)
+    return replace(made, capture=seen)
 
 
 def controlled(
@@ -234,10 +237,11 @@ def controlled(
     timesteps: Sequence[float],
     step: int,
     steps: int,
+    foreseen: int | None = None,
 ) -> Controlled[FluxNetInput]:
     """A row that is about to take a step."""
     sparse, idle = given.computed < len(given.row.tokens), given.active > 0
-    return Controlled(control, given, sparse, idle, timesteps, step, steps)
+    return Controlled(control, given, sparse, idle, timesteps, step, steps, foreseen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
