@@ -29,7 +29,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from maskserve_engine.control_link.slots import RowSlots
+from maskserve_engine.control_link.slots import SLOTS, RowSlots
 from maskserve_engine.control_link.transport import (
     MOST_BYTES,
     AddedPart,
@@ -178,7 +178,7 @@ def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:
     nbytes = prod(part.shape) * dtype.itemsize
     if nbytes > (_MOST_SAMPLE if asked else _MOST_ADDED):
         raise Lost(f"it sends {nbytes} bytes of one row")
-    if part.slot not in (0, 1):
+    if part.slot not in range(SLOTS):
         raise Lost(f"it names a slot {part.slot}")
     if slots is None:
         return torch.empty(part.shape, dtype=dtype)

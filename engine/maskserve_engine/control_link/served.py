@@ -25,6 +25,7 @@ from maskserve_core.contracts.settings import AdapterMode
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.reuse import Reuse, SentAsk
+from maskserve_engine.control_link.slots import FORESEEN
 from maskserve_engine.control_link.transport import (
     AddedPart,
     Answered,
@@ -66,6 +67,18 @@ class RowAsk(NamedTuple):
     """As of `transport.AskedRow`."""
     ahead: Callable[[], Tensor | None] = lambda: None
     """The same of the step after it, extrapolated; None: there is nothing to go by."""
+    foreseen: ForeseenAsk | None = None
+    """What the row foresees beside it."""
+
+
+class ForeseenAsk(NamedTuple):
+    """All tokens of a row, as they are foreseen at an anchor."""
+
+    step: int
+    """Of the anchor."""
+    sample: Tensor
+    computed: int
+    """As of `RowAsk`."""
 
 
 class ServedRow:
@@ -85,6 +98,13 @@ class ServedRow:
         """What the present step adds; None: nothing."""
         self.stale = False
         """Whether that is of other latents than the step's own."""
+        self.foreseen: SentAsk | None = None
+        """What is added to the anchor that the present step foresees."""
+
+    @property
+    def ahead(self) -> ServedAhead:
+        """What it adds to the pass that foresees an anchor."""
+        return ServedAhead(self)
 
     def turn_to(self, step: int, added: SentAsk | None) -> None:
         """Have a step add what was asked for."""
@@ -114,8 +134,24 @@ class ServedRow:
         """
         return None if self.added is None else self.link.find(self.added, self, number)
 
+    @property
+    def numbers(self) -> set[int]:
+        """Of the asks whose answers may still be added."""
+        return self.reuse.numbers | (set() if self.foreseen is None else {self.foreseen.number})
+
     def close(self) -> None:
         self.link.close_row(self)
+
+
+class ServedAhead(NamedTuple):
+    """What a row adds to the pass that foresees an anchor (`batch.packing.Residuals`)."""
+
+    row: ServedRow
+
+    def after(self, number: int) -> Tensor | None:
+        """As of `ServedRow`."""
+        row = self.row
+        return None if row.foreseen is None else row.link.find(row.foreseen, row, number)
 
 
 _batches = itertools.count(1)
@@ -140,23 +176,24 @@ class _Question(NamedTuple):
     computed: int
     sample: Tensor
     ahead: bool
+    foreseen: int | None = None
 
 
 class _Answer:
     """What has come of the answer to one ask."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[AddedPart]] = {}
+        self._parts: dict[tuple[str, int], list[AddedPart]] = {}
         self.ended = False
         self.error = ""
 
     def add(self, more: Answered) -> None:
         for part in more.parts:
-            self._parts.setdefault(part.row, []).append(part)
+            self._parts.setdefault((part.row, part.slot), []).append(part)
         self.ended, self.error = more.ended, more.error
 
-    def at(self, row: str, place: int) -> AddedPart | None:
-        for part in self._parts.get(row, ()):
+    def at(self, row: str, slot: int, place: int) -> AddedPart | None:
+        for part in self._parts.get((row, slot), ()):
             if part.first <= place <= part.last:
                 return part
         return None
@@ -237,8 +274,12 @@ class Link:
             row, step = each.row, each.step
             added = row.reuse.at(step, each.computed, self._failed)
             row.turn_to(step, added)
+            row.foreseen = None
             if row.reuse.wants_own(step, added):
                 own.append(_Question(row, step, each.computed, each.sample, ahead=False))
+            if each.foreseen is not None and row.reuse.acts(each.foreseen.step):
+                at, sample, computed = each.foreseen
+                own.append(_Question(row, step, computed, sample, ahead=False, foreseen=at))
             if row.reuse.wants_ahead(step, each.computed):
                 sample = each.ahead()
                 if sample is not None:
@@ -246,7 +287,7 @@ class Link:
         for questions in (own, ahead):
             if questions:
                 self._send(questions, batch)
-        needed = {number for row in self._rows for number in row.reuse.numbers}
+        needed = {number for row in self._rows for number in row.numbers}
         self._answers = {n: answer for n, answer in self._answers.items() if n in needed}
 
     def _send(self, questions: Sequence[_Question], batch: int) -> None:
@@ -256,20 +297,25 @@ class Link:
             self._read(self._patience_s)
         number, rows = next(self._numbers), []
         for each in questions:
-            row, sample, slot = each.row, each.sample, each.row.free_slot(each.step)
+            row, sample = each.row, each.sample
+            slot = row.free_slot(each.step) if each.foreseen is None else FORESEEN
             row.await_opened()
             with self._slots():
                 row.slots.ask(slot).write(0, sample)
             dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
-            rows.append(AskedRow(row.name, each.step, each.computed, slot, shape, dtype))
+            asked = (row.name, each.step, each.computed, slot, shape, dtype)
+            rows.append(AskedRow(*asked, foreseen=each.foreseen))
         try:
             self.messages.ask(Ask(number, batch, tuple(rows)))
         except Lost as error:
             raise self._over(str(error)) from error
         self._answers[number] = _Answer()
-        for each, asked in zip(questions, rows, strict=True):
+        for each, told in zip(questions, rows, strict=True):
             row = each.row
-            sent = SentAsk(number, each.step, each.computed, asked.slot, each.ahead)
+            sent = SentAsk(number, each.step, each.computed, told.slot, each.ahead)
+            if each.foreseen is not None:
+                row.foreseen = sent
+                continue
             row.reuse.keep(sent)
             if row.added is None and not each.ahead:
                 row.turn_to(each.step, sent)
@@ -296,7 +342,7 @@ class Link:
         answer = self._answers[sent.number]
         begin = 0.0
         while True:
-            part = answer.at(row.name, place)
+            part = answer.at(row.name, sent.slot, place)
             if part is not None or answer.ended:
                 break
             if not self.messages.come():

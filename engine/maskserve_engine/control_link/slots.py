@@ -3,8 +3,8 @@
 On one host a slot is a file in memory: one process writes there, the other reads. Where a network
 is between them each end has its own, and messages bring the bytes along (`network`). Nothing in a
 slot says what is there, or whether it is there yet: messages do (`transport`), each with the number
-of what was asked. A row has two slots each way, so that one step's tensors are written while those
-of the step before are read.
+of what was asked. A row has two slots each way for its steps, so that one step's tensors are
+written while those of the step before are read, and one for what it foresees beside a step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 64
+FORESEEN = 2
+"""The slot of what a row foresees."""
+SLOTS = 3
 
 
 def aligned(nbytes: int) -> int:
@@ -137,7 +140,7 @@ class RowSlots:
 
     def __init__(self, slot: Callable[[str], Slot]) -> None:
         self._asks, self._answers = (
-            tuple(slot(f"{number}.{way}") for number in range(2)) for way in ("ask", "answer")
+            tuple(slot(f"{number}.{way}") for number in range(SLOTS)) for way in ("ask", "answer")
         )
 
     @classmethod

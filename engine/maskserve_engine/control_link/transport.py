@@ -49,6 +49,8 @@ class AskedRow(msgspec.Struct, array_like=True, frozen=True):
     """Number of the slots that are used."""
     shape: tuple[int, ...]
     dtype: str
+    foreseen: int | None = None
+    """The step whose tokens these are, of an anchor that the row foresees; None: its own."""
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True):

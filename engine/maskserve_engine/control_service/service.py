@@ -175,24 +175,24 @@ class ControlNetService:
 
     def _answer(self, connection: Connection, ask: Ask) -> None:
         session, rows = self.sessions.rows(connection.session, [each.row for each in ask.rows])
-        ends = dict.fromkeys(rows, 0)
-        slots = {each.row: each.slot for each in ask.rows}
+        wanted = [(each.row, each.slot) for each in ask.rows]
+        ends = [0] * len(ask.rows)
         steps = []
         for each in ask.rows:
             row = rows[each.row]
             dtype = getattr(torch, each.dtype)
             sample = row.slots.ask(each.slot).read(0, each.shape, dtype).to(self._device)
-            steps.append(NetStep(each.row, row.own, each.step, sample, each.computed))
+            steps.append(NetStep(row.own, each.step, sample, each.computed, each.foreseen))
 
         def send(residuals: Sequence[Residual]) -> None:
             parts = []
-            for name, first, last, added in residuals:
-                row, offset = rows[name], ends[name]
-                row.slots.answer(slots[name]).write(offset, added)
-                ends[name] = aligned(offset + added.nbytes)
+            for number, first, last, added in residuals:
+                (name, slot), offset = wanted[number], ends[number]
+                rows[name].slots.answer(slot).write(offset, added)
+                ends[number] = aligned(offset + added.nbytes)
                 dtype = str(added.dtype).removeprefix("torch.")
                 shape = tuple(added.shape)
-                parts.append(AddedPart(name, first, last, slots[name], offset, shape, dtype))
+                parts.append(AddedPart(name, first, last, slot, offset, shape, dtype))
             connection.send(Answered(ask.number, tuple(parts)))
 
         if session.batch is None or session.batch[0] != ask.batch:

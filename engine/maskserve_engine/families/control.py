@@ -153,7 +153,9 @@ class Asked(NamedTuple, Generic[I]):
         return self.row.idle and self.kept is None and going
 
     def keep(self, tokens: Any) -> None:
-        self.row.control.kept[self.number] = KeptOfNet(self.row.step, tokens)
+        """What was foreseen is where it was kept before."""
+        if self.row.foreseen is None:
+            self.row.control.kept[self.number] = KeptOfNet(self.row.step, tokens)
 
 
 Said = tuple[Sequence[int], Sequence[Sequence[Tensor]]]
@@ -220,7 +222,9 @@ class NetRow(Protocol):
     @property
     def control(self) -> RowControl[Any]: ...
 
-    def at(self, step: int, sample: Tensor, computed: int) -> Controlled[Any]:
+    def at(
+        self, step: int, sample: Tensor, computed: int, foreseen: int | None
+    ) -> Controlled[Any]:
         """The row as it is about to take a step; arguments as `NetStep` has them."""
         ...
 
@@ -257,7 +261,6 @@ class OpenedRows(ABC):
 class NetStep(NamedTuple):
     """A row that is about to take a step elsewhere."""
 
-    name: str
     row: Any
     """A `NetRow`, as the family has made it."""
     step: int
@@ -265,12 +268,15 @@ class NetStep(NamedTuple):
     """What nets are given of the base's latents."""
     computed: int
     """Tokens of them that the base computes; of FLUX the first ones."""
+    foreseen: int | None = None
+    """As of `Controlled`."""
 
 
 class Residual(NamedTuple):
     """What is added to a row."""
 
-    row: str
+    number: int
+    """Of the row among those that were asked for."""
     first: int
     last: int
     """At each place of the base from the first to the last."""
@@ -293,29 +299,28 @@ class NetBatch:
 
     def run(self, rows: Sequence[NetStep], send: Send) -> None:
         """Each net runs once, over all rows that have it."""
-        names = {id(each.row.control): each.name for each in rows}
-        left = {each.name: set[int]() for each in rows}
+        asked = [each.row.at(each.step, each.sample, each.computed, each.foreseen) for each in rows]
+        numbers = {id(each.control): number for number, each in enumerate(asked)}
+        left = [set[int]() for _ in asked]
 
         def told(whole: Sequence[tuple[RowControl[Any], Sequence[int]]]) -> None:
             found: list[Residual] = []
             for control, places in whole:
-                name = names[id(control)]
-                found += self._residuals(name, control, places)
-                left[name].update(places)
+                number = numbers[id(control)]
+                found += self._residuals(number, control, places)
+                left[number].update(places)
             send(found)
 
-        asked = [each.row.at(each.step, each.sample, each.computed) for each in rows]
         self._nets.run(asked, told if self._nets.in_parts else None)
         rest: list[Residual] = []
-        for each in rows:  # where a deeper net ran before the last one, or nothing was told
-            control = each.row.control
-            places = sorted(control.passes[0].added.keys() - left[each.name])
-            rest += self._residuals(each.name, control, places)
+        for number, row in enumerate(asked):  # a deeper net ran before the last, or nothing is told
+            places = sorted(row.control.passes[0].added.keys() - left[number])
+            rest += self._residuals(number, row.control, places)
         if rest:
             send(rest)
 
     def _residuals(
-        self, name: str, control: RowControl[Any], places: Sequence[int]
+        self, number: int, control: RowControl[Any], places: Sequence[int]
     ) -> Iterator[Residual]:
         """What is the same at places one behind the other is one."""
         first, begin = control.passes[0].added, 0
@@ -325,6 +330,6 @@ class NetBatch:
                 continue
             each = [own.added[place] for own in control.passes]
             yield Residual(
-                name, places[begin], place, torch.stack(each) if self._nets.stacked else each[0]
+                number, places[begin], place, torch.stack(each) if self._nets.stacked else each[0]
             )
             begin = i + 1

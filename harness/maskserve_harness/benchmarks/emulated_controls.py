@@ -138,11 +138,11 @@ class _NetBatch:
         self._added = [torch.zeros(n, dtype=torch.uint8) for n in nets.sizes]
 
     def run(self, rows: Sequence[NetStep], send: Send) -> None:
-        for each in rows:
+        for number, each in enumerate(rows):
             self._device.launch(each.row * self._nets.seconds + self._nets.sent_s)
             self._device.wait()
             places = enumerate(self._added)
-            send([Residual(each.name, place, place, added) for place, added in places])
+            send([Residual(number, place, place, added) for place, added in places])
 
 
 class Base:

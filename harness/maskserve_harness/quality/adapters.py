@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from diffusers import FluxControlNetModel
+from diffusers import ControlNetModel, FluxControlNetModel
 from numpy.typing import NDArray
 
 from maskserve_core.adapters.base_layers import BaseLayers
@@ -91,7 +91,9 @@ class AdapterRig(Rig):
         self.net: FluxControlNet | None = None
         self.path = path
         if path.is_dir():
-            self.net = self.adapter.control_net(FluxControlNetModel.from_pretrained(path).eval())
+            unet = self.adapter.facts.family == "unet"
+            kind = ControlNetModel if unet else FluxControlNetModel
+            self.net = self.adapter.control_net(kind.from_pretrained(path).eval())
         else:
             base = BaseLayers.of_folder(folder)
             assert base is not None
@@ -102,14 +104,16 @@ class AdapterRig(Rig):
         """The job with its control picture, if it has one."""
         if control is None:
             return job
-        moments = self.encoder.moments(control)
+        takes = self.adapter.facts.control
+        latents = takes is not None and takes.latents
+        moments = self.encoder.moments(control) if latents else None
         return replace(job, controls=(ControlInput("net", control, moments=moments),))
 
     def attach(self, row: FlowRow | FlowPrimingRow, job: EditJob) -> None:
         if self.lora is not None:
             if self.own_entries or isinstance(row, FlowRow):
                 self.adapter.attach(row, job, ((self.lora, 1.0),))
-        elif not isinstance(row, FlowRow):
+        elif isinstance(row, FlowPrimingRow):
             return
         elif self.served is None:
             self.adapter.control(row, job, {"net": self.net})

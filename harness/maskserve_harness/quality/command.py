@@ -241,31 +241,23 @@ def judge_adapters(args: argparse.Namespace) -> int:
     return 0 if all(all(each["held"].values()) for each in found.values()) else 1
 
 
-def compare_own(rig: Rig, classes: dict[str, list[Edit]], args: argparse.Namespace) -> int:
-    """Anchors of an edit's own, one choice after the other."""
-    jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
-    return said_own(rig, classes, jobs, args)
-
-
-def compare_controlled(args: argparse.Namespace) -> int:
-    """The same of edits with a ControlNet, by the shapes that it is given the outlines of."""
-    [path] = args.adapters
-    rig, asked = AdapterRig(args.model, args.steps, path), asked_of("outline", args.n)
-    given = zip(rig.jobs(asked.edits), asked.controls or (), strict=True)
-    jobs: dict[str, list[EditJob]] = {}
-    classes: dict[str, list[Edit]] = {}
-    for edit, (job, control) in zip(asked.edits, given, strict=True):
-        jobs.setdefault(str(edit.shape), []).append(rig.given(job, control))
-        classes.setdefault(str(edit.shape), []).append(edit)
-    return said_own(rig, classes, jobs, args)
-
-
-def said_own(
-    rig: Rig,
-    classes: dict[str, list[Edit]],
-    jobs: dict[str, list[EditJob]],
-    args: argparse.Namespace,
-) -> int:
+def compare_own(folder: Path, args: argparse.Namespace) -> int:
+    """Anchors of an edit's own, one choice after the other; with `--adapters` of edits with that
+    ControlNet, by the shapes that it is given the outlines of.
+    """
+    if args.adapters:
+        [path] = args.adapters
+        controlled = AdapterRig(folder, args.steps, path)
+        rig: Rig = controlled
+        asked, classes, jobs = asked_of("outline", args.n), {}, {}
+        encoded = zip(asked.edits, rig.jobs(asked.edits), asked.controls or (), strict=True)
+        for edit, job, control in encoded:
+            classes.setdefault(str(edit.shape), []).append(edit)
+            jobs.setdefault(str(edit.shape), []).append(controlled.given(job, control))
+    else:
+        rig = Rig(folder, args.steps)
+        classes = classes_of(rig.adapter.facts, args.classes, args.n)
+        jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     rows = []
     for row in own_table(rig, classes, jobs, args.choices):
         rows.append(row)
@@ -284,16 +276,12 @@ def said_own(
 def main() -> int:
     args = parse()
     torch.set_num_threads(args.threads)
-    if args.adapters and args.own:
-        return compare_controlled(args)
-    if args.adapters:
+    if args.adapters and not args.own:
         return judge_adapters(args)
     if args.own:
         with TemporaryDirectory() as made:
             folder = write_base(args.model, Path(made) / "base") if args.base else args.model
-            rig = Rig(folder, args.steps)
-            classes = classes_of(rig.adapter.facts, args.classes, args.n)
-            return compare_own(rig, classes, args)
+            return compare_own(folder, args)
     rig = Rig(args.model, args.steps, wordless=args.wordless)
     classes = classes_of(rig.adapter.facts, args.classes, args.n)
     if args.frontier and rig.adapter.facts.semantics.reference:

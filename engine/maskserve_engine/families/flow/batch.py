@@ -24,7 +24,7 @@ from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forwar
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.control_link.served import RowAsk, ServedRow, ask_service, new_batch
+from maskserve_engine.control_link.served import ForeseenAsk, RowAsk, ServedRow, ask_service, new_batch
 from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow, Foreseen, Negative, Row
 from maskserve_engine.families.flow.schedule import Walk
 from maskserve_engine.layers.low_rank import Adapters
@@ -427,6 +427,11 @@ def _still(packed: Packed) -> Tensor | None:
 
 
 def _asked(row: FlowRow, served: ServedRow) -> RowAsk:
-    """What a service is given of a row's next step: the latents of all its tokens."""
-    tokens = row.all_tokens().tokens[:, : row.channels]
-    return RowAsk(served, row.step, tokens, row.computed, row.latents_ahead)
+    """What a service is given of a row's next step, and of an anchor that it foresees: the latents
+    of all its tokens.
+    """
+    tokens, foreseen = row.all_tokens().tokens[:, : row.channels], None
+    if row.foreseen is not None:
+        ahead = row.all_tokens(row.foreseen.step).tokens[:, : row.channels]
+        foreseen = ForeseenAsk(row.foreseen.step, ahead, len(ahead))
+    return RowAsk(served, row.step, tokens, row.computed, row.latents_ahead, foreseen)

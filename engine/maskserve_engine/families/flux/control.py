@@ -182,8 +182,7 @@ class FluxNets(Nets[FluxNetInput]):
         for each, given in zip(same, inputs, strict=True):
             if isinstance(given.capture, OwnAnchors):
                 given.capture.passed(each.row.timesteps[0])
-                if each.row.foreseen is None:
-                    each.keep(given.capture)
+                each.keep(given.capture)
 
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
@@ -274,9 +273,14 @@ class FluxNetRow:
         control = RowControl(tuple(inputs), facts.own)
         return cls(control, base, cis, facts.timesteps, facts.active)
 
-    def at(self, step: int, sample: Tensor, computed: int) -> Controlled[FluxNetInput]:
+    def at(
+        self, step: int, sample: Tensor, computed: int, foreseen: int | None
+    ) -> Controlled[FluxNetInput]:
         """See `NetRow`; `sample` is [N, channels], the tokens that the base computes first."""
         row = replace(self.base, tokens=sample, cis=self.cis)
         given = NetTokens(row, computed, self.active)
-        ahead = self.timesteps[step : step + AHEAD]
-        return controlled(self.control, given, ahead, step, len(self.timesteps))
+        control, steps = self.control, len(self.timesteps)
+        if foreseen is not None:
+            times = [self.timesteps[foreseen]]
+            return controlled(control.ahead, given, times, step, steps, foreseen)
+        return controlled(control, given, self.timesteps[step : step + AHEAD], step, steps)

@@ -12,7 +12,7 @@ from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.control_link.served import RowAsk, ask_service, new_batch
+from maskserve_engine.control_link.served import ForeseenAsk, RowAsk, ask_service, new_batch
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.captures import UnetAnchors
 from maskserve_engine.families.unet.control import (
@@ -66,14 +66,15 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def step(
         self, model: UnetWeights, kinds: Sequence[str], exchange: Exchange | None = None
     ) -> None:
-        self._foresee(model, exchange)
+        samples, ahead = self._samples(), self._foreseen()
+        self._run_nets(samples, ahead)
+        if ahead:  # passes over the whole picture, which share no convolution with those over tiles
+            UnetBatch(ahead).step(model, (), exchange)
         if exchange is not (None if self._share is None else self._share.exchange):
             self._share_with(exchange)
-        samples = self._samples()
         sample = torch.stack(
             [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]
         )
-        self._run_nets(samples)
         timesteps = self._timesteps(sample.device)
         if self._share is None:
             answer = self._forward(model, sample, timesteps, kinds)
@@ -86,18 +87,15 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             if not isinstance(row, UnetRow):
                 row.advance(own)
 
-    def _foresee(self, model: UnetWeights, exchange: Exchange | None) -> None:
-        """Compute the anchors that rows are to know ahead of this step. These are passes over the
-        whole picture, which share no convolution with those over tiles: a batch of their own.
-        """
+    def _foreseen(self) -> list[UnetAhead]:
+        """The anchors that rows are to know ahead of this step."""
         ahead = []
         for row in self._order:
             if isinstance(row, UnetRow):
                 row.foreseen = row.foresees
                 if row.foreseen is not None:
                     ahead.append(UnetAhead(row, row.foreseen))
-        if ahead:
-            UnetBatch(ahead).step(model, (), exchange)
+        return ahead
 
     def _samples(self) -> list[torch.Tensor]:
         """[in_channels, h, w] of each row."""
@@ -187,20 +185,34 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             for row in self.rows
         )
 
-    def _run_nets(self, samples: Sequence[torch.Tensor]) -> None:
-        """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w]."""
+    def _run_nets(self, samples: Sequence[torch.Tensor], ahead: Sequence[UnetAhead]) -> None:
+        """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w], and to
+        anchors that it foresees.
+        """
         asked, here = [], []
+        foreseen = {id(each.row): each for each in ahead}
         for row, sample in zip(self._order, samples, strict=True):
             if not isinstance(row, UnetRow):
                 continue
             control, own = row.control, sample[: len(row.latents)]
+            anchor = foreseen.get(id(row)) if control is not None else None
+            there = None if anchor is None else anchor.sample()[: len(own)]
             if isinstance(control, UnetServedControl):
                 count = own[0].numel() if row.active is None else len(row.active[0])
-                ahead = partial(latents_ahead, row)
-                asked.append(RowAsk(control.served, row.step, own, count, ahead))
+                also = None
+                if anchor is not None and there is not None:
+                    also = ForeseenAsk(anchor.anchor, there, own[0].numel())
+                later = partial(latents_ahead, row)
+                asked.append(RowAsk(control.served, row.step, own, count, later, also))
             elif isinstance(control, RowControl):
                 given = UnetSample(own, row.active)
                 here.append(controlled(control, given, row.timestep, row.step, row.steps))
+                if anchor is not None and there is not None:
+                    at, whole = anchor.anchor, UnetSample(there, None)
+                    [timestep] = anchor.timesteps_ahead
+                    here.append(
+                        controlled(control.ahead, whole, timestep, row.step, row.steps, at)
+                    )
         ask_service(asked, self._number)
         self._nets.run(here)
 

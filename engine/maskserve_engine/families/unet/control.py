@@ -19,10 +19,10 @@ from torch import Tensor
 
 from maskserve_core.models.unet import CONTROL, check_net, level_sizes
 from maskserve_engine.base.job import ControlInput
+from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.cache.entries import Coded
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.control_link.served import ServedAhead, ServedRow
 from maskserve_engine.families.control import (
     Asked,
     Controlled,
@@ -146,48 +146,37 @@ def others_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor]:
     ]
 
 
-class KeptTokens:
-    """A pass's inactive tokens in a net's stacks, as of a step that computed all tokens
+class NetAnchors(OwnAnchors):
+    """A pass's inactive tokens in a net's stacks, as its anchors have left them
     (`stack.StackCapture`), for the steps that compute the active ones.
 
     Args:
+        plan: of the row's nets.
         others: level → [m] ids of the inactive tokens.
         levels: of the net's blocks.
     """
 
-    text = False
-    """A UNet's text is in attention of its own."""
-
-    def __init__(self, others: Sequence[Tensor], levels: Sequence[int]) -> None:
-        self._others, self._levels = others, levels
-        self._sources: dict[tuple[int, str], KvSource] = {}
-
-    def hidden(self, block: int, hidden: Tensor) -> None:
-        """Nobody reads it."""
-
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        self._keep(block, "kv", keys.flatten(1), values.flatten(1))
+    def __init__(self, plan: OwnPlan, others: Sequence[Tensor], levels: Sequence[int]) -> None:
+        super().__init__(plan)
+        self.text = False  # a UNet's is in attention of its own
+        self._ids, self._levels = others, levels
+        self.now = 0.0
+        """Timestep of the step that reads them."""
 
     def end(self, block: int, output: Tensor) -> None:
-        self._keep(block, "end", output)
+        self._keep(block, "end", (output,))
 
     def map(self, number: int, x: Tensor, groups: int) -> None:
         """Convolutions run on the whole picture."""
 
-    def source(self, block: int, part: str) -> KvSource:
-        """Of the inactive tokens alone, in the order of their ids."""
-        return self._sources[block, part]
-
-    def _keep(self, block: int, part: str, *tokens: Tensor) -> None:
-        ids = self._others[self._levels[block]]
-        taken = tuple([Coded("model", each.index_select(0, ids)) for each in tokens])
-        self._sources[block, part] = KvSource(taken)
+    def _others(self, block: int, x: Tensor) -> Tensor:
+        return x.index_select(0, self._ids[self._levels[block]])
 
 
 class ServedPass(NamedTuple):
     """The residuals of one pass of a row whose nets a service runs."""
 
-    served: ServedRow
+    served: ServedRow | ServedAhead
     number: int
 
     def after(self, number: int) -> Tensor | None:
@@ -202,6 +191,12 @@ class UnetServedControl:
     served: ServedRow
     passes: tuple[ServedPass, ...]
 
+    @property
+    def ahead(self) -> UnetServedControl:
+        """As of `RowControl`."""
+        passes = [ServedPass(self.served.ahead, each.number) for each in self.passes]
+        return UnetServedControl(self.served, tuple(passes))
+
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
@@ -215,8 +210,8 @@ class _Rest:
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         assert wanted is None, "a net's passes have no tile"
-        found: KvSource = self.control.kept[self.number].tokens[self.half].source(block, part)
-        return found
+        own: NetAnchors = self.control.kept[self.number].tokens[self.half]
+        return own.source(block, own.now, part)
 
 
 class UnetSample(NamedTuple):
@@ -234,10 +229,12 @@ def controlled(
     timestep: float,
     step: int,
     steps: int,
+    foreseen: int | None = None,
 ) -> Controlled[UnetNetInput]:
     """A row that is about to take a step."""
     others = bool(control.inputs[0].others)
-    return Controlled(control, given, given.active is not None, others, (timestep,), step, steps)
+    sparse = given.active is not None
+    return Controlled(control, given, sparse, others, (timestep,), step, steps, foreseen)
 
 
 class _Run(NamedTuple):
@@ -264,16 +261,17 @@ class UnetNets(Nets[UnetNetInput]):
         sample = torch.stack([row.given.sample for row in rows])
         timesteps = torch.tensor([row.timesteps[0] for row in rows])
         [timesteps] = to_device([timesteps], sample.device)
-        fresh = [
-            [KeptTokens(each.own.others, net.levels) if each.keeps else None for _ in range(count)]
-            for each, count in zip(same, counts, strict=True)
-        ]
-        seeing = enumerate(chain.from_iterable(fresh))
-        captures = [(i, i + 1, own) for i, own in seeing if own is not None]
+        seeing = [_seeing(net, each) for each in same]
+        first, captures = 0, []
+        for each, anchors in zip(same, seeing, strict=True):
+            captures += [(i, i + 1, own) for i, own in enumerate(anchors, start=first)]
+            first += len(each.own.passes)
         maps = maps_of_net(net.weights, run.packed, sample, run.hints, timesteps, captures)
-        for each, kept in zip(same, fresh, strict=True):
-            if each.keeps:
-                each.keep(kept)
+        for each, anchors in zip(same, seeing, strict=True):
+            for own in anchors:
+                own.passed(each.row.timesteps[0])
+            if anchors:
+                each.keep(anchors)
         for number, (out, map) in enumerate(zip(net.outs, maps, strict=True)):
             yield (number,), [each.unbind() for each in out(map).split(counts)]
 
@@ -287,6 +285,21 @@ class UnetNets(Nets[UnetNetInput]):
             packed = PackedPasses(given, (height, width), depth, sample.device)
             self._runs[key] = _Run(packed, torch.stack(hints))
         return self._runs[key]
+
+
+def _seeing(net: UnetControlNet, asked: Asked[UnetNetInput]) -> Sequence[NetAnchors]:
+    """What sees the passes that a row's net is run over; none where nothing of them is kept."""
+    row, last = asked.row, asked.last
+    if not asked.keeps:
+        for own in asked.kept or ():
+            own.now = row.timesteps[0]
+        return ()
+    made = [NetAnchors(row.control.own, asked.own.others, net.levels) for _ in asked.own.passes]
+    anchors: Sequence[NetAnchors] = made if last is None else last.tokens
+    reads = row.foreseen is not None
+    for own in anchors:
+        own.anchor(row.step, row.timesteps[0], 0, 0, reads=reads)
+    return anchors
 
 
 def _given(asked: Asked[UnetNetInput]) -> list[PassInput]:
@@ -330,7 +343,11 @@ class UnetNetRow:
         passes = tuple([PassResiduals() for _ in texts])
         return cls(RowControl(tuple(inputs), facts.own, passes=passes), active, facts.timesteps)
 
-    def at(self, step: int, sample: Tensor, computed: int) -> Controlled[UnetNetInput]:
+    def at(
+        self, step: int, sample: Tensor, computed: int, foreseen: int | None
+    ) -> Controlled[UnetNetInput]:
         """See `NetRow`; `sample` is [channels, h, w]."""
         given = UnetSample(sample, self.active if computed < sample[0].numel() else None)
-        return controlled(self.control, given, self.timesteps[step], step, len(self.timesteps))
+        control, at = self.control, step if foreseen is None else foreseen
+        control = control if foreseen is None else control.ahead
+        return controlled(control, given, self.timesteps[at], step, len(self.timesteps), foreseen)

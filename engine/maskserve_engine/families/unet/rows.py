@@ -399,7 +399,12 @@ class UnetAhead:
         return [each.at(self.step, sigma, reads=True) for each in self.anchors]
 
     def passes(self) -> list[PassInput]:
-        return [PassInput(each.text, each.added) for each in self.row.prompts]
+        control = self.row.control
+        residuals: Sequence[Residuals | None] = (None, None)
+        if control is not None:
+            residuals = control.ahead.passes
+        each_with = zip(self.row.prompts, residuals, strict=False)
+        return [PassInput(each.text, each.added, residuals=own) for each, own in each_with]
 
     def sample(self) -> Tensor:
         """[in_channels, h, w]"""

@@ -125,7 +125,7 @@ def asked(shape: Any, dtype: str = "float32", slot: int = 0) -> AskedRow:
         (asked((-1, -4)), "no tensor"),
         (asked((1,), "load"), "no tensor"),
         (asked((1,), "no such"), "no tensor"),
-        (asked((1,), slot=2), "slot"),
+        (asked((1,), slot=3), "slot"),
         (asked((1,), slot=-1), "slot"),
     ],
 )

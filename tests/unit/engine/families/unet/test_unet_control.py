@@ -328,7 +328,7 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
         computed.append(kept.kept[0].step)
     assert computed == [step - step % 3 for step in range(row.steps)]
     [source] = kept.kept[0].tokens
-    keys, values = source.source(0, "kv").parts
+    keys, values = source.source(0, source.now).parts
     level = served.nets["one"].levels[0]
     others = [len(ids) for ids in kept.inputs[0].others]
     assert len(keys.data) == len(values.data) == others[level]
