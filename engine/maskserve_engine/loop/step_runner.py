@@ -324,7 +324,7 @@ def _control_flops(edit: RequestState | PrimingState, step: RowStep) -> float:
     """What ControlNets computed in the step just taken."""
     if not isinstance(edit, RequestState) or edit.work.controls is None:
         return 0.0
-    return edit.work.controls.at(step.done - 1, cached=step.read)
+    return edit.work.controls.at(step.done - 1, cached=step.read, foresaw=step.foresaw)
 
 
 def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:

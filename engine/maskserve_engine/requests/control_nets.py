@@ -18,6 +18,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.residency import Residency, Resource
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
 
 
 class ControlNetSource(Source[ResolvedControl], Protocol):
@@ -40,6 +41,8 @@ class ControlWork:
     steps: int
     anchors: frozenset[int]
     """Steps at which a net beside a cached row computes all tokens."""
+    own: OwnPlan | None = None
+    """Of the row's own anchors, which take their place."""
 
     @classmethod
     def of(
@@ -77,10 +80,23 @@ class ControlWork:
             )
         return cls(controls, tuple(flops), steps, anchors)
 
-    def at(self, step: int, *, cached: bool) -> float:
-        """FLOPs of one step, the first being 0."""
+    def with_own(self, plan: OwnPlan) -> ControlWork:
+        """The same of an edit with anchors of its own."""
+        return replace(self, anchors=plan.dense, own=plan)
+
+    def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
+        """FLOPs of one step, the first being 0.
+
+        Args:
+            step: its number.
+            cached: whether the base reads something in it.
+            foresaw: whether the row computes its next anchor beside it.
+        """
+        ahead = self.own.behind(step) if self.own is not None and foresaw else None
         total = 0.0
         for control, (dense, active) in zip(self.controls, self.flops, strict=True):
+            if ahead is not None and scale_at(control, ahead, self.steps):
+                total += dense
             if not scale_at(control, step, self.steps):
                 continue
             first = not any(scale_at(control, n, self.steps) for n in range(step))
@@ -89,7 +105,11 @@ class ControlWork:
 
     def mean(self, *, cached: bool) -> float:
         """FLOPs of its steps, on average."""
-        return sum(self.at(step, cached=cached) for step in range(self.steps)) / self.steps
+        ahead = frozenset[int]()
+        if cached and self.own is not None:
+            ahead = self.own.computed_at - self.own.dense
+        each = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
+        return sum(each) / self.steps
 
 
 class EditControlNets(Holdings[ResolvedControl]):

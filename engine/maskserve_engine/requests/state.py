@@ -114,8 +114,16 @@ class EditWork:
             tokens += share * (renewed.active[0] - tokens)
         others = 1.0 - (1.0 / self.steps if plan.foresees else share)
         mean = share * at_anchors + others * work.batch_flops(between, kinds, None)
+        controls = self.controls
+        if controls is not None and renewed is None:
+            controls = controls.with_own(plan)
         return replace(
-            self, between=between, renewed=renewed, cached_flops=mean, cached_tokens=tokens
+            self,
+            between=between,
+            renewed=renewed,
+            cached_flops=mean,
+            cached_tokens=tokens,
+            controls=controls,
         )
 
     def step_flops(self, mode: ExecutionMode) -> float:

@@ -20,6 +20,7 @@ from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.routing.predict import predicted_seconds
 from maskserve_core.routing.view import Edit, WorkerView
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.requests.control_nets import ControlWork
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of
@@ -113,6 +114,14 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
     assert [work.at(step, cached=True) for step in range(10)] == expected
     assert work.mean(cached=True) == pytest.approx(np.mean(expected))
     assert work.mean(cached=False) == pytest.approx(0.7 * whole[0] + whole[1])
+    # With anchors of its own {0, 5, 8}: 5 is foreseen at step 1, before the first net begins to
+    # act, and 8 at step 5.
+    own = work.with_own(OwnPlan(frozenset({0, 5, 8}), "int8", text=True, foresees=True))
+    read = [own.at(step, cached=step > 0, foresaw=step in (1, 5)) for step in range(10)]
+    steps = [0, 0, 0, whole[0], *[part[0]] * 6], [whole[1], *[part[1]] * 9]
+    ahead = [(step in (1, 5)) * sum(whole) for step in range(10)]
+    assert read == pytest.approx([sum(each) for each in zip(*steps, ahead, strict=True)])
+    assert own.mean(cached=True) == pytest.approx(np.mean(read))
 
 
 def test_routers_price_edits_and_rows_with_control() -> None:
