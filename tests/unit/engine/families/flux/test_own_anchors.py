@@ -24,6 +24,7 @@ from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import NOISE_SEED, Primed, assert_equal
+from tests.support.foretold_flux import ForetoldFlux
 from tests.support.own_rows import assert_as_alone, plan, result, row_of, run
 
 pytestmark = pytest.mark.spread("folder", "seed")
@@ -100,96 +101,12 @@ def test_rows_do_not_depend_on_their_batch(
         assert_equal(beside.result().array(), row.result().array())
 
 
-class Foretold:
-    """An attention processor of a FluxTransformer2DModel: at anchors it remembers keys and values
-    of all tokens; at other steps it puts in the place of those that are not computed what lies on
-    the line through the last two anchors.
-    """
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.seen: list[tuple[float, Tensor, Tensor]] = []
-
-    def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
-        attention_mask: Any = None, image_rotary_emb: Any = None,
-    ) -> Any:  # fmt: skip
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        def heads(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (-1, attn.head_dim))
-
-        image = [heads(layer(hidden_states)) for layer in (attn.to_q, attn.to_k, attn.to_v)]
-        q, k, v = attn.norm_q(image[0]), attn.norm_k(image[1]), image[2]
-        if encoder_hidden_states is not None:
-            added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-            text = [heads(layer(encoder_hidden_states)) for layer in added]
-            q = torch.cat((attn.norm_added_q(text[0]), q), dim=1)
-            k = torch.cat((attn.norm_added_k(text[1]), k), dim=1)
-            v = torch.cat((text[2], v), dim=1)
-        q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
-        sigma, others = self.state.sigma, self.state.others
-        if self.state.anchor:
-            self.seen.append((sigma, k, v))
-        else:
-            before, last = self.seen[-2:] if len(self.seen) > 1 else self.seen * 2
-            times = self.state.times(before[0], last[0])
-            k, v = k.clone(), v.clone()
-            for own, at in ((k, 1), (v, 2)):
-                line = last[at] + times * (last[at] - before[at])
-                own[:, others] = line[:, others]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v))
-        )
-        out = out.transpose(1, 2).flatten(2)
-        if encoder_hidden_states is None:
-            return out
-        words = encoder_hidden_states.shape[1]
-        return attn.to_out[0](out[:, words:]), attn.to_add_out(out[:, :words])
-
-
-class State:
-    """What the processors are told of the step."""
-
-    sigma = 0.0
-    anchor = True
-    others: Tensor
-
-    def __init__(self, power: float) -> None:
-        self.power = power
-
-    def times(self, before: float, last: float) -> float:
-        """How many times the change between two anchors has come since."""
-        a, b, now = (sigma**self.power for sigma in (before, last, self.sigma))
-        return 0.0 if a == b else (b - now) / (a - b)
-
-
-def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
-    """[1, N, in_channels] what the model is given at an anchor ahead, of what it is given now."""
-    assert row.inactive is not None
-    outside: Any = row.inactive.outside
-    others = row.inactive.index[: len(outside.clean)]
-    total, channels = len(others) + len(row.latents), row.channels
-    tokens, sigma = given.clone(), row.schedule.sigmas[at]
-    tokens[0, :total, :channels] += change * moved[0, :total]
-    if row.blend is not None:
-        active = row.inactive.active
-        there = tokens[0, active, :channels]
-        tokens[0, active, :channels] = row.blend.apply(there, sigma, at, row.steps)
-        tokens[0, others, :channels] = outside.blend.source(sigma)
-    return tokens
-
-
 @pytest.mark.parametrize("foresees", [True, False])
 @pytest.mark.parametrize("left_out", ["text and ring", "text", "neither"])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     config: Config, adapter: FluxAdapter, encoder: Encoder, seed: int, left_out: str, foresees: bool
 ) -> None:
-    """All tokens are computed at each step of the oracle; what those that are not to be computed
-    would have been is put aside: in attention and, as velocity, behind the model. An anchor that is
-    foreseen is a further call of the model, ahead of the step's.
-    """
     from diffusers import DiffusionPipeline
 
     pipeline: Any = DiffusionPipeline.from_pretrained(config.model.path)
@@ -197,46 +114,12 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     case = random_case(np.random.default_rng(70 + seed), num_inference_steps=8, strength=1.0,
                        mask_ring=1)  # fmt: skip
     job = encode_case(encoder, case, "oracle")
-    anchors = {0, 3, 6} if seed else {0, 2}
     text, ring = "text" in left_out, "ring" in left_out
-    own = plan(*anchors, text=text, ring=ring, foresees=foresees)
-    sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
-    made, answers = row_of(adapter, job, own), list[Tensor]()
-    state, net = State((1.0, 3.0, 2.0)[seed]), pipeline.transformer
-    net.set_attn_processor({name: Foretold(state) for name in net.attn_processors})
-    whole, steps = net.forward, iter(range(8))
-    velocities: list[tuple[float, Tensor]] = []
-    prepared: Any = adapter.prepare(job).prepared
-    active = torch.from_numpy(prepared.inner if ring else prepared.active)
-
-    def forward(**given: Any) -> Any:
-        words, count = given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1]
-        idle = torch.ones(count, dtype=torch.bool)
-        idle[active] = False
-        state.others = torch.cat((torch.full((words,), text), idle))
-        step = next(steps)
-        at = own.behind(step)
-        if foresees and step and step in own.computed_at and at is not None:
-            moved, state.sigma, state.anchor = answers[-1].clone(), sigmas[at], True
-            moved[:, idle] = velocities[-1][1][:, idle]
-            tokens = given["hidden_states"], sigmas[at] - sigmas[step], moved, at
-            there = {"hidden_states": ahead(made, *tokens), "timestep": given["timestep"] * 0}
-            there["timestep"] += sigmas[at]
-            velocities.append((sigmas[at], whole(**{**given, **there})[0].clone()))
-        state.sigma, state.anchor = sigmas[step], step in own.dense
-        [velocity] = whole(**given)
-        answers.append(velocity)
-        if state.anchor:
-            velocities.append((state.sigma, velocity.clone()))
-        else:
-            (s1, before), (s0, last) = (velocities * 2)[-2:]
-            times = state.times(s1, s0)
-            velocity[:, idle] = (last + times * (last - before))[:, idle]
-        return (velocity,)
-
-    net.forward = forward
+    own = plan(*({0, 3, 6} if seed else {0, 2}), text=text, ring=ring, foresees=foresees)
+    own = replace(own, power=(1.0, 3.0, 2.0)[seed])
+    ForetoldFlux(pipeline, adapter, job, own)
     expected = diffusers_latents(pipeline, case)
-    found = result(adapter, job, replace(own, power=state.power))
+    found = result(adapter, job, own)
     shown = (computed(adapter, job, each, ring=ring) for each in (found, expected))
     assert_equal(*shown)
 

@@ -1,0 +1,180 @@
+"""diffusers' FLUX pipelines whose tokens outside of a mask lie on the line through two dense calls,
+the slow way: all tokens are computed, and what was not to be computed is put aside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.flux.adapter import FluxAdapter
+
+
+class Foretold:
+    """An attention processor of a FluxTransformer2DModel: at anchors it remembers keys and values
+    of all tokens; at other steps it puts in the place of those that are not computed what lies on
+    the line through the last two anchors.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.seen: list[tuple[float, Tensor, Tensor]] = []
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Any = None, image_rotary_emb: Any = None,
+    ) -> Any:  # fmt: skip
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        def heads(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (-1, attn.head_dim))
+
+        image = [heads(layer(hidden_states)) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+        q, k, v = attn.norm_q(image[0]), attn.norm_k(image[1]), image[2]
+        if encoder_hidden_states is not None:
+            added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+            text = [heads(layer(encoder_hidden_states)) for layer in added]
+            q = torch.cat((attn.norm_added_q(text[0]), q), dim=1)
+            k = torch.cat((attn.norm_added_k(text[1]), k), dim=1)
+            v = torch.cat((text[2], v), dim=1)
+        q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
+        sigma, others = self.state.sigma, self.state.others
+        if self.state.anchor:
+            self.seen.append((sigma, k, v))
+        else:
+            before, last = self.seen[-2:] if len(self.seen) > 1 else self.seen * 2
+            times = self.state.times(before[0], last[0])
+            k, v = k.clone(), v.clone()
+            for own, at in ((k, 1), (v, 2)):
+                line = last[at] + times * (last[at] - before[at])
+                own[:, others] = line[:, others]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v))
+        )
+        out = out.transpose(1, 2).flatten(2)
+        if encoder_hidden_states is None:
+            return out
+        words = encoder_hidden_states.shape[1]
+        return attn.to_out[0](out[:, words:]), attn.to_add_out(out[:, :words])
+
+
+class State:
+    """What the processors are told of the step."""
+
+    sigma = 0.0
+    anchor = True
+    others: Tensor
+
+    def __init__(self, power: float) -> None:
+        self.power = power
+
+    def times(self, before: float, last: float) -> float:
+        """How many times the change between two anchors has come since."""
+        a, b, now = (sigma**self.power for sigma in (before, last, self.sigma))
+        return 0.0 if a == b else (b - now) / (a - b)
+
+
+def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
+    """[1, N, in_channels] what the model is given at an anchor ahead, of what it is given now."""
+    assert row.inactive is not None
+    outside: Any = row.inactive.outside
+    others = row.inactive.index[: len(outside.clean)]
+    total, channels = len(others) + len(row.latents), row.channels
+    tokens, sigma = given.clone(), row.schedule.sigmas[at]
+    tokens[0, :total, :channels] += change * moved[0, :total]
+    if row.blend is not None:
+        active = row.inactive.active
+        there = tokens[0, active, :channels]
+        tokens[0, active, :channels] = row.blend.apply(there, sigma, at, row.steps)
+        tokens[0, others, :channels] = outside.blend.source(sigma)
+    return tokens
+
+
+class ForetoldFlux:
+    """Has a pipeline, and its ControlNet if it has one, compute all tokens at each step; what those
+    that are not to be computed would have been is put aside: in attention and, as velocity, behind
+    the model. An anchor that is foreseen is a further call of each, ahead of the step's.
+
+    Args:
+        pipeline: for one edit.
+        adapter: the model here.
+        job: the edit.
+        own: its anchors.
+    """
+
+    def __init__(self, pipeline: Any, adapter: FluxAdapter, job: EditJob, own: OwnPlan) -> None:
+        self.row, self.own, self.state = adapter.anchored_row(job, own), own, State(own.power)
+        self.sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
+        prepared: Any = adapter.prepare(job).prepared
+        self.active = torch.from_numpy(prepared.inner if own.ring else prepared.active)
+        self.step = -1
+        self.answers: list[Tensor] = []
+        self.velocities: list[tuple[float, Tensor]] = []
+        self.residuals: dict[str, Any] = {}
+        self.net = getattr(pipeline, "controlnet", None)
+        models = [pipeline.transformer, *([] if self.net is None else [self.net])]
+        for each in models:
+            each.set_attn_processor({name: Foretold(self.state) for name in each.attn_processors})
+        self.whole, pipeline.transformer.forward = pipeline.transformer.forward, self.forward
+        if self.net is not None:
+            self.whole_net, self.net.forward = self.net.forward, self.controlled
+
+    def controlled(self, **given: Any) -> Any:
+        """Of the ControlNet, which is called before the model."""
+        idle = self._begin(given)
+        there = self._foreseen(given, idle)
+        if there is not None:
+            double, single = self.whole_net(**{**given, **there})
+            names = "controlnet_block_samples", "controlnet_single_block_samples"
+            self.residuals = dict(zip(names, (double, single), strict=True))
+        self._own_tokens()
+        return self.whole_net(**given)
+
+    def forward(self, **given: Any) -> Any:
+        """Of the model."""
+        idle = self._begin(given) if self.net is None else self._idle(given)
+        there = self._foreseen(given, idle)
+        if there is not None:
+            [velocity] = self.whole(**{**given, **there, **self.residuals})
+            self.velocities.append((self.state.sigma, velocity.clone()))
+        self._own_tokens()
+        [velocity] = self.whole(**given)
+        self.answers.append(velocity)
+        if self.state.anchor:
+            self.velocities.append((self.state.sigma, velocity.clone()))
+        else:
+            (s1, before), (s0, last) = (self.velocities * 2)[-2:]
+            times = self.state.times(s1, s0)
+            velocity[:, idle] = (last + times * (last - before))[:, idle]
+        return (velocity,)
+
+    def _begin(self, given: dict[str, Any]) -> Tensor:
+        self.step += 1
+        return self._idle(given)
+
+    def _idle(self, given: dict[str, Any]) -> Tensor:
+        words, count = given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1]
+        idle = torch.ones(count, dtype=torch.bool)
+        idle[self.active] = False
+        self.state.others = torch.cat((torch.full((words,), self.own.text), idle))
+        return idle
+
+    def _own_tokens(self) -> None:
+        self.state.sigma, self.state.anchor = self.sigmas[self.step], self.step in self.own.dense
+
+    def _foreseen(self, given: dict[str, Any], idle: Tensor) -> dict[str, Tensor] | None:
+        """What is given instead where an anchor is computed ahead."""
+        step, at = self.step, self.own.behind(self.step)
+        if not (self.own.foresees and step and step in self.own.computed_at and at is not None):
+            return None
+        moved, self.state.sigma, self.state.anchor = self.answers[-1].clone(), self.sigmas[at], True
+        moved[:, idle] = self.velocities[-1][1][:, idle]
+        change = self.sigmas[at] - self.sigmas[step]
+        tokens = ahead(self.row, given["hidden_states"], change, moved, at)
+        timestep = given["timestep"] * 0 + self.sigmas[at]
+        return {"hidden_states": tokens, "timestep": timestep}

@@ -1,0 +1,101 @@
+"""Rows of FLUX with ControlNets and anchors of their own against diffusers' pipeline, both of whose
+models are called once more where an anchor is foreseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from diffusers import FluxControlNetInpaintPipeline
+from PIL import Image
+
+from maskserve_engine.base.job import ControlInput, EditJob
+from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from tests.fakes.control_nets import random_net
+from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.fakes.pipelines import diffusers_latents
+from tests.support.foretold_flux import ForetoldFlux
+from tests.support.own_rows import plan, run
+
+NET = random_net(31, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_inpaint: Path) -> FluxAdapter:
+    made = load_adapter(config_of(tiny_inpaint, model={"outside_noise": "edit"}))
+    assert isinstance(made, FluxAdapter)
+    return made
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_inpaint: Path) -> Encoder:
+    return load_encoder(config_of(tiny_inpaint))
+
+
+def result(adapter: FluxAdapter, job: EditJob, own: OwnPlan) -> Any:
+    """[C, h, w] latents of what a row computes between its anchors."""
+    row: Any = adapter.anchored_row(job, own)
+    adapter.control(row, job, {"net": adapter.control_net(NET)})
+    run(adapter, [row], [own])
+    return computed(adapter, job, row.result().array())
+
+
+def computed(adapter: FluxAdapter, job: EditJob, latents: Any) -> Any:
+    _, height, width = latents.shape
+    active = np.zeros((height // 2) * (width // 2), bool)
+    active[adapter.prepare(job).prepared.active] = True
+    return latents[:, active.reshape(height // 2, width // 2).repeat(2, 0).repeat(2, 1)]
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_it_is_the_pipeline_whose_nets_foresee(
+    tiny_inpaint: Path,
+    adapter: FluxAdapter,
+    encoder: Encoder,
+    monkeypatch: pytest.MonkeyPatch,
+    text: bool,
+) -> None:
+    """A row whose foreseen pass is without its net is another."""
+    rng = np.random.default_rng(90 + text)
+    case = random_case(rng, num_inference_steps=8, strength=1.0, mask_ring=1)
+    mask = case.mask.copy()
+    mask[8:24, 8:24] = 255
+    case = replace(case, mask=mask)
+    picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+    moments = encoder.encode(picture, case.mask, "").moments
+    control = ControlInput("net", picture, scale=0.8, moments=moments)
+    job = replace(encode_case(encoder, case, "oracle"), controls=(control,))
+    own = replace(plan(0, 3, 6, text=text, foresees=True), power=1.5)
+    pipeline: Any = FluxControlNetInpaintPipeline.from_pretrained(tiny_inpaint, controlnet=NET)
+    pipeline.set_progress_bar_config(disable=True)
+    forward, processors = NET.forward, NET.attn_processors
+    try:
+        ForetoldFlux(pipeline, adapter, job, own)
+        expected = diffusers_latents(
+            pipeline,
+            case,
+            control_image=Image.fromarray(picture),
+            control_mode=-1,
+            controlnet_conditioning_scale=0.8,
+        )
+    finally:
+        NET.forward = forward
+        NET.set_attn_processor(processors)
+    expected = computed(adapter, job, expected)
+    found = result(adapter, job, own)
+    assert np.abs(found - expected).max() <= tolerance(expected)
+    honest = FlowRow.foreseen_inputs
+
+    def without(self: FlowRow) -> Any:
+        return [replace(each, residuals=None) for each in honest(self)]
+
+    monkeypatch.setattr(FlowRow, "foreseen_inputs", without)
+    assert np.abs(result(adapter, job, own) - expected).max() > 2 * tolerance(expected)
