@@ -96,6 +96,8 @@ class ForetoldUnet:
         self.dense, self.step, self.timestep = dense, -1, 0.0
         self.ahead, self.looks = ahead, False
         self.last: tuple[Tensor, Tensor, float] | None = None
+        self.residuals: dict[str, Any] = {}
+        """What a ControlNet says of the call ahead."""
         self.seen: dict[str, list[tuple[float, Tensor]]] = {}
         self.idle: dict[int, Tensor] = {}
         self.boxes: dict[tuple[int, int], Tensor] = {}
@@ -138,27 +140,32 @@ class ForetoldUnet:
                 module.register_forward_hook(self._norm(name))
             elif isinstance(module, nn.Conv2d) and module.stride == (2, 2):
                 module.register_forward_pre_hook(self._strided(name))
-        whole = model.forward
+        self.whole, model.forward = model.forward, self.forward
 
-        def answered(sample: Tensor, timestep: float, *args: Any, **named: Any) -> Tensor:
-            self.timestep = timestep
-            (answer,) = whole(sample, timestep, *args, **{**named, "return_dict": False})
-            box = self.boxes[tuple(answer.shape[2:])]
-            return torch.where(box, answer, self.line("answer", answer))
+    def answered(self, sample: Tensor, timestep: float, *args: Any, **named: Any) -> Any:
+        self.timestep = timestep
+        (answer,) = self.whole(sample, timestep, *args, **{**named, "return_dict": False})
+        box = self.boxes[tuple(answer.shape[2:])]
+        return torch.where(box, answer, self.line("answer", answer))
 
-        def forward(sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
-            self.step += 1
-            if self.ahead is not None and self.step in self.ahead.steps:
-                assert self.last is not None
-                to = self.ahead.steps[self.step]
-                self.looks = True
-                answered(*self.ahead.sample(to, *self.last), *args, **named)
-                self.looks = False
-            answer = answered(sample, float(timestep), *args, **named)
-            self.last = sample, answer, float(timestep)
-            return (answer,)
+    def look(self, *args: Any, **named: Any) -> Any:
+        """A call ahead, with a step's other arguments."""
+        assert self.ahead is not None
+        assert self.last is not None
+        self.looks = True
+        found = self.answered(
+            *self.ahead.sample(self.ahead.steps[self.step], *self.last), *args, **named
+        )
+        self.looks = False
+        return found
 
-        model.forward = forward
+    def forward(self, sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
+        self.step += 1
+        if self.ahead is not None and self.step in self.ahead.steps:
+            self.look(*args, **{**named, **self.residuals})
+        answer = self.answered(sample, float(timestep), *args, **named)
+        self.last = sample, answer, float(timestep)
+        return (answer,)
 
     def _tokens(self, name: str) -> Any:
         def hook(_: Any, __: Any, out: Tensor) -> Tensor:
@@ -209,3 +216,45 @@ class ForetoldUnet:
             return (torch.where(box, args[0], self.line(name, args[0])), *args[1:])
 
         return hook
+
+
+class ForetoldNet(ForetoldUnet):
+    """The same of its ControlNet, which is called before it and convolves the whole picture.
+
+    Args:
+        net: the ControlNet.
+        base: of the UNet.
+        active: as of `ForetoldUnet`, and so are the others.
+    """
+
+    def __init__(
+        self,
+        net: Any,
+        base: ForetoldUnet,
+        active: Mapping[int, NDArray[np.int64]],
+        dense: set[int],
+        shape: tuple[int, int],
+    ) -> None:
+        super().__init__(net, active, dense, max(shape), shape, base.ahead)
+        self._base = base
+
+    def _norm(self, name: str) -> Any:
+        return lambda norm, args, out: None
+
+    def _strided(self, name: str) -> Any:
+        return lambda conv, args: None
+
+    def answered(self, sample: Tensor, timestep: float, *args: Any, **named: Any) -> Any:
+        self.timestep = timestep
+        return self.whole(sample[:, :4], timestep, *args, **named)
+
+    def forward(self, sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
+        self.step += 1
+        if self.ahead is not None and self.step in self.ahead.steps:
+            self.last = self._base.last
+            down, middle = self.look(*args, **named)
+            self._base.residuals = {
+                "down_block_additional_residuals": down,
+                "mid_block_additional_residual": middle,
+            }
+        return self.answered(sample, float(timestep), *args, **named)

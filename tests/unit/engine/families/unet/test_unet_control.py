@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.control import UnetNetInput, UnetNets, UnetSample, controlled
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
-from maskserve_engine.families.unet.rows import UnetRow
+from maskserve_engine.families.unet.rows import UnetAhead, UnetRow
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
@@ -35,6 +35,7 @@ from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
 from tests.support import own_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
+from tests.support.foretold_unet import Ahead, ForetoldNet, ForetoldUnet
 
 pytestmark = pytest.mark.spread("model", "served")
 
@@ -78,8 +79,13 @@ class Model:
             self.adapter.step([row], None)
         return np.asarray(row.result().array())
 
-    def oracle(self, case: Case, controls: tuple[ControlInput, ...]) -> NDArray[np.float32]:
-        """[C, h, w] of the ControlNet inpaint pipeline."""
+    def oracle(
+        self,
+        case: Case,
+        controls: tuple[ControlInput, ...],
+        prepare: Callable[[Any], object] = lambda pipeline: None,
+    ) -> NDArray[np.float32]:
+        """[C, h, w] of the ControlNet inpaint pipeline, once it was prepared."""
         nets = [self.real[each.net] for each in controls]
         pictures = [Image.fromarray(each.picture) for each in controls]
         cls: Any = StableDiffusionControlNetInpaintPipeline
@@ -91,6 +97,7 @@ class Model:
             self.folder, controlnet=nets[0] if one else MultiControlNetModel(nets), **asked
         )
         pipeline.set_progress_bar_config(disable=True)
+        prepare(pipeline)
         scales, starts, ends = zip(*[(c.scale, c.start, c.end) for c in controls], strict=True)
         latents = diffusers_edit(
             pipeline,
@@ -363,6 +370,41 @@ def anchored(model: Model, job: EditJob, own: OwnPlan) -> Any:
     row = model.adapter.anchored_row(job, own)
     model.adapter.control(row, job, model.nets)
     return row
+
+
+@pytest.mark.parametrize("guidance", [1.0, 5.0])
+def test_it_is_the_pipeline_whose_nets_foresee(
+    tiny_unets: dict[str, Path], guidance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row whose foreseen pass is without its net is another."""
+    model = Model(tiny_unets["sd-fill"])
+    rng = np.random.default_rng(int(guidance))
+    case = large_case(rng, num_inference_steps=8, strength=1.0, guidance_scale=guidance)
+    controls = (ControlInput("one", picture(rng, case), scale=0.8),)
+    job, own = model.job(case, controls), own_rows.plan(0, 4, 6, foresees=True)
+    active = model.adapter.prepare(job).prepared.active.levels
+
+    def foreseeing(pipeline: Any) -> None:
+        ahead = Ahead(pipeline.scheduler, {1: 4, 4: 6}, guidance, None)
+        shape = job.moments.shape[1:]
+        base = ForetoldUnet(pipeline.unet, active, {0}, 1, shape, ahead)
+        ForetoldNet(pipeline.controlnet, base, active, {0}, shape)
+
+    def found() -> Any:
+        row = anchored(model, job, own)
+        own_rows.run(model.adapter, [row], [own])
+        return row.result().array()[:, row.inactive.mask.numpy()[0]]
+
+    inside = anchored(model, job, own).inactive.mask.numpy()[0]
+    expected = model.oracle(case, controls, foreseeing)[:, inside]
+    assert np.abs(found() - expected).max() <= tolerance(expected)
+    honest = UnetAhead.passes
+
+    def without(self: UnetAhead) -> Any:
+        return [replace(each, residuals=None) for each in honest(self)]
+
+    monkeypatch.setattr(UnetAhead, "passes", without)
+    assert np.abs(found() - expected).max() > 2 * tolerance(expected)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
