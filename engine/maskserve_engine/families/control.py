@@ -73,8 +73,7 @@ class RowControl(Generic[I]):
 
     @property
     def ahead(self) -> RowControl[I]:
-        """What they add to the pass in which the row foresees its next anchor; both keep the same.
-        """
+        """What they add to the pass that foresees the row's next anchor; both keep the same."""
         if self._ahead is None:
             self._ahead = replace(self, passes=tuple([PassResiduals() for _ in self.passes]))
         return self._ahead
@@ -105,8 +104,8 @@ class Controlled(NamedTuple, Generic[I]):
     step: int
     steps: int
     foreseen: int | None = None
-    """The step that lies where these tokens do, of a pass in which the row foresees an anchor; None:
-    the one that it takes."""
+    """Where these tokens lie, of a pass in which the row foresees an anchor; None: in the step that
+    it takes."""
 
     @property
     def at(self) -> int:
@@ -222,9 +221,7 @@ class NetRow(Protocol):
     @property
     def control(self) -> RowControl[Any]: ...
 
-    def at(
-        self, step: int, sample: Tensor, computed: int, foreseen: int | None
-    ) -> Controlled[Any]:
+    def at(self, step: int, sample: Tensor, computed: int, foreseen: int | None) -> Controlled[Any]:
         """The row as it is about to take a step; arguments as `NetStep` has them."""
         ...
 

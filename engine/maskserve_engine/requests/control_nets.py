@@ -11,7 +11,7 @@ from maskserve_core.contracts.settings import acting, scale_at
 from maskserve_core.errors import MaskserveError
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.registry import control_work
-from maskserve_core.planning.flops import Totals
+from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.holdings import Holdings
 from maskserve_core.worker.loading import Loaded, Source
 from maskserve_core.worker.observations import Observations
@@ -41,6 +41,8 @@ class ControlWork:
     steps: int
     anchors: frozenset[int]
     """Steps at which a net beside a cached row computes all tokens."""
+    works: tuple[ModelWork, ...]
+    """Of each, of a pass."""
     own: OwnPlan | None = None
     """Of the row's own anchors, which take their place."""
 
@@ -67,22 +69,21 @@ class ControlWork:
         Raises:
             MaskserveError: one of them is not served, or no longer.
         """
-        controls = acting(job.request.controls, steps)
-        flops = []
-        for control in controls:
-            work = control_work(facts, nets.config(control), *job.moments.shape[1:])
-            # A net convolves the whole picture, also where its base has a tile.
-            convolved = tuple([float(counted.rows * tokens) for tokens in work.tokens])
-            counted = replace(counted, convolved=convolved)
-            kinds = ("kv",) * len(work.blocks)
-            flops.append(
-                (work.batch_flops(None, (), counted), work.batch_flops(counted, kinds, None))
-            )
-        return cls(controls, tuple(flops), steps, anchors)
+        controls, size = acting(job.request.controls, steps), job.moments.shape[1:]
+        works = tuple([control_work(facts, nets.config(each), *size) for each in controls])
+        flops = tuple([(_dense(work, counted), _active(work, counted)) for work in works])
+        return cls(controls, flops, steps, anchors, works)
 
-    def with_own(self, plan: OwnPlan) -> ControlWork:
-        """The same of an edit with anchors of its own."""
-        return replace(self, anchors=plan.dense, own=plan)
+    def with_own(self, plan: OwnPlan, between: Totals) -> ControlWork:
+        """The same of an edit with anchors of its own.
+
+        Args:
+            plan: these.
+            between: what a step between them costs beside others.
+        """
+        active = [_active(work, between) for work in self.works]
+        flops = [(dense, own) for (dense, _), own in zip(self.flops, active, strict=True)]
+        return replace(self, flops=tuple(flops), anchors=plan.dense, own=plan)
 
     def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
         """FLOPs of one step, the first being 0.
@@ -110,6 +111,23 @@ class ControlWork:
             ahead = self.own.computed_at - self.own.dense
         each = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
         return sum(each) / self.steps
+
+
+def _dense(work: ModelWork, counted: Totals) -> float:
+    """FLOPs of a net in a step that computes all tokens."""
+    return work.batch_flops(None, (), _convolving_all(work, counted))
+
+
+def _active(work: ModelWork, counted: Totals) -> float:
+    """The same of the active ones."""
+    kinds = ("kv",) * len(work.blocks)
+    return work.batch_flops(_convolving_all(work, counted), kinds, None)
+
+
+def _convolving_all(work: ModelWork, counted: Totals) -> Totals:
+    """A net convolves the whole picture, also where its base has a tile."""
+    convolved = tuple([float(counted.rows * tokens) for tokens in work.tokens])
+    return replace(counted, convolved=convolved)
 
 
 class EditControlNets(Holdings[ResolvedControl]):

@@ -116,7 +116,7 @@ class EditWork:
         mean = share * at_anchors + others * work.batch_flops(between, kinds, None)
         controls = self.controls
         if controls is not None and renewed is None:
-            controls = controls.with_own(plan)
+            controls = controls.with_own(plan, replace(between, added=None))
         return replace(
             self,
             between=between,

@@ -24,7 +24,13 @@ from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forwar
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.control_link.served import ForeseenAsk, RowAsk, ServedRow, ask_service, new_batch
+from maskserve_engine.control_link.served import (
+    ForeseenAsk,
+    RowAsk,
+    ServedRow,
+    ask_service,
+    new_batch,
+)
 from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow, Foreseen, Negative, Row
 from maskserve_engine.families.flow.schedule import Walk
 from maskserve_engine.layers.low_rank import Adapters

@@ -210,9 +210,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
                 if anchor is not None and there is not None:
                     at, whole = anchor.anchor, UnetSample(there, None)
                     [timestep] = anchor.timesteps_ahead
-                    here.append(
-                        controlled(control.ahead, whole, timestep, row.step, row.steps, at)
-                    )
+                    here.append(controlled(control.ahead, whole, timestep, row.step, row.steps, at))
         ask_service(asked, self._number)
         self._nets.run(here)
 

@@ -19,8 +19,8 @@ from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.routing.predict import predicted_seconds
 from maskserve_core.routing.view import Edit, WorkerView
-from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.requests.control_nets import ControlWork
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of
@@ -116,9 +116,15 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
     assert work.mean(cached=False) == pytest.approx(0.7 * whole[0] + whole[1])
     # With anchors of its own {0, 5, 8}: 5 is foreseen at step 1, before the first net begins to
     # act, and 8 at step 5.
-    own = work.with_own(OwnPlan(frozenset({0, 5, 8}), "int8", text=True, foresees=True))
+    plan = OwnPlan(frozenset({0, 5, 8}), "int8", text=True, foresees=True)
+    own, between = work.with_own(plan, adapter.counted(edit, plan)), []
+    for name, all_text in zip(nets, part, strict=True):
+        net = control_work(adapter.facts, nets[name].config, *edit.moments.shape[1:])
+        kinds = ("kv",) * len(net.blocks)
+        between.append(net.batch_flops(adapter.counted(edit, plan), kinds, None))
+        assert between[-1] < all_text  # a net leaves its text out, too
     read = [own.at(step, cached=step > 0, foresaw=step in (1, 5)) for step in range(10)]
-    steps = [0, 0, 0, whole[0], *[part[0]] * 6], [whole[1], *[part[1]] * 9]
+    steps = [0, 0, 0, whole[0], *[between[0]] * 6], [whole[1], *[between[1]] * 9]
     ahead = [(step in (1, 5)) * sum(whole) for step in range(10)]
     assert read == pytest.approx([sum(each) for each in zip(*steps, ahead, strict=True)])
     assert own.mean(cached=True) == pytest.approx(np.mean(read))

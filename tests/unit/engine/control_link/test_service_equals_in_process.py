@@ -17,6 +17,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
+from tests.support import own_rows
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
 from tests.support.covering import is_unet
@@ -135,6 +136,34 @@ def test_a_mixed_batch_is_the_same_bytes_with_a_service(model: Model, entries: b
         assert np.array_equal(there[name], latents), name
     plain = model.run(model.rows([replace(job, controls=()) for job in jobs], None, primed))
     assert not np.array_equal(plain["1"], here["1"]), "the control changes nothing"
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast: bool) -> None:
+    """Asked one step ahead, steps between are others; what is foreseen is asked for as it is
+    needed, and the edit ends.
+    """
+    jobs = model.jobs(np.random.default_rng())
+    plans = [own_rows.plan(0, 2, model.adapter.steps(job) - 1, foresees=True) for job in jobs]
+
+    def run(service: ControlService | None) -> list[Any]:
+        rows: list[Any] = []
+        for job, own in zip(jobs, plans, strict=True):
+            rows.append(model.adapter.anchored_row(job, own))
+            if service is None:
+                model.adapter.control(rows[-1], job, model.nets)
+            elif (opening := model.adapter.opening(rows[-1], job)) is not None:
+                served = service.open(opening, "fast" if fast else "exact")
+                model.adapter.serve_control(rows[-1], served)
+        own_rows.run(model.adapter, rows, plans)
+        return [row.result().array() for row in rows]
+
+    here, service = run(None), model.service.denoiser()
+    there = run(service)
+    service.close()
+    for mine, other, job in zip(here, there, jobs, strict=True):
+        assert np.isfinite(other).all()
+        assert np.array_equal(mine, other) or (fast and job.controls)
 
 
 def test_denoisers_share_a_service_and_none_sees_the_others_rows(model: Model) -> None:
