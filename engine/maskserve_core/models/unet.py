@@ -421,7 +421,7 @@ def control_work(
         joint=False,
         before=tuple(walk.before),
         after=walk.outside(),
-        restore_ends=False,
+        restore_ends=True,
         beside=walk.kept[0] + said,
         copies=2 if guidance else 1,
         peak_row=walk.peak,

@@ -278,8 +278,8 @@ class Link:
             if row.reuse.wants_own(step, added):
                 own.append(_Question(row, step, each.computed, each.sample, ahead=False))
             if each.foreseen is not None and row.reuse.acts(each.foreseen.step):
-                at, sample, computed = each.foreseen
-                own.append(_Question(row, step, computed, sample, ahead=False, foreseen=at))
+                at, there, computed = each.foreseen
+                own.append(_Question(row, step, computed, there, ahead=False, foreseen=at))
             if row.reuse.wants_ahead(step, each.computed):
                 sample = each.ahead()
                 if sample is not None:

@@ -78,6 +78,11 @@ class RowControl(Generic[I]):
             self._ahead = replace(self, passes=tuple([PassResiduals() for _ in self.passes]))
         return self._ahead
 
+    def forget(self) -> None:
+        """What they have added to a step that is over."""
+        for each in (*self.passes, *(() if self._ahead is None else self._ahead.passes)):
+            each.added.clear()
+
     def after(self, number: int) -> Tensor | None:
         """Of a row with one pass."""
         [own] = self.passes
@@ -188,8 +193,7 @@ class Nets(ABC, Generic[I]):
         """
         asked: dict[int, list[Asked[I]]] = {}
         for row in rows:
-            for each in row.control.passes:
-                each.added.clear()
+            row.control.forget()
             for number, own in enumerate(row.control.inputs):
                 scale = own.control.scale_at(row.at, row.steps)
                 if scale:

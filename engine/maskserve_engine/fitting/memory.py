@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
@@ -121,7 +120,14 @@ def _own_bytes(config: Config, adapter: Adapter, device: str) -> int:
     if not own_stride(config, facts):
         return 0
     side = facts.native_resolution // facts.vae_scale_factor
-    work, rule = adapter.work(side, side), own_rule(config, facts, device)
+    return _left_bytes(config, facts, adapter.work(side, side), device)
+
+
+def _left_bytes(config: Config, facts: ModelFacts, work: ModelWork, device: str) -> int:
+    """What a row's anchors leave of nearly all its tokens in the model or in a ControlNet of it, in
+    each pass.
+    """
+    rule = own_rule(config, facts, device)
     text = rule.text * work.joint * facts.text_tokens(config.model.max_sequence_length)
     dtype = str(dtype_of(config)).removeprefix("torch.")
     fmt = FORMATS[dtype if rule.format == "model" else rule.format]
@@ -130,8 +136,8 @@ def _own_bytes(config: Config, adapter: Adapter, device: str) -> int:
 
 def control_bytes(config: Config, adapter: Adapter) -> int:
     """What ControlNets take: their own budget, and what every row of native size keeps of the
-    largest one there is, in each pass. A service has the nets and what they keep of a row, and the
-    denoiser what they say.
+    largest one there is, in each pass; and what it says of an anchor that one of them foresees. A
+    service has the nets and what they keep of a row, and the denoiser what they say.
     """
     controls, facts = config.controls, adapter.facts
     if not controls.folder:
@@ -143,19 +149,13 @@ def control_bytes(config: Config, adapter: Adapter) -> int:
         if not net.problem
     ]
     keeps = config.cache.enabled and not controls.service
-    of_row = max((work.beside + keeps * kept_values(work) for work in works), default=0.0)
-    passes = config.engine.max_rows * (2 if facts.two_passes else 1)
-    rows = int(passes * of_row) * dtype_of(config).itemsize
+    device, size = device_of(config).type, dtype_of(config).itemsize
+    said = max((size * work.beside for work in works), default=0.0)
+    kept = max((_left_bytes(config, facts, work, device) for work in works), default=0)
+    ahead = config.cache.enabled and own_stride(config, facts) > 0
+    passes, count = (2 if facts.two_passes else 1), config.engine.max_rows
+    rows = int(passes * (count * (said + keeps * kept) + ahead * said))
     return rows if controls.service else controls.device_bytes + rows
-
-
-def kept_values(work: ModelWork) -> float:
-    """Numbers that a ControlNet keeps of one evaluation of a cached row between anchors, for all
-    tokens: keys and values of its blocks, and of a UNet what its stacks hand on.
-    """
-    of_blocks = np.array(work.tokens)[work.levels] * work.widths
-    ends = 0.0 if work.joint else of_blocks[work.ends].sum()
-    return float(2 * of_blocks.sum() + ends)
 
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:

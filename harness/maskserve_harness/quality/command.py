@@ -249,7 +249,9 @@ def compare_own(folder: Path, args: argparse.Namespace) -> int:
         [path] = args.adapters
         controlled = AdapterRig(folder, args.steps, path)
         rig: Rig = controlled
-        asked, classes, jobs = asked_of("outline", args.n), {}, {}
+        asked = asked_of("outline", args.n)
+        classes: dict[str, list[Edit]] = {}
+        jobs: dict[str, list[EditJob]] = {}
         encoded = zip(asked.edits, rig.jobs(asked.edits), asked.controls or (), strict=True)
         for edit, job, control in encoded:
             classes.setdefault(str(edit.shape), []).append(edit)

@@ -83,7 +83,8 @@ def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path
 def test_own_anchors_of_a_model_whose_text_is_computed_between_them(tmp_path: Path) -> None:
     rig = Rig(build_tiny_z_image(tmp_path / "model"), steps=4)
     [name, *_] = CLASSES
-    found = list(own_table(rig, {name: edits_of(name, 1)}))
+    edits = edits_of(name, 1)
+    found = list(own_table(rig, {name: edits}, {name: rig.jobs(edits)}))
     assert all("text computed" in row["choice"] for row in found)
     assert len({row["choice"] for row in found}) == len(found)
 

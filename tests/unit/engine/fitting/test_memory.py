@@ -20,6 +20,8 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.models.facts import one_scale
 from maskserve_core.models.flux import control_work as flux_control_work
 from maskserve_core.models.unet import control_work as unet_control_work
+from maskserve_core.planning.entry_bytes import FORMATS
+from maskserve_core.planning.own_anchors import own_bytes
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine.batch.graphs import KEPT, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -331,8 +333,9 @@ def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
     work = unet_control_work(dict(net.weights.model.config), bench.side, bench.side)
     assert held == 4 * work.beside
     if mask is not None:
-        kept = tensor_bytes([each._sources for each in control.kept[0].tokens])
-        assert 0.8 * memory.kept_values(work) <= kept / 4 <= memory.kept_values(work)
+        kept = sum(each.nbytes for each in control.kept[0].tokens)
+        counted = own_bytes(work, [work.tokens], FORMATS["float32"], slopes=False)
+        assert 0.8 * counted <= kept <= counted
 
 
 def test_what_a_flux_row_keeps_of_a_control_net_is_counted() -> None:
@@ -341,7 +344,8 @@ def test_what_a_flux_row_keeps_of_a_control_net_is_counted() -> None:
     tokens, width = 6 * 8, 32
     # What is read of the picture, and what three blocks say; keys and values of them.
     assert work.beside == tokens * width * (1 + 3)
-    assert memory.kept_values(work) == 2 * tokens * width * 3
+    kept = own_bytes(work, [(float(tokens),)], FORMATS["float32"], slopes=False)
+    assert kept == 4 * 2 * tokens * width * 3
 
 
 def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path) -> None:
@@ -354,9 +358,8 @@ def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path
         asked = {"controls": {**budget, **more}, "engine": {"max_rows": rows}}
         return table(tiny_fill, tmp_path / "run", **asked).controls
 
-    one, three = controls(1), controls(3)
-    assert one > 2**20
-    assert three - 2**20 == 3 * (one - 2**20)
+    one, two, three = map(controls, (1, 2, 3))
+    assert three - two == two - one < one - 2**20  # one of them foresees
     assert 0 < controls(1, service="127.0.0.1:1") < one - 2**20
     (folder / "edges" / "config.json").write_text("{}")
     assert controls(3) == 2**20
