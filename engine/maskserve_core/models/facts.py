@@ -119,7 +119,7 @@ class ModelFacts:
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
     own_foreseen: float = 0.0
-    """The same where they are foreseen, as those of all edits without ControlNets are; 0: as
+    """The same where they are foreseen, as those of all edits without a template are; 0: as
     `own_stride`."""
     own_first_part: float = 1.0
     """How much of the way between two of these lies before the second one (`own_steps`)."""

@@ -481,6 +481,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         own_stride=_OWN_STRIDES[semantics],
         own_foreseen=OWN_FORESEEN[semantics],
         own_evenly_over=_OWN_EVENLY_OVER,
+        own_power=0.0,  # beside a template what a ControlNet has found last holds
         own_over_template=True,
         dense_sides=True,
         strength_rounds_up=False,

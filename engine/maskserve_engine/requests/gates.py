@@ -86,7 +86,7 @@ class WayChosen:
         if own is None:
             edit.levels = levels_of(settings, self._facts.skipping, way)
         else:
-            count = len(own.anchors) if own.foresees else 0  # others were not measured
+            count = len(own.anchors)
             edit.levels = levels_of(settings, self._facts.skipping, "own", count)
         edit.starts += 1
         return ()

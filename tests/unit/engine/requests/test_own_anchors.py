@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from maskserve_core.config import CacheConfig
-from maskserve_engine.base.job import EditJob
+from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
@@ -70,6 +70,12 @@ def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
     assert meta["computed_tokens"] == 3 * total + 19 * active
     assert meta["own_bytes"] > 0
     idle(engine)
+
+
+def test_an_edit_with_a_control_net_has_the_same_anchors(engine: Engine, encoder: Encoder) -> None:
+    plain = job(encoder, 1, "first", num_inference_steps=20)
+    controlled = replace(plain, controls=(ControlInput("net", plain.edit_mask),))
+    assert computed_at(engine, controlled) == computed_at(engine, plain)
 
 
 def test_edits_of_base_models_read_no_template_that_do_not_insist(
