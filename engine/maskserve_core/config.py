@@ -203,7 +203,7 @@ class CacheConfig(Table, frozen=True):
     """The share of an edit's steps from one of its own anchors to the next, which says how many
     there are. If its template is not at hand, and on base models of FLUX, FLUX.2 klein and
     UNets in any case, all its tokens are computed there, and the steps between read what
-    that has left; its ControlNets compute all tokens there, too. -1: what the model needs; 0: an
+    that has left; its ControlNets compute all tokens of these, too. -1: what the model needs; 0: an
     edit without a template runs dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage of what an edit's own anchors leave. `auto`: int8 on a GPU; on a CPU, where decoding
