@@ -34,12 +34,6 @@ _log = logging.getLogger(__name__)
 P = TypeVar("P")
 
 
-def bucket(count: int, most: int) -> int:
-    """Of `most` tokens so many are computed for `count`: at most an eighth more."""
-    step = max(8, 1 << max(0, count.bit_length() - 4))
-    return min(most, -(-count // step) * step)
-
-
 class AtOnce:
     """How kernels of a step are asked for: each as the step comes to it."""
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from maskserve_engine.layers import onednn
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.fp8 import Fp8Linear, Fp8Tokens, Tokens, fp8_linear, in_fp8
 from maskserve_engine.layers.gelu import gelu
@@ -56,7 +57,7 @@ class PlainLinear(NamedTuple):
         return self.weight.shape[0]
 
     def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return onednn.linear(x, self.weight, self.bias)
 
     def in_epilogue(self, device: torch.device) -> bool:
         """See `in_epilogues`."""

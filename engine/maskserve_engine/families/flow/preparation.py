@@ -20,8 +20,8 @@ from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import acting
 from maskserve_core.imaging.masks import TokenIds, active_tokens, tokens_within, widened
 from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
-from maskserve_engine.batch.graphs import bucket
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flow.schedule import Schedule, Shift, linear_shift, make_schedule
 from maskserve_engine.stages.latents import (

@@ -16,9 +16,10 @@ from maskserve_core.config import ConfigError
 from maskserve_core.contracts.request import Lora
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.models.registry import load_facts, recorded_rows
+from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
-from maskserve_engine.batch.graphs import Graphs, bucket
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flow import batch as flow_batch
 from maskserve_engine.families.flow.preparation import grid_of

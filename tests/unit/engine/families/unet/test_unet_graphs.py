@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.graphs import Graphs, bucket
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import graphs
