@@ -40,8 +40,8 @@ class KeptOfNet(NamedTuple):
 
     step: int
     """Of the row, when all tokens were computed."""
-    tokens: Any
-    """The family's."""
+    tokens: Sequence[Any]
+    """An `OwnAnchors` of each pass, the family's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,16 +129,17 @@ class Asked(NamedTuple, Generic[I]):
     """Of the step."""
 
     @property
-    def kept(self) -> Any | None:
+    def kept(self) -> Sequence[Any] | None:
         """What the inactive tokens are, at a step between anchors: then the net computes the active
-        ones.
+        ones. None also where there was no memory for it.
 
         A step that is tried again, as one of a batch that failed is, does again what it did.
         """
         row, kept = self.row, self.last
         if not row.sparse or row.step in row.control.own.anchors or kept is None:
             return None
-        return kept.tokens if kept.step < row.step else None
+        there = kept.step < row.step and all(own.whole() for own in kept.tokens)
+        return kept.tokens if there else None
 
     @property
     def last(self) -> KeptOfNet | None:
@@ -156,7 +157,7 @@ class Asked(NamedTuple, Generic[I]):
         going = follows < self.row.steps and follows not in self.row.control.own.anchors
         return self.row.idle and self.kept is None and going
 
-    def keep(self, tokens: Any) -> None:
+    def keep(self, tokens: Sequence[Any]) -> None:
         """What was foreseen is where it was kept before."""
         if self.row.foreseen is None:
             self.row.control.kept[self.number] = KeptOfNet(self.row.step, tokens)

@@ -182,7 +182,7 @@ class FluxNets(Nets[FluxNetInput]):
         for each, given in zip(same, inputs, strict=True):
             if isinstance(given.capture, OwnAnchors):
                 given.capture.passed(each.row.timesteps[0])
-                each.keep(given.capture)
+                each.keep([given.capture])
 
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
@@ -219,12 +219,13 @@ def _given(asked: Asked[FluxNetInput]) -> RowInput:
     if asked.kept is not None:
         cis, others = given.cis.tensor_split((len(given.text) + computed,))
         own = asked.own.of(replace(given, tokens=given.tokens[:computed], cis=cis))
-        return foretold(own, others, asked.kept, lambda: row.timesteps[0])
+        [kept] = asked.kept
+        return foretold(own, others, kept, lambda: row.timesteps[0])
     made = asked.own.of(given)
     if not asked.keeps:
         return made
     last = asked.last
-    seen: OwnAnchors = OwnAnchors(row.control.own) if last is None else last.tokens
+    [seen] = [OwnAnchors(row.control.own)] if last is None else last.tokens
     at, reads = row.timesteps[0], row.foreseen is not None
     seen.anchor(row.step, at, active, len(made.tokens), reads=reads)
     return replace(made, capture=seen)

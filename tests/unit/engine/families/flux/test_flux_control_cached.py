@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from maskserve_engine.base.job import ControlInput, EditJob
+from maskserve_engine.batch import own_anchors
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.control import RowControl
@@ -293,6 +294,33 @@ def test_nets_are_refreshed_at_their_rows_anchors(
     tokens = replay.adapter.tokens(job)
     all_tokens, between = [(True, tokens.total)], [(not text, tokens.active)]
     assert computed == [all_tokens, between, between, all_tokens, between]
+
+
+def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_some(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, encode = list[int](), own_anchors.encode
+
+    class Scarce(FluxControlNet):
+        def samples(self, packed: Any, at: Any) -> Any:
+            computed.append(len(packed.tokens))
+
+            def without_room(x: Any, format: str) -> Any:
+                if len(computed) in (1, 2):
+                    raise torch.OutOfMemoryError("no memory for anchors")
+                return encode(x, format)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(own_anchors, "encode", without_room)
+                yield from super().samples(packed, at)
+
+    plain = nets["plain"]
+    scarce = Scarce(*(getattr(plain, each.name) for each in fields(plain)))
+    job, plan = controlled_job(encoder, "e", "plain"), OwnPlan(frozenset({0}), "int8", True)
+    row = anchored(replay, job, {"plain": scarce}, plan)
+    run_anchored(replay.adapter, [row], plan.anchors)
+    tokens = replay.adapter.tokens(job)
+    assert computed == [*[tokens.total] * 3, *[tokens.active] * 2]
 
 
 def test_anchored_rows_with_nets_together_are_as_each_alone(
