@@ -61,13 +61,16 @@ _STEPS = 28
 _ANCHORS = own_count(_STEPS, OWN_FORESEEN[FILL])
 
 
-def fidelity(folder: Path, n: int, *, count: int = 0, hits: bool = False) -> dict[str, Any]:
-    """Figures over all classes: of own anchors, so many or as many as the model has by default, or
-    of edits that read a template: computing their text, leaving it out, and so with a first anchor.
+def fidelity(
+    folder: Path, n: int, *, count: int = 0, ring: int = 1, hits: bool = False
+) -> dict[str, Any]:
+    """Figures over all classes: of own anchors, so many or as many as the model has by default,
+    with such a ring where steps compute any; or of edits that read a template: computing their
+    text, leaving it out, and so with a first anchor.
     """
     rig = Rig(folder, 20)
     [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
-    choice = served(rig, job, count)
+    choice = replace(served(rig, job, count), ring=ring)
     cached = default(rig.adapter.facts, 20)
     begun = replace(cached, dense_steps=1, stride=7)
     power = rig.adapter.facts.own_power
@@ -168,6 +171,8 @@ def main() -> int:
     add("--only", nargs="+", choices=parts, default=parts)
     add("--n", type=int, default=16, help="edits of each class (default 16)")
     add("--base", type=Path, help="folder of a model with Inpaint semantics")
+    add("--anchors", type=int, default=5, help="of the base model's 20 steps (default 5)")
+    add("--ring", type=int, default=1, help="of the base model's edits (default 1)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--clock", choices=("wall", "cpu"), default="wall")
     add("--repeat", type=int, default=3, help="rounds of what is timed")
@@ -181,7 +186,8 @@ def main() -> int:
     for name, folder in each.items():
         if name in args.only and folder is not None:
             # A small base model has no guidance, and so is taken for one of few steps.
-            details[name] = fidelity(folder, args.n, count=5 if name == "base" else 0)["own"]
+            asked = {"count": args.anchors, "ring": args.ring} if name == "base" else {}
+            details[name] = fidelity(folder, args.n, **asked)["own"]
             summary |= _said(name, details[name])
     if "hits" in args.only:
         hits = details["hits"] = fidelity(DEMO_MODEL, args.n, hits=True)
