@@ -33,6 +33,7 @@ from skimage.metrics import structural_similarity
 
 from maskserve_core.config import cores
 from maskserve_core.models.registry import counted_work, load_facts
+from maskserve_engine.layers import onednn
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.benchmarks.lora_edits import write_loras
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
@@ -389,6 +390,7 @@ def main() -> int:
         "command": "make bench-full" if args.full else "make bench",
         "date": time.strftime("%Y-%m-%d"),
         "hardware": machine(),
+        "onednn": onednn.is_faster(),
         "commit": _commit(),
         "minutes": round(took / 60, 1),
         "stolen_share": round((stolen_s() - stolen) / took / (os.cpu_count() or 1), 3),

@@ -47,6 +47,7 @@ def page(report: Figures) -> str:
         f"the pipeline saturates, held for {summary['saturated_for_s']:.0f} s, the mean latency is "
         f"{summary['mean_latency_vs_diffusers_at_saturation']:g} times lower (bar 14.7).",
         *_queue(report, summary),
+        *_products(report),
         "",
         "![edits per second](throughput.png)",
         "",
@@ -72,6 +73,23 @@ def _queue(report: Figures, summary: Figures) -> list[str]:
         f"An edit of ours takes {ours / 1e3:.2f} s there and {alone / 1e3:.2f} s alone, so it "
         f"hardly waits. What is left of the ratio is the pipeline's {theirs / 1e3:.1f} s, in calls "
         "of several edits and waiting for one; the longer the rate is held, the longer."
+    ]
+
+
+def _products(report: Figures) -> list[str]:
+    """What of the ratios is not the cache's."""
+    if not report["about"].get("onednn"):
+        return []
+    systems = report["bench"]["systems"]
+    dense, theirs = (
+        systems[name]["saturated production"]["edits_per_s"] for name in ("dense", "diffusers")
+    )
+    return [
+        "",
+        f"On this processor maskserve's products are [oneDNN's](../../decisions/costs.md"
+        f"#onednns-products), where torch's own, which the pipeline runs, are MKL's. So its dense "
+        f"edits, too, are {dense / theirs:.2f} times as many as the pipeline's with the larger "
+        "model: that part of all ratios here is no reuse, and other processors do not have it.",
     ]
 
 

@@ -299,7 +299,7 @@ def test_anchors_of_its_own_hold_what_it_does_not_compute(model: Model) -> None:
     at, found = own(*range(6))
     assert_equal(found[:, at], dense[:, at])
     _, near = own(0, 3)
-    assert 0 < np.abs(near - dense)[:, at].mean() < 0.2 * np.abs(dense[:, at]).mean()
+    assert np.abs(near - dense)[:, at].mean() < 0.2 * np.abs(dense[:, at]).mean()
 
 
 def test_a_template_has_its_reference_once_for_edits_of_any_prompt(
