@@ -54,9 +54,9 @@ class TokenCounts:
     """Computed by a cached row."""
     total: int
     inner: int = 0
-    """Of the active ones those of the mask, where rows leave its ring out; of others 0."""
+    """Of the active ones those of the mask: what steps compute that leave its ring out."""
     ring: int = 0
-    """Of the ring that such rows compute at some steps (`ModelFacts.own_ring`)."""
+    """Of the ring that rows compute at some steps which leave it out (`ModelFacts.own_ring`)."""
     cover_a_side: bool = False
     """Whether the active ones cover a whole side of the picture; False where that decides nothing
     (`ModelFacts.dense_sides`, `ModelFacts.dense_steps`)."""

@@ -68,7 +68,8 @@ class Watched(LocalExecutor):
     def run(self, step: StepInput, exchange: Exchange | None = None) -> StepResult:
         result = super().run(step, exchange)
         self._loop.primed = any(row.startswith("prime:") for row in step.rows)
-        self._loop.ran = [(each.row, each.read, (each.text, each.foresaw)) for each in result.rows]
+        self._loop.foresaw = any(row.foresaw for row in result.rows)
+        self._loop.ran = [(each.row, each.read, each.text) for each in result.rows]
         return result
 
 
@@ -77,7 +78,7 @@ class Loop:
 
     None may wait. One that makes no row, and whose rows are those of the turn before and leave out
     what they left out then, copies nothing between host and device but answers and previews, and
-    for priming rows, whose tokens change.
+    for priming rows and rows that foresee an anchor, whose tokens change.
     """
 
     def __init__(self, folder: Path, real: Real, encoder: Encoder, cuda: FakeCuda) -> None:
@@ -96,9 +97,10 @@ class Loop:
             executor=lambda adapter, store: Watched(adapter, store, self),
         )
         self.engine._output.start()
-        self.ran: list[tuple[str, bool, tuple[bool, bool]]] = []
-        """Rows of the last turn, and whether each read an entry, computed its text, and foresaw an
-        anchor."""
+        self.ran: list[tuple[str, bool, bool]] = []
+        """Rows of the last turn, and whether each read an entry and computed its text."""
+        self.foresaw = False
+        """Whether one of them computed an anchor ahead."""
         self.steady = 0
         """Turns in which nobody came or went."""
         self.primed = False
@@ -111,12 +113,13 @@ class Loop:
 
     def turn(self) -> None:
         """One turn of the engine, judged."""
-        before, made = self.ran, self._made()
+        before, made, foresaw = self.ran, self._made(), self.foresaw
         with self.cuda.watch() as log:
             self.engine.turn()
         self.cuda.catch_up()
         assert [copy for copy in log.copies if "waits" in copy] == []
-        if self.ran == before and self._made() <= made and not self.primed:
+        changed = self.primed or self.foresaw or foresaw or not self._made() <= made
+        if self.ran == before and not changed:
             assert [copy for copy in log.copies if "in transfer.__init__" not in copy] == []
             self.steady += 1
 
