@@ -139,8 +139,8 @@ def compare(client: Client, image: Path, options: argparse.Namespace, first: Edi
         left, top, right, bottom = meta["window"]["box"]
         print(f"the model saw the {right - left}x{bottom - top} pixels round the mask")
     print(
-        f"{meta['dense_steps']} of {steps} steps computed all {total} tokens; of the tokens of all "
-        f"steps {meta['computed_tokens'] / (steps * total):.0%} were computed"
+        f"{meta.get('dense_steps', 0)} of {steps} steps computed all {total} tokens; of those of "
+        f"all steps {meta['computed_tokens'] / (steps * total):.0%} were computed"
     )
     print(
         f"denoising took {again['timings_ms']['denoise']:.0f} ms, with all tokens in each step "
