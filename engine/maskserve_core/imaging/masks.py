@@ -379,18 +379,18 @@ def active_tokens(edit: Bytes2D, token_pixels: int, ring: int = 0) -> TokenIds:
 
 def tokens_within(edit: Bytes2D, token_pixels: int, *rings: int) -> list[TokenIds]:
     """`active_tokens` of each of some rings."""
-    grid = _token_grid(edit, token_pixels, 0)
+    grid = _token_grid(edit, token_pixels)
     return [np.flatnonzero(_grown(grid, ring)) for ring in rings]
 
 
-def _token_grid(edit: Bytes2D, side: int, ring: int) -> Bools:
-    """Whether each token is computed, bool [rows, columns]."""
+def _token_grid(edit: Bytes2D, side: int) -> Bools:
+    """Whether each token overlaps the edit mask, bool [rows, columns]."""
     height, width = edit.shape
     if height % side or width % side:
         raise ValueError(f"{edit.shape} is not a multiple of {side}")
     rows = edit.reshape(height // side, side, width).max(axis=1)
     grid: Bools = rows.reshape(-1, width // side, side).max(axis=2) > 0
-    return _grown(grid, ring)
+    return grid
 
 
 def _grown(grid: Bools, ring: int) -> Bools:
@@ -447,7 +447,7 @@ def active_tokens_per_level(
     Returns:
         level → ids, row-major over the level's own grid.
     """
-    grid = _token_grid(edit, token_pixels, ring)
+    grid = _grown(_token_grid(edit, token_pixels), ring)
     found: dict[int, TokenIds] = {}
     for level in range(max(levels) + 1):
         if level in levels:

@@ -15,13 +15,7 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import DegreePrice, Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served, State
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import (
-    ModelFacts,
-    dense_steps,
-    own_rule,
-    own_stride,
-    text_shares,
-)
+from maskserve_core.models.facts import ModelFacts, dense_steps, own_rule, own_stride, text_shares
 from maskserve_core.models.registry import control_work, typical_lora
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.planning.own_anchors import clock_steps

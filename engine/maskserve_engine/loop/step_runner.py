@@ -329,8 +329,8 @@ def _control_flops(edit: RequestState | PrimingState, step: RowStep) -> float:
 
 def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
     """What the step just taken costs of a row beside others."""
-    if step.read and not step.text and isinstance(edit, RequestState):
-        return edit.reads_counted(step.done - 1)
+    if step.read and isinstance(edit, RequestState):
+        return edit.work.reading(text=step.text)
     return edit.counted
 
 

@@ -136,6 +136,10 @@ class EditWork:
         """The same edit reading its template, and keeping nothing beside."""
         return replace(self, between=None, renewed=None, cached_tokens=None)
 
+    def reading(self, *, text: bool) -> Totals:
+        """As `counted`, of a step that reads something and computes its text, or leaves it out."""
+        return (self.renewed if text else self.between) or self.counted
+
     @property
     def mask_ratio(self) -> float:
         """Share of tokens that a cached step computes, the ring among them."""
@@ -464,15 +468,13 @@ class RequestState:
     def reads_counted(self, step: int) -> Totals:
         """The same of a step that reads something."""
         assert self.reads is not None
-        work = self.work
-        between = work.between if self.reads.without_text(step) else work.renewed
-        return between or work.counted
+        return self.work.reading(text=not self.reads.without_text(step))
 
     def computed_tokens(self, step: RowStep) -> int:
         """Of one pass, those that the step just taken computed."""
         if not step.read:
             return self.work.total_tokens
-        counted = self.reads_counted(step.done - 1)
+        counted = self.work.reading(text=step.text)
         ahead = self.work.total_tokens * step.foresaw
         return round(counted.active[0] / self.work.passes) + ahead
 

@@ -41,3 +41,15 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
         assert edit.work.mask_ratio == 3 / 16
         begun = replace(edit, route=Route(mode, "hit", dense_steps=1))  # of four
         assert begun.make_ticket().active_tokens == round(passes * (16 + 3 * computed) / 4)
+
+
+def test_a_step_counts_as_what_it_computed_and_not_as_what_it_was_to_leave_out() -> None:
+    """Beside a template the steps with text compute a ring of their own; without room for what
+    others would read, a step that was to leave both out computes them.
+    """
+    between, renewed = (replace(NOTHING, rows=rows) for rows in (1, 2))
+    work = EditWork(16, 3, 4, NOTHING, between=between, renewed=renewed)
+    assert work.reading(text=False) is between
+    assert work.reading(text=True) is renewed
+    plain = work.without_own()
+    assert plain.reading(text=False) is plain.reading(text=True) is NOTHING
