@@ -50,6 +50,9 @@ class RingShares(NamedTuple):
     template: float | None
     own: float | None
     """Of the steps between its own anchors."""
+    ahead: float = 0.0
+    """Of a row that reads a template, how often per step it computes the mask's tokens once more,
+    where what it leaves out is foreseen."""
 
 
 RINGS = RingShares(None, None)
@@ -122,20 +125,21 @@ class Pricing:
                 return compute, load
         return dense, 0.0
 
-    def own_row(self, active: float, total: float, dense_share: float) -> float:
+    def own_row(self, active: float, total: float, dense_share: float, ahead: float = 0.0) -> float:
         """The same of a row with anchors of its own, which loads nothing.
 
         Args:
             active: tokens that are computed between them.
             total: that are computed at them.
             dense_share: of its steps, the anchors.
+            ahead: of its steps, those that compute one beside their own tokens.
         """
         dense = self.dense(total)
         if self.between is None:
             each, _ = self.row(active, total, cached=True)
         else:
             each = min(dense, self._added(self.between, active, total, cached=True))
-        return dense_share * dense + (1.0 - dense_share) * each
+        return dense_share * dense + (1.0 - dense_share + ahead) * each
 
     def share(self, devices: int, *, cached: bool) -> float:
         """Of one device's seconds per step, what a row takes that so many devices could step."""

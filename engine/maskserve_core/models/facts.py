@@ -345,6 +345,8 @@ class TextShares(NamedTuple):
     template: float
     own: float
     """Of the steps between its own anchors."""
+    ahead: float = 0.0
+    """As of `RingShares`."""
 
 
 ALL_TEXT = TextShares(1.0, 1.0)
@@ -360,10 +362,12 @@ def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) 
         shared: whether several devices may take a step together; then rows that read a template
             compute their text.
     """
-    anchors = own_count(steps, own_stride(config, facts, foreseen=False))
+    anchors = own_count(steps, own_stride(config, facts))
     if not anchors or not own_rule(config, facts).text:
         return ALL_TEXT
-    return TextShares(1.0 if shared else anchors / steps, 0.0)
+    if shared:
+        return TextShares(1.0, 0.0)
+    return TextShares(anchors / steps, 0.0, (anchors - 1) / steps)
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:

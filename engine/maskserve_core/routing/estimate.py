@@ -84,8 +84,16 @@ def pricing_of(
         lora_byte=None
         if lora is None
         else _row_price(lora[0], per_flop / lora[1], text, text_shares.template),
-        rings=RingShares(*(x if x < 1.0 else None for x in text_shares)) if leaves_ring else RINGS,
+        rings=_rings(text_shares, leaves_ring=leaves_ring),
     )
+
+
+def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
+    """Of rows that compute a ring which they may leave out wherever they compute their text."""
+    if not leaves_ring:
+        return RINGS._replace(ahead=text.ahead)
+    shares = (share if share < 1.0 else None for share in (text.template, text.own))
+    return RingShares(*shares, text.ahead)
 
 
 def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:

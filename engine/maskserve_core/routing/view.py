@@ -48,11 +48,11 @@ class Edit:
     """When it should be answered, on the policies' clock: workers give rows to the most urgent.
     Infinite: at no time, and whoever waits is before it."""
 
-    def active(self, ring_share: float | None) -> float:
+    def active(self, ring_share: float | None, ahead: float = 0.0) -> float:
         """Tokens that a step of a cached row computes, on average: of `Pricing.rings`."""
         if ring_share is None:
-            return self.active_tokens
-        return self.inner_tokens + ring_share * self.ring_tokens
+            return (1.0 + ahead) * self.active_tokens
+        return (1.0 + ahead) * self.inner_tokens + ring_share * self.ring_tokens
 
 
 class _BasePrice(NamedTuple):
@@ -151,8 +151,9 @@ class WorkerView:
         tier = self.tier_of(edit.template_id) if edit.cache and not edit.own else None
         if tier is None:
             return self._own_price(edit, dense)
+        rings = pricing.rings
         # Beside a template a ControlNet goes on with the tokens that its row computes.
-        active = edit.active(None if edit.controls else pricing.rings.template)
+        active = edit.active(None) if edit.controls else edit.active(rings.template, rings.ahead)
         compute, load = pricing.row(active, edit.total_tokens, cached=True)
         if tier == DEVICE.name:
             load = 0.0
@@ -168,7 +169,8 @@ class WorkerView:
         if not edit.own_steps:
             return _BasePrice(dense)
         active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
-        compute = self.pricing.own_row(active, edit.total_tokens, share)
+        ahead = share - 1.0 / edit.steps
+        compute = self.pricing.own_row(active, edit.total_tokens, share, ahead)
         return _BasePrice(compute, tokens=None if compute == dense else active)
 
     def _added_seconds(self, edit: Edit, base: _BasePrice) -> float:

@@ -46,7 +46,7 @@ class OwnPlan:
 
     anchors: frozenset[int]
     """Steps of which all tokens are computed, of a row that reads no template or in its
-    ControlNets."""
+    ControlNets; beside a template the text and the ring."""
     format: str
     """Storage format of what they leave."""
     text: bool
@@ -63,8 +63,13 @@ class OwnPlan:
 
     @property
     def dense(self) -> frozenset[int]:
-        """Steps that read nothing: they compute all tokens, and are anchors themselves."""
+        """Steps that leave nothing out: they are anchors themselves."""
         return frozenset({0}) if self.foresees else self.anchors
+
+    @property
+    def ahead(self) -> frozenset[int]:
+        """Steps that compute an anchor beside their own tokens."""
+        return self.computed_at - self.dense
 
     @property
     def computed_at(self) -> frozenset[int]:
@@ -188,7 +193,16 @@ class OwnAnchors:
         """Sigma of the last anchor that is whole."""
         return self._line.sigmas[-1]
 
-    def beside(self, step: int, words: int, ring: slice, others: int, sigma: float) -> OwnAnchors:
+    def beside(
+        self,
+        step: int,
+        words: int,
+        ring: slice,
+        others: int,
+        sigma: float,
+        *,
+        reads: bool = False,
+    ) -> OwnAnchors:
         """Itself, about to see a step of a row that reads a template.
 
         Args:
@@ -198,10 +212,11 @@ class OwnAnchors:
             others: image tokens that other steps do not compute, the last ones; 0: this one does
                 not, either.
             sigma: of the step.
+            reads: as of `anchor`.
         """
         if self.plan.lifts:
             self._first = (others, sigma) if others else (0, self._first[1])
-        self.anchor(step, sigma, 0, 0)
+        self.anchor(step, sigma, 0, 0, reads=reads)
         self._words, self._kept_tokens = words, ring
         return self
 

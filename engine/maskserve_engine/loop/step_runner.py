@@ -140,13 +140,17 @@ class StepRunner:
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
                 stays = edit.reads.stays(edit.tally.done)
                 reading.append(Reading(edit.reads_counted(edit.tally.done), load, stays))
+                if _foresees(edit) and not edit.reads.own:
+                    reading.append(Reading(edit.ahead_counted, load, stays))
                 fixed = fixed or edit.job.request.settings.reproducible
                 # There are keys and values alone of the text, and of what own anchors leave. That
                 # follows from the row's own step, so that its picture does not depend on its batch.
                 without = edit.reads.without_text(edit.tally.done)
                 fixed = fixed or edit.reads.own or without
         others = [
-            edit.counted for edit in running if edit.request_id not in loads or _foresees(edit)
+            edit.counted
+            for edit in running
+            if edit.request_id not in loads or (_foresees(edit) and edit.reads.own)
         ]
         dense = Totals.sum_of(others) if others else None
         planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
@@ -233,11 +237,11 @@ class StepRunner:
         if not going or any(map(_uncounted, going, result.rows)):
             return None
         rows = list(zip(going, result.rows, strict=True))
-        beside = [edit.counted for edit, step in rows if step.foresaw]
+        beside = [edit for edit, step in rows if step.foresaw]
         return self._batch_flops.of(
             work,
-            [*(_counted(edit, step) for edit, step in rows), *beside],
-            [*(step.read for step in result.rows), *(False for _ in beside)],
+            [*(_counted(edit, step) for edit, step in rows), *(e.ahead_counted for e in beside)],
+            [*(step.read for step in result.rows), *(not e.reads.own for e in beside)],
             () if planned is None else planned.plan.kinds,
         ) + sum(map(_control_flops, going, result.rows))
 

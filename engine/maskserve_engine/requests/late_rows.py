@@ -8,7 +8,7 @@ from __future__ import annotations
 from maskserve_core.worker.loading import Loadable
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor
-from maskserve_engine.requests.state import EntryReads, RequestState
+from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.ways import Ways
 
 
@@ -54,6 +54,4 @@ class LateRows:
             edit.route = own
             self._executor.read(edit.request_id, own.key, own.anchors)
             assert edit.reads is not None
-            text = edit.reads.text
-            edit.reads = EntryReads(own.key, own.anchors, edit.reads.selection)
-            edit.reads.text = text
+            edit.reads = edit.reads.of_entries(own.key, own.anchors)

@@ -394,10 +394,9 @@ class RequestManager:
             nbytes = bytes_beside(route.beside, self.adapter, job, self._dtype)
         spec = CachedRowSpec(job, seed, route.key, route.anchors, sure, route.beside, nbytes)
         made = self.executor.make(edit.request_id, spec)
-        edit.reads = EntryReads(route.key, route.anchors, made.selection)
+        edit.reads = EntryReads.of_template(route.key, route.anchors, made)
         if made.own is not None:
             edit.own_bytes = nbytes
-            edit.reads.text = made.own.anchors if made.own.text else None
         else:
             edit.work = edit.work.without_own()
         return made

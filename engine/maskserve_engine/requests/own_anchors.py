@@ -54,10 +54,10 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
         return None  # the template has most of its text
     if policy_of(config.engine).shares_steps:
         return None  # ranks that share a step would have to agree on who has what
-    plan = _plan(config, adapter, job, text=True, foresees=False)
+    # A ControlNet goes on, behind its own anchors, with the tokens that its row computes.
+    plan = _plan(config, adapter, job, text=True, foresees=not job.controls)
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
     if plan is not None and plan.text:
-        # A ControlNet goes on, between its own anchors, with the tokens that its row computes.
         return replace(plan, lifts=lifts, ring=plan.ring and not job.controls)
     rule = own_rule(config, adapter.facts, device_of(config).type)
     return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None

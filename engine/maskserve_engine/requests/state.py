@@ -25,7 +25,7 @@ from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
-from maskserve_engine.requests.executor import RowLoads, RowStep
+from maskserve_engine.requests.executor import RowLoads, RowMade, RowStep
 from maskserve_engine.requests.own_anchors import with_anchors
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 
@@ -107,12 +107,12 @@ class EditWork:
         """
         kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
         between = replace(between, added=self.counted.added)
+        others = 1.0 - (1.0 / self.steps if plan.foresees else share)
         at_anchors, tokens = self.dense_flops, between.active[0]
         if renewed is not None:
             renewed = replace(renewed, added=self.counted.added)
             at_anchors = work.batch_flops(renewed, kinds, None)
-            tokens += share * (renewed.active[0] - tokens)
-        others = 1.0 - (1.0 / self.steps if plan.foresees else share)
+            tokens = share * renewed.active[0] + others * tokens
         mean = share * at_anchors + others * work.batch_flops(between, kinds, None)
         controls = self.controls
         if controls is not None and renewed is None:
@@ -224,6 +224,8 @@ class EntryReads:
         """Whether these are anchors of the row's own: it leaves them at its dense steps."""
         self.computes = frozenset[int]()
         """Steps that compute one of these."""
+        self.ahead = frozenset[int]()
+        """Steps that compute, beside their own tokens, what is left out further on."""
         self.text: frozenset[int] | None = None
         """Steps that compute the text; None: all."""
         self.held = 0
@@ -236,8 +238,22 @@ class EntryReads:
         """Of a row that reads, at all but its dense steps, what its anchors have left."""
         anchors = [None if step in plan.dense else Anchor(*at) for step, at in enumerate(sigmas)]
         reads = cls(f"own:{request_id}", anchors, request_id.encode())
-        reads.own, reads.computes = True, plan.computed_at
+        reads.own, reads.computes, reads.ahead = True, plan.computed_at, plan.ahead
         reads.text = frozenset() if plan.text else None
+        return reads
+
+    @classmethod
+    def of_template(cls, key: str, anchors: Sequence[Anchor | None], made: RowMade) -> EntryReads:
+        """Of a row that was made to read a template, and what it keeps of its own."""
+        reads, own = cls(key, anchors, made.selection), made.own
+        if own is not None and own.text:
+            reads.text, reads.ahead = own.dense, own.ahead
+        return reads
+
+    def of_entries(self, key: str, anchors: Sequence[Anchor | None]) -> EntryReads:
+        """The same of other entries."""
+        reads = EntryReads(key, anchors, self.selection)
+        reads.text, reads.ahead = self.text, self.ahead
         return reads
 
     def without_text(self, step: int) -> bool:
@@ -249,8 +265,8 @@ class EntryReads:
         return step in self.computes
 
     def foresees(self, step: int) -> bool:
-        """Whether it is computed beside the step's own tokens."""
-        return step in self.computes and not self.is_dense(step)
+        """Whether the step computes an anchor beside its own tokens."""
+        return step in self.ahead
 
     def is_dense(self, step: int) -> bool:
         """Whether the step computes all tokens to leave an anchor of the row's own."""
@@ -470,13 +486,20 @@ class RequestState:
         assert self.reads is not None
         return self.work.reading(text=not self.reads.without_text(step))
 
+    @property
+    def ahead_counted(self) -> Totals:
+        """The same of a pass that computes an anchor ahead."""
+        return self.counted if self.work.renewed is None else self.work.renewed
+
     def computed_tokens(self, step: RowStep) -> int:
         """Of one pass, those that the step just taken computed."""
         if not step.read:
             return self.work.total_tokens
-        counted = self.work.reading(text=step.text)
-        ahead = self.work.total_tokens * step.foresaw
-        return round(counted.active[0] / self.work.passes) + ahead
+        work, ahead = self.work, 0.0
+        if step.foresaw:
+            every = work.passes * work.total_tokens
+            ahead = every if work.renewed is None else work.renewed.active[0]
+        return round((work.reading(text=step.text).active[0] + ahead) / work.passes)
 
     @property
     def load_stall(self) -> float:

@@ -173,7 +173,7 @@ def beside_template(
         some = rows[first : first + BATCH]
         while some[0].step < some[0].steps:
             for row in some:
-                row.frozen = own is not None and own.text and row.step not in own.anchors
+                row.frozen = own is not None and own.text and row.step not in own.dense
             rig.replay.step(some, ("kv",) * rig.adapter.blocks)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 

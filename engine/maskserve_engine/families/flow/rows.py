@@ -127,6 +127,8 @@ class CachedTokens:
     inactive: FlowInactive
     own: OwnAnchors | None = None
     """Of the pass, where its own first step lifts the entries."""
+    ahead: int | None = None
+    """The step where the pass is foreseen; None: it is the next one's own."""
 
     @property
     def cis(self) -> Tensor:
@@ -138,19 +140,25 @@ class CachedTokens:
 
     def tokens(self) -> Tensor:
         assert not self.inactive.shown, "of text tokens there are keys and values alone"
+        assert self.ahead is None, "a foreseen pass reads keys and values alone"
         return self.inactive.outside.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> KvSource:
         found = KvSource(*self._handle.wait_whole(block, part))
         if self.own is None or part != "kv":
             return found
-        return self.own.lifted(block, found, self.row.walk_sigma())
+        return self.own.lifted(block, found, self._sigma)
 
     @property
     def entry(self) -> object:
         """Another one at each step, where it is lifted."""
         lifted = self.own is not None and self.own.lifts
-        return self.row.walk_sigma() if lifted else self._handle
+        return self._sigma if lifted else self._handle
+
+    @property
+    def _sigma(self) -> float:
+        row = self.row
+        return row.schedule.walk[row.step if self.ahead is None else self.ahead].sigma
 
     @property
     def _handle(self) -> Handle:
@@ -221,10 +229,6 @@ class OwnOutside:
         """An anchor has moved the latents where they lay."""
         if self.blend is None:
             self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
-
-    def computed(self, latents: Tensor) -> None:
-        """A step that is no anchor has brought them to [m, 4C]."""
-        self.latents, self.times = latents, (0.0, 0.0)
 
     def foreseen(self, velocity: Tensor) -> None:
         """It is [m, 4C] `velocity` that moves them at the anchor ahead; they are where they are."""
@@ -372,12 +376,15 @@ class FlowRow:
         return self.anchored or (self.own is not None and self.own.whole())
 
     @property
+    def _whole_step(self) -> bool:
+        """Whether the next step computes what it may leave out between the row's own anchors."""
+        return self.entry is None or not (self.anchored or self.frozen)
+
+    @property
     def _sees_text(self) -> bool:
         """Whether the next step keeps its text, of a row that reads a template."""
         own = self.own
-        if own is None or self.anchored or not own.text:
-            return False
-        return self.step in own.plan.anchors or not own.whole()
+        return own is not None and own.text and not self.anchored and self._whole_step
 
     @property
     def _sees(self) -> bool:
@@ -391,7 +398,7 @@ class FlowRow:
         the line from the last one ends here; None: none.
         """
         own = self.own
-        if own is None or not own.plan.foresees or self.entry is None or self.moved is None:
+        if own is None or not own.plan.foresees or self._whole_step or self.moved is None:
             return None
         return own.plan.behind(self.step) if own.reaches >= self.walk_sigma() else None
 
@@ -430,7 +437,11 @@ class FlowRow:
     ) -> RowInput:
         """Of one pass; arguments as of `_input`."""
         assert self.inactive is not None
-        made = self._whole(self._own_tokens(text, pooled, cis, words, step), self.inactive, step)
+        made = self._own_tokens(text, pooled, cis, words, step)
+        if not self.anchored:
+            made = replace(self._with_ring(made, step), rest=self._cached(self.inactive, own, step))
+            return replace(made, capture=self._beside(own, made, step))
+        made = self._whole(made, self.inactive, step)
         sigma, total = self.schedule.walk[step].sigma, len(made.tokens)
         capture = own.anchor(self.step, sigma, self.active, total, reads=True)
         residuals = None if self.residuals is None else self.residuals.ahead
@@ -464,23 +475,32 @@ class FlowRow:
         elif own is not None and self.anchored:
             return foretold(made, inactive.cis, own, self.walk_sigma)
         else:
-            lifts = own if own is not None and own.plan.lifts else None
-            rest = CachedTokens(self, inactive, lifts)
-            if own is not None and self.frozen:
+            rest = self._cached(inactive, own)
+            if own is not None and not self._whole_step:
                 ring = cis[:0] if self.ring is None else self.ring.cis
                 return without_text(replace(made, rest=rest), ring, own, self.walk_sigma)
-            made = replace(self._with_ring(made), rest=rest)
+            made = replace(self._with_ring(made, self.step), rest=rest)
         if own is None or not (self.anchored or self._sees):
             return made
-        total = len(made.tokens)
-        if self.anchored:
-            sigma = self.walk_sigma()
-            return replace(made, capture=own.anchor(self.step, sigma, self.active, total))
-        end = self.active + self._ring_tokens
-        others = total - end if self.entry is None else 0
-        around, sigma = slice(self.active, end), self.walk_sigma()
-        seen = own.beside(self.step, len(made.text), around, others, sigma)
+        if not self.anchored:
+            return replace(made, capture=self._beside(own, made, self.step))
+        seen = own.anchor(self.step, self.walk_sigma(), self.active, len(made.tokens))
         return replace(made, capture=seen)
+
+    def _cached(
+        self, inactive: FlowInactive, own: OwnAnchors | None, ahead: int | None = None
+    ) -> CachedTokens:
+        """What a pass reads of its template."""
+        lifts = own is not None and own.plan.lifts
+        return CachedTokens(self, inactive, own if lifts else None, ahead)
+
+    def _beside(self, own: OwnAnchors, made: RowInput, step: int) -> OwnAnchors:
+        """What sees a pass, as it is at a step, of a row that reads a template."""
+        end = self.active + self._ring_tokens
+        others = len(made.tokens) - end if self.entry is None else 0
+        around, sigma = slice(self.active, end), self.schedule.walk[step].sigma
+        ahead = step != self.step
+        return own.beside(self.step, len(made.text), around, others, sigma, reads=ahead)
 
     def walk_sigma(self) -> float:
         """Of the step that is taken now."""
@@ -507,16 +527,17 @@ class FlowRow:
     def _ring_tokens(self) -> int:
         return 0 if self.ring is None else len(self.ring.ids)
 
-    def _with_ring(self, made: RowInput) -> RowInput:
+    def _with_ring(self, made: RowInput, step: int) -> RowInput:
         """The ring, too, as further image tokens, where it is not among the computed ones."""
         if self.ring is None:
             return made
-        tokens = torch.cat((made.tokens, self.ring.tokens.at(self.sigma)))
+        around = self.ring.tokens.at(self.schedule.sigmas[step], self._change_to(step))
+        tokens = torch.cat((made.tokens, around))
         return replace(made, tokens=tokens, cis=torch.cat((made.cis, self.ring.cis)))
 
     def _whole(self, made: RowInput, inactive: FlowInactive, step: int) -> RowInput:
         """The others, too, as further image tokens."""
-        made = self._with_ring(made)
+        made = self._with_ring(made, step)
         others, context = self._outside_at(inactive, step), 0
         if inactive.outside.context is not None:
             context = len(inactive.outside.context)
@@ -606,41 +627,37 @@ class FlowRow:
         """
         self.moved = moves[self.place]
         if self.own is not None and self.inactive is not None:
-            self._go_on(self.own, self.inactive.outside, moves)
+            self._go_on(self.own, moves)
         self.step += 1
 
-    def _go_on(self, own: OwnAnchors, outside: FlowTemplate | OwnOutside, moves: Tensor) -> None:
-        """Book what a step means for what other steps do not compute."""
-        walk, sees_text = self.schedule.walk[self.step], self._sees_text
-        if (self._sees and own.text) or (self.anchored and self.entry is None):
-            self._passed(walk.sigma)
-        if not isinstance(outside, OwnOutside):
-            self._move_ring(own, moves, walk.change, keeps=sees_text)
-            return
-        count = len(outside.clean)
-        if self.entry is None:
-            assert self.others is not None, "a step is taken of rows that were packed"
-            outside.latents = self.others[:count]
-            begin = self.place.stop
-            outside.anchored(moves[begin : begin + count], walk.change)
+    def _go_on(self, own: OwnAnchors, moves: Tensor) -> None:
+        """Book what a step means for what is left out between the row's own anchors."""
+        walk, left_out = self.schedule.walk[self.step], self._left_out
+        count = 0 if left_out is None else len(left_out.clean)
+        if self._whole_step:
+            if own.text or self.anchored:
+                self._passed(walk.sigma)
+            if left_out is not None:
+                assert self.others is not None, "a step is taken of rows that were packed"
+                begin = self.place.stop
+                left_out.latents = self.others[:count]
+                left_out.anchored(moves[begin : begin + count], walk.change)
             return
         if self.foreseen is not None:
             begin = self.foreseen.place.start + len(self.latents)
-            outside.foreseen(moves[begin : begin + count])
+            if left_out is not None:
+                left_out.foreseen(moves[begin : begin + count])
             self._passed(self.schedule.walk[self.foreseen.step].sigma)
-        outside.passed(walk.change, own.weight(walk.sigma))
+        if left_out is not None:
+            left_out.passed(walk.change, own.weight(walk.sigma))
 
-    def _move_ring(self, own: OwnAnchors, moves: Tensor, change: float, *, keeps: bool) -> None:
-        if self.ring is None:
-            return
-        ring, begin = self.ring.tokens, self.place.stop
-        if self.frozen and self.entry is not None:
-            ring.passed(change, own.weight(self.walk_sigma()))
-            return
-        assert self.others is not None, "a step is taken of rows that were packed"
-        ring.computed(self.others[: self._ring_tokens])
-        if keeps:
-            ring.anchored(moves[begin : begin + self._ring_tokens], change)
+    @property
+    def _left_out(self) -> OwnOutside | None:
+        """Image tokens that only some of its steps compute, of which it keeps something."""
+        if self.ring is not None:
+            return self.ring.tokens
+        outside = None if self.inactive is None else self.inactive.outside
+        return outside if isinstance(outside, OwnOutside) else None
 
     def _passed(self, sigma: float) -> None:
         """An anchor at `sigma` is whole, in each of its passes."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from maskserve_core.config import Config
@@ -145,7 +146,7 @@ def run_hits(replay: Replay, rows: Sequence[FlowRow]) -> None:
     """All steps of rows of as many steps; each leaves its text out where it may."""
     while rows[0].step < rows[0].steps:
         for row in rows:
-            row.frozen = row.keeps_text and row.step not in row.own.plan.anchors
+            row.frozen = row.keeps_text and row.step not in row.own.plan.dense
         replay.step(rows, ("kv",) * replay.adapter.blocks)
 
 
@@ -158,11 +159,10 @@ def begun(replay: Replay, job: EditJob, primed: Primed, own: OwnPlan | None) -> 
 
 
 class Seen:
-    """A `packing.Capture` of the image tokens' keys and values."""
+    """A `packing.Capture` of the image tokens' keys and values, or of all."""
 
-    text = False
-
-    def __init__(self) -> None:
+    def __init__(self, *, text: bool = False) -> None:
+        self.text = text
         self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
 
     def hidden(self, block: int, hidden: Tensor) -> None:
@@ -198,7 +198,7 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     entries = replay._reads[id(row)].entries
     sigmas = [step.sigma for step in row.schedule.walk]
     while row.step < 6:
-        row.frozen = row.keeps_text and row.step not in own.anchors
+        row.frozen = row.keeps_text and row.step not in own.dense
         replay.step([row], kinds)
         row.entry = replay.next_read(row)
         rest = row.model_input().rest
@@ -223,7 +223,8 @@ def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(
 ) -> None:
     jobs, replay = [make_job(encoder, seed) for seed in range(20, 24)], Replay(adapter)
     lifts = OwnPlan(frozenset(), "int8", text=False, lifts=True)
-    plans = [replace(plan(0, 3, format="int8"), lifts=True), None, lifts, plan(0, 4)]
+    ahead = plan(0, 3, ring=True, format="int8", foresees=True)
+    plans = [replace(ahead, lifts=True), None, lifts, plan(0, 4)]
     primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
 
     def alone(number: int, own: OwnPlan | None) -> Any:
@@ -252,8 +253,8 @@ def test_text_that_is_computed_at_each_step_beside_a_template_changes_nothing(
 def test_rows_that_leave_the_text_out_beside_a_template_do_not_depend_on_their_batch(
     adapter: FluxAdapter, encoder: Encoder
 ) -> None:
-    jobs, replay = [make_job(encoder, seed) for seed in range(3)], Replay(adapter)
-    plans = [plan(0, 3, ring=True), None, plan(0, 2, 5)]
+    jobs, replay = [make_job(encoder, seed) for seed in range(4)], Replay(adapter)
+    plans = [plan(0, 3, ring=True, foresees=True), None, plan(0, 2, 5), plan(0, 4, foresees=True)]
     primed = [Primed(adapter, encoder, job) for job in jobs]
 
     def rows() -> list[FlowRow]:
@@ -282,6 +283,58 @@ def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
     assert own.ring is not None
     assert len(own.latents) + len(own.ring.ids) == len(plain.latents)
     assert_equal(own.result().array(), plain.result().array())
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
+    adapter: FluxAdapter, encoder: Encoder, ring: bool
+) -> None:
+    """Of text and ring keys and values are those of a row that reads the template and lies, at the
+    anchor's step, where its last answer leads.
+    """
+    job, replay = make_job(encoder, 8, mask_ring=2), Replay(adapter)
+    primed, seen = Primed(adapter, encoder, job, stride=7), Seen(text=True)
+    own = plan(0, 4, ring=ring, foresees=True)
+    row = hit(replay, job, primed, own)
+    kinds = ("kv",) * adapter.blocks
+    replay.step([row], kinds)
+    wide = job.with_ring(max(2, adapter.facts.own_ring or 0)) if ring else job
+    there = hit(replay, wide, primed, None)
+    assert there.inactive is not None
+    assert row.inactive is not None
+    change = row.schedule.walk[1:4]
+    way = sum(each.change for each in change) / row.schedule.walk[0].change
+    assert row.moved is not None
+    ids, latents = row.inactive.active, row.latents + way * row.moved
+    if row.ring is not None:
+        around = row.ring.tokens.at(row.schedule.sigmas[4], sum(each.change for each in change))
+        ids = torch.cat((ids, row.ring.ids))
+        latents = torch.cat((latents, around[:, : row.channels]))
+    if row.blend is not None:
+        latents[: len(row.latents)] = row.blend.apply(
+            latents[: len(row.latents)], row.schedule.sigmas[4], 4, row.steps
+        )
+    order = torch.argsort(ids)
+    assert_equal(ids[order].numpy(), there.inactive.active.numpy())
+    there.latents, there.step = latents[order], 4
+
+    class Watched(FlowRow):
+        __slots__ = ()
+
+        def model_input(self) -> Any:
+            return replace(FlowRow.model_input(self), capture=seen)
+
+    there.__class__ = Watched
+    replay.step([there], kinds)
+    row.frozen = row.keeps_text
+    replay.step([row], kinds)
+    assert row.own is not None
+    words, active = len(row.text), len(row.latents)
+    places = torch.cat((torch.arange(words), words + torch.argsort(order)[active:]))
+    for block in range(adapter.blocks):
+        found = row.own._kept[block, "kv"].parts
+        for part, expected in zip(found, seen.blocks[block], strict=True):
+            assert_equal(part.data.numpy(), expected[places].numpy())
 
 
 @pytest.mark.parametrize("ring", [True, False])
