@@ -125,21 +125,20 @@ class Pricing:
                 return compute, load
         return dense, 0.0
 
-    def own_row(self, active: float, total: float, dense_share: float, ahead: float = 0.0) -> float:
+    def own_row(self, active: float, total: float, dense_share: float) -> float:
         """The same of a row with anchors of its own, which loads nothing.
 
         Args:
             active: tokens that are computed between them.
             total: that are computed at them.
             dense_share: of its steps, the anchors.
-            ahead: of its steps, those that compute one beside their own tokens.
         """
         dense = self.dense(total)
         if self.between is None:
             each, _ = self.row(active, total, cached=True)
         else:
             each = min(dense, self._added(self.between, active, total, cached=True))
-        return dense_share * dense + (1.0 - dense_share + ahead) * each
+        return dense_share * dense + (1.0 - dense_share) * each
 
     def share(self, devices: int, *, cached: bool) -> float:
         """Of one device's seconds per step, what a row takes that so many devices could step."""

@@ -169,8 +169,7 @@ class WorkerView:
         if not edit.own_steps:
             return _BasePrice(dense)
         active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
-        ahead = share - 1.0 / edit.steps
-        compute = self.pricing.own_row(active, edit.total_tokens, share, ahead)
+        compute = self.pricing.own_row(active, edit.total_tokens, share)
         return _BasePrice(compute, tokens=None if compute == dense else active)
 
     def _added_seconds(self, edit: Edit, base: _BasePrice) -> float:

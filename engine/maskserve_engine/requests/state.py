@@ -178,7 +178,7 @@ class StepTally:
     dense: list[int] = field(default_factory=list)
     """Those that computed all tokens."""
     text: int = 0
-    """Of them those that computed the text."""
+    """Those that computed the text, of their own tokens or of what they foresaw."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Steps, by the kinds of their blocks."""
 
@@ -195,7 +195,7 @@ class StepTally:
         self.done = step.done
         if not step.read or step.foresaw:
             self.dense.append(step.done - 1)
-        self.text += step.text
+        self.text += step.text or step.foresaw
         self.rows_seen += rows
         self.plans[kinds] += 1
         return kinds

@@ -39,6 +39,7 @@ import torch
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.config_file import config_of
+from maskserve_core.models.facts import own_power
 from maskserve_core.models.flux import OWN_FORESEEN
 from maskserve_core.models.semantics import FILL
 from maskserve_core.planning.own_anchors import own_count
@@ -73,9 +74,11 @@ def fidelity(
     choice = replace(served(rig, job, count), ring=ring)
     cached = default(rig.adapter.facts, 20)
     begun = replace(cached, dense_steps=1, stride=7)
-    power = rig.adapter.facts.own_power
-    text = served(rig, job, foresees=False)
-    plan = OwnPlan(frozenset(text.dense), choice.format, True, text.leaves_ring, power)
+    text = served(rig, job)
+    power = own_power(rig.adapter.facts, foreseen=True)
+    plan = OwnPlan(
+        frozenset(text.dense), choice.format, True, text.leaves_ring, power, foresees=True
+    )
     ways = {
         "hit": (cached, None),
         "hit_text": (cached, replace(plan, ring=False)),

@@ -21,7 +21,7 @@ def test_threads_give_way_and_their_process_does_not():
     threads.submit("any", lambda: (found.append(niceness()), done.set()))  # type: ignore[arg-type, func-returns-value]
     assert done.wait(30)
     threads.close()
-    assert found == [own + 5]
+    assert found == [min(19, own + 5)]
     assert niceness() == own
 
 

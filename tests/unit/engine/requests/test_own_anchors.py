@@ -12,12 +12,18 @@ import pytest
 import torch
 
 from maskserve_core.config import CacheConfig
+from maskserve_core.models.facts import own_rule, text_shares
+from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.entry_bytes import FORMATS
+from maskserve_core.routing.estimate import pricing_of
+from maskserve_core.routing.view import Edit
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.own_anchors import own_plan
+from maskserve_engine.requests.own_anchors import own_plan, plan_beside
+from maskserve_engine.requests.state import EditWork
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, edit, job, make_engine
@@ -65,7 +71,7 @@ def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
     meta = edit(engine, first).meta
     assert meta["cache"] == "own"
     assert meta["anchors"] == computed_at(engine, first)
-    assert (meta["dense_steps"], meta["text_steps"]) == (3, 1)
+    assert (meta["dense_steps"], meta["text_steps"]) == (3, 3)
     active, total = meta["active_tokens"], meta["total_tokens"]
     assert meta["computed_tokens"] == 3 * total + 19 * active
     assert meta["own_bytes"] > 0
@@ -227,14 +233,44 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     assert meta["own_bytes"] > 0
     # So do they the ring of their mask, where models have pictures round it that hold still.
     leaves_ring = engine.adapter.facts.own_ring is not None
-    some = 20 * tokens.inner + 3 * tokens.ring
-    assert meta["computed_tokens"] == (some if leaves_ring else 20 * tokens.active)
+    # Those of the mask are computed once more where both are foreseen: of all anchors but the first.
+    some = 22 * tokens.inner + 3 * tokens.ring
+    assert meta["computed_tokens"] == (some if leaves_ring else 22 * tokens.active)
     idle(engine)
     engine.cache.store.memory.budget_bytes = engine.cache.store.memory.nbytes
     meta = edit(engine, job(encoder, 40, "full", num_inference_steps=20, cache="require")).meta
     assert (meta["cache"], meta.get("text_steps")) == ("hit", 20)
     assert meta["computed_tokens"] == 20 * tokens.active
     idle(engine)
+
+
+def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
+    engine: Engine, encoder: Encoder
+) -> None:
+    asked = job(encoder, 40, "priced", num_inference_steps=20)
+    adapter, facts = engine.adapter, engine.adapter.facts
+    own = plan_beside(engine.config, adapter, asked, 0)
+    assert own is not None
+    work, tokens = adapter.work(*asked.moments.shape[1:]), adapter.tokens(asked)
+    between, at_anchors = (adapter.counted(asked, own, anchor=each) for each in (False, True))
+    counted = EditWork.of(asked, adapter).with_own(own, between, work, at_anchors)
+    pricing = pricing_of(
+        work,
+        CostModel("test", Line(0.0, 1e-9)),
+        FORMATS["int4"],
+        text=len(asked.conditioning["prompt_embeds"]),
+        anchors=1,
+        text_shares=text_shares(engine.config, facts, 20, shared=False),
+        leaves_ring=own_rule(engine.config, facts).ring,
+    )
+    asks = Edit(20, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring)
+    active = asks.active(pricing.rings.template, pricing.rings.ahead)
+    priced, _ = pricing.row(active, tokens.total, cached=True)
+    assert active == pytest.approx(counted.cached_tokens)
+    # All but what a pass takes by itself, whatever its tokens.
+    assert priced == pytest.approx(1e-9 * counted.cached_flops, rel=0.02)
+    once, _ = pricing.row(asks.active(pricing.rings.template), tokens.total, cached=True)
+    assert once < 0.98 * priced
 
 
 def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
@@ -263,10 +299,10 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     accepted = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
     accepted.result(30)
     together, *_ = [sink.final() for sink in sinks]
-    assert max(beside) == 3
+    assert max(beside) == 6, "three rows, and what they foresee"
     for final in (alone, together):
         assert final.meta["text_steps"] == 3
-        assert final.meta["kinds"]["kv"] == 17 * blocks
+        assert final.meta["kinds"]["kv"] == 19 * blocks
     assert np.abs(together.latents - alone.latents).max() <= 1e-4 * max(
         1.0, np.abs(alone.latents).max()
     )
