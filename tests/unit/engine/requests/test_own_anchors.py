@@ -233,7 +233,7 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     assert meta["own_bytes"] > 0
     # So do they the ring of their mask, where models have pictures round it that hold still.
     leaves_ring = engine.adapter.facts.own_ring is not None
-    # Those of the mask are computed once more where both are foreseen: of all anchors but the first.
+    # Where both are foreseen, at all anchors but the first, so are the mask's once more.
     some = 22 * tokens.inner + 3 * tokens.ring
     assert meta["computed_tokens"] == (some if leaves_ring else 22 * tokens.active)
     idle(engine)
