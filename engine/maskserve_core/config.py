@@ -210,8 +210,8 @@ class CacheConfig(Table, frozen=True):
     it takes up to a tenth of a step, the model's own precision."""
     own_text: Literal["frozen", "computed"] = "frozen"
     """Of the text, and of FLUX Fill and klein the ring round the mask, in the steps between
-    anchors, also beside a template that has keys and values of all blocks: `frozen`: they go on
-    from what the anchors had, and `plan` is `fixed`; `computed`."""
+    anchors, also beside a template that has keys and values of all blocks: `frozen`: they lie on
+    a line from one anchor to the next, and `plan` is `fixed`; `computed`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25

@@ -31,7 +31,7 @@ class ReuseLevel(NamedTuple):
     psnr: float
     """dB in the mask, against our dense edit; the mean over edits."""
     work: float
-    """Its FLOPs, as a share of the edit's without."""
+    """Its FLOPs, as a share of the edit's without, which computes its text in every step."""
     anchors: int = 0
     """Of its own, evenly over its steps; 0: as many as the edit has."""
 

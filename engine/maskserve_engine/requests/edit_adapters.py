@@ -103,7 +103,7 @@ class EditAdapters:
         edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.wanted])
         edit.loras.nbytes, edit.said = self.loras.file_bytes(edit.loras.wanted), None
         work = self._adapter.work(*edit.job.moments.shape[1:])
-        edit.work = edit.work.with_loras(self._works(edit.job), work)
+        edit.work = edit.work.without_own().with_loras(self._works(edit.job), work)
         if self._own_entries:
             scales = [lora.scale for lora in edit.loras.wanted]
             name = adapters_id(list(zip(edit.loras.digests, scales, strict=True)))

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from maskserve_core.contracts.reuse_levels import Way, levels_of
 from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.residency import Resource
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
@@ -68,11 +67,11 @@ class WayChosen:
 
     Args:
         ways: of a worker with a cache; None: all edits run dense.
-        facts: of the model.
+        adapter: the model.
     """
 
-    def __init__(self, ways: Ways | None, facts: ModelFacts) -> None:
-        self._ways, self._facts = ways, facts
+    def __init__(self, ways: Ways | None, adapter: Adapter) -> None:
+        self._ways, self._adapter = ways, adapter
 
     def lacks(self, edit: RequestState) -> Sequence[Resource]:
         if edit.starts == _STARTS_MOST:
@@ -80,14 +79,7 @@ class WayChosen:
                 f"the edit's template was lost {edit.starts} times before the edit could begin "
                 "(the cache may be too small for the templates in use); try again later"
             )
-        edit.route = DENSE if self._ways is None else self._ways.choose(edit)
-        settings, own = edit.job.request.settings, edit.route.own
-        way: Way = "cached" if edit.mode == "cached" else "dense"
-        if own is None:
-            edit.levels = levels_of(settings, self._facts.skipping, way)
-        else:
-            count = len(own.anchors)
-            edit.levels = levels_of(settings, self._facts.skipping, "own", count)
+        edit.go(DENSE if self._ways is None else self._ways.choose(edit), self._adapter)
         edit.starts += 1
         return ()
 
@@ -108,8 +100,9 @@ class DoneInTime:
 class TemplateHere:
     """Its template can be read, if it is to wait for that; priming begins here."""
 
-    def __init__(self, primings: Primings, ways: Ways) -> None:
+    def __init__(self, primings: Primings, ways: Ways, adapter: Adapter) -> None:
         self._cache, self._primings, self._ways = primings.cache, primings, ways
+        self._adapter = adapter
 
     def lacks(self, edit: RequestState) -> Sequence[Resource]:
         route, waits = edit.route, edit.mode == "wait"
@@ -129,7 +122,6 @@ class TemplateHere:
                 "cache's budget, or the worker is short of memory); with cache: off the edit needs "
                 "no template"
             )
-        edit.route = self._ways.without_template(
-            edit.job, replace(DENSE, outcome="miss", key=route.key)
-        )
+        missed = replace(DENSE, outcome="miss", key=route.key)
+        edit.go(self._ways.without_template(edit.job, missed), self._adapter)
         return ()

@@ -5,10 +5,14 @@ Used by the engine thread only.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from maskserve_core.worker.loading import Loadable
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.templates import Route
 from maskserve_engine.requests.ways import Ways
 
 
@@ -19,10 +23,14 @@ class LateRows:
         adapters: of the edits.
         ways: of a worker with a cache; None: all edits run dense.
         executor: of the rows.
+        adapter: the model.
     """
 
-    def __init__(self, adapters: EditAdapters, ways: Ways | None, executor: Executor) -> None:
+    def __init__(
+        self, adapters: EditAdapters, ways: Ways | None, executor: Executor, adapter: Adapter
+    ) -> None:
         self._adapters, self._ways, self._executor = adapters, ways, executor
+        self._adapter = adapter
         self.rows: dict[str, RequestState] = {}
         """By request id."""
 
@@ -47,11 +55,16 @@ class LateRows:
         edit.loras.from_step, edit.loras.late = edit.tally.done, False
         self.leave(edit.request_id)
         self._adapters.attach(edit.request_id, edit.loras.wanted)
+        edit.go(self._route(edit), self._adapter)
+
+    def _route(self, edit: RequestState) -> Route:
+        """By its template's entries that know its LoRAs, if it reads any and there are such."""
         if edit.route.outcome != "hit" or not edit.job.adapters or self._ways is None:
-            return  # anchors of its own have them from the next one on
+            return edit.route  # anchors of its own have them from the next one on
         own = self._ways.when_adapters_came(edit.job)
-        if own is not None:  # else it goes on with those of the base model
-            edit.route = own
-            self._executor.read(edit.request_id, own.key, own.anchors)
-            assert edit.reads is not None
-            edit.reads = edit.reads.of_entries(own.key, own.anchors)
+        if own is None:
+            return edit.route  # it goes on with those of the base model
+        self._executor.read(edit.request_id, own.key, own.anchors)
+        assert edit.reads is not None
+        edit.reads = edit.reads.of_entries(own.key, own.anchors)
+        return replace(own, beside=edit.route.beside)

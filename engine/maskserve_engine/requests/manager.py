@@ -96,12 +96,12 @@ class RequestManager:
         ways = None
         if primings is not None:
             ways = Ways(primings, audits, in_time, books, config, adapter)
-        self.late = LateRows(adapters, ways, executor)
+        self.late = LateRows(adapters, ways, executor, adapter)
         self._gates: tuple[StartGate, ...] = (
             AdaptersHere(adapters, books, config.engine.max_rows),
-            WayChosen(ways, adapter.facts),
+            WayChosen(ways, adapter),
             DoneInTime(in_time, books),
-            *(() if primings is None or ways is None else (TemplateHere(primings, ways),)),
+            *(() if primings is None or ways is None else (TemplateHere(primings, ways, adapter),)),
         )
         self.draining = False
         self.again = math.inf
@@ -284,7 +284,6 @@ class RequestManager:
             if lacking:
                 self._books.wait(edit, lacking)
                 return
-        edit.count_own(self.adapter)
         self._books.queue(edit)
 
     def _end_wait(self, edit: RequestState) -> None:
@@ -397,8 +396,8 @@ class RequestManager:
         edit.reads = EntryReads.of_template(route.key, route.anchors, made)
         if made.own is not None:
             edit.own_bytes = nbytes
-        else:
-            edit.work = edit.work.without_own()
+        elif route.beside is not None:
+            edit.go(replace(route, beside=None), self.adapter)
         return made
 
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:

@@ -14,9 +14,10 @@ from msgspec import structs
 from maskserve_core.contracts.due_times import due_by_size
 from maskserve_core.contracts.keys import Anchor, name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
-from maskserve_core.contracts.reuse_levels import ReuseLevel
+from maskserve_core.contracts.reuse_levels import ReuseLevel, levels_of
 from maskserve_core.contracts.settings import acting, shares
 from maskserve_core.contracts.status_record import Kind, RowStatus
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.base.job import EditJob, Sink
@@ -63,6 +64,8 @@ class EditWork:
     cached_tokens: float | None = None
     """That a step computes which reads something, in all passes, on average; None: the active
     ones."""
+    plain: EditWork | None = None
+    """The same edit that keeps nothing of its own; None: it is this one."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
@@ -105,6 +108,7 @@ class EditWork:
             work: of the model at the edit's size.
             renewed: likewise what one at them costs, of a row that reads a template.
         """
+        plain = self.without_own()
         kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
         between = replace(between, added=self.counted.added)
         others = 1.0 - (1.0 / self.steps if plan.foresees else share)
@@ -114,11 +118,12 @@ class EditWork:
             at_anchors = work.batch_flops(renewed, kinds, None)
             tokens = share * renewed.active[0] + others * tokens
         mean = share * at_anchors + others * work.batch_flops(between, kinds, None)
-        controls = self.controls
+        controls = plain.controls
         if controls is not None and renewed is None:
             controls = controls.with_own(plan, replace(between, added=None))
         return replace(
-            self,
+            plain,
+            plain=plain,
             between=between,
             renewed=renewed,
             cached_flops=mean,
@@ -133,8 +138,8 @@ class EditWork:
         return added + (self.cached_flops if cached else self.dense_flops)
 
     def without_own(self) -> EditWork:
-        """The same edit reading its template, and keeping nothing beside."""
-        return replace(self, between=None, renewed=None, cached_tokens=None)
+        """The same edit, keeping nothing of its own."""
+        return self if self.plain is None else self.plain
 
     def reading(self, *, text: bool) -> Totals:
         """As `counted`, of a step that reads something and computes its text, or leaves it out."""
@@ -611,14 +616,28 @@ class RequestState:
         first = {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
         return first if beside is None else {**first, **of_text}
 
-    def count_own(self, adapter: Adapter) -> None:
-        """Count its steps as what it keeps of its own lets them be."""
-        plan, template = self.route.own or self.route.beside, self.route.beside is not None
+    def go(self, route: Route, adapter: Adapter) -> None:
+        """Run so. What its steps cost follows, and which levels it may step down to."""
+        self.route, self.work, self.said = route, self.work.without_own(), None
+        plan, template = route.own or route.beside, route.beside is not None
         if plan is not None and plan.anchors:
             between = adapter.counted(self.job, plan)
             renewed = adapter.counted(self.job, plan, anchor=True) if template else None
             work = adapter.work(*self.job.moments.shape[1:])
             self.work = self.work.with_own(plan, between, work, renewed)
+        self.levels = self._levels(adapter.facts)
+
+    def _levels(self, facts: ModelFacts) -> tuple[ReuseLevel, ...]:
+        settings, own = self.job.request.settings, self.route.own
+        if own is not None:
+            return levels_of(settings, facts.skipping, "own", len(own.anchors))
+        if self.mode != "cached":
+            return levels_of(settings, facts.skipping, "dense")
+        # They leave blocks out, and so compute text and ring in every step that they take.
+        times = self.work.without_own().cached_flops / self.work.cached_flops
+        levels = levels_of(settings, facts.skipping, "cached")
+        scaled = (level._replace(work=times * level.work) for level in levels)
+        return tuple(level for level in scaled if level.work < 1.0)
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Leave out what the level says; before its row is made, which its tokens depend on."""
@@ -626,13 +645,10 @@ class RequestState:
         if level.anchors:
             assert self.route.own is not None, "other levels are of other ways"
             plan = with_anchors(self.route.own, level.anchors, adapter, self.job)
-            self.route = replace(self.route, own=plan, dense_steps=level.anchors)
-            self.count_own(adapter)
-            self.said = None
+            self.go(replace(self.route, own=plan, dense_steps=level.anchors), adapter)
             return
         # A block that is left out at an anchor would leave nothing there.
-        self.route, self.work = replace(self.route, beside=None), self.work.without_own()
-        self.said = None
+        self.go(replace(self.route, beside=None), adapter)
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)
         self.job = replace(self.job, request=replace(request, settings=settings))

@@ -28,7 +28,8 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.own_anchors import plan_beside
+from maskserve_engine.requests.state import EditWork, RequestState
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
 from tests.support.sink import Sink
@@ -337,6 +338,27 @@ def test_a_hit_that_leaves_steps_out_computes_its_text(anchoring: Engine, encode
     asked["first_block_threshold"] = level.first_block_threshold
     theirs = edit(anchoring, job(encoder, 9, "asks", **asked))
     assert np.array_equal(ours.latents, theirs.latents)
+
+
+def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
+    anchoring: Engine, encoder: Encoder
+) -> None:
+    """Levels were measured beside edits that compute their text in every step."""
+    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
+    one = job(encoder, 9, "primes", **asked)
+    edit(anchoring, one)
+    own = plan_beside(anchoring.config, anchoring.adapter, one, 0)
+    assert own is not None
+    counted = [anchoring.adapter.counted(one, own, anchor=each) for each in (False, True)]
+    work = anchoring.adapter.work(*one.moments.shape[1:])
+    plain = EditWork.of(one, anchoring.adapter)
+    times = plain.cached_flops / plain.with_own(own, counted[0], work, counted[1]).cached_flops
+    levels = LEVELS[FILL, "cached"]
+    less = [level for level in levels if times * level.work < 0.99]
+    assert 0 < len(less) < len([level for level in levels if level.work < 0.99])
+    judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1000.0, 1000.0, 0.0)))
+    meta = edit(anchoring, elastic(job(encoder, 9, "late", **asked), 0.0, due_ms=11_900_000)).meta
+    assert meta["reuse"]["level"] == less[0].name
 
 
 def test_an_edit_with_anchors_of_its_own_does_not_wait_for_priming_that_is_later(

@@ -239,7 +239,7 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     idle(engine)
     engine.cache.store.memory.budget_bytes = engine.cache.store.memory.nbytes
     meta = edit(engine, job(encoder, 40, "full", num_inference_steps=20, cache="require")).meta
-    assert (meta["cache"], meta.get("text_steps")) == ("hit", 20)
+    assert (meta["cache"], meta.get("text_steps")) == ("hit", None)  # there is no room for any
     assert meta["computed_tokens"] == 20 * tokens.active
     idle(engine)
 

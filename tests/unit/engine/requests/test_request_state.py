@@ -48,8 +48,9 @@ def test_a_step_counts_as_what_it_computed_and_not_as_what_it_was_to_leave_out()
     others would read, a step that was to leave both out computes them.
     """
     between, renewed = (replace(NOTHING, rows=rows) for rows in (1, 2))
-    work = EditWork(16, 3, 4, NOTHING, between=between, renewed=renewed)
+    plain = EditWork(16, 3, 4, NOTHING)
+    work = replace(plain, between=between, renewed=renewed, plain=plain)
     assert work.reading(text=False) is between
     assert work.reading(text=True) is renewed
-    plain = work.without_own()
+    assert work.without_own() is plain.without_own() is plain
     assert plain.reading(text=False) is plain.reading(text=True) is NOTHING
