@@ -92,8 +92,8 @@ def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
     """Of rows that compute a ring which they may leave out wherever they compute their text."""
     if not leaves_ring:
         return RINGS._replace(ahead=text.ahead)
-    shares = (share if share < 1.0 else None for share in (text.template, text.own))
-    return RingShares(*shares, text.ahead)
+    template, own = (share if share < 1.0 else None for share in (text.template, text.own))
+    return RingShares(template, own, text.ahead)
 
 
 def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:

@@ -133,25 +133,24 @@ class StepRunner:
         """Decide how the rows that read entries run on so many devices."""
         if not loads:
             return None
-        reading, fixed = [], self._fixed
+        reading, others, fixed = [], list[Totals](), self._fixed
         ranks = devices if devices > 1 and self._share_tokens(running) else 1
         for edit in running:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
-                stays = edit.reads.stays(edit.tally.done)
-                reading.append(Reading(edit.reads_counted(edit.tally.done), load, stays))
-                if _foresees(edit) and not edit.reads.own:
-                    reading.append(Reading(edit.ahead_counted, load, stays))
+                done, ahead = edit.tally.done, edit.work.ahead
+                stays = edit.reads.stays(done)
+                reading.append(Reading(edit.reads_counted(done), load, stays))
+                if edit.reads.foresees(done) and ahead.reads:
+                    reading.append(Reading(ahead.counted, load, stays))
+                elif edit.reads.foresees(done):
+                    others.append(ahead.counted)
                 fixed = fixed or edit.job.request.settings.reproducible
                 # There are keys and values alone of the text, and of what own anchors leave. That
                 # follows from the row's own step, so that its picture does not depend on its batch.
-                without = edit.reads.without_text(edit.tally.done)
-                fixed = fixed or edit.reads.own or without
-        others = [
-            edit.counted
-            for edit in running
-            if edit.request_id not in loads or (_foresees(edit) and edit.reads.own)
-        ]
+                fixed = fixed or edit.reads.own or edit.reads.without_text(done)
+            else:
+                others.append(edit.counted)
         dense = Totals.sum_of(others) if others else None
         planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
         self.counters[f"plans_total.{planned.choice}"] += 1
@@ -237,11 +236,12 @@ class StepRunner:
         if not going or any(map(_uncounted, going, result.rows)):
             return None
         rows = list(zip(going, result.rows, strict=True))
-        beside = [edit for edit, step in rows if step.foresaw]
+        edits = ((edit, step) for edit, step in rows if isinstance(edit, RequestState))
+        ahead = [edit.work.ahead for edit, step in edits if step.foresaw]
         return self._batch_flops.of(
             work,
-            [*(_counted(edit, step) for edit, step in rows), *(e.ahead_counted for e in beside)],
-            [*(step.read for step in result.rows), *(not e.reads.own for e in beside)],
+            [*(_counted(edit, step) for edit, step in rows), *(each.counted for each in ahead)],
+            [*(step.read for step in result.rows), *(each.reads for each in ahead)],
             () if planned is None else planned.plan.kinds,
         ) + sum(map(_control_flops, going, result.rows))
 
@@ -336,13 +336,6 @@ def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
     if step.read and isinstance(edit, RequestState):
         return edit.work.reading(text=step.text)
     return edit.counted
-
-
-def _foresees(edit: RequestState | PrimingState) -> bool:
-    """Whether a row's next step computes an anchor of its own beside its own tokens."""
-    if not isinstance(edit, RequestState) or edit.reads is None:
-        return False
-    return edit.reads.foresees(edit.tally.done)
 
 
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:

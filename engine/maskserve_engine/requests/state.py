@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -29,6 +29,16 @@ from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowMade, RowStep
 from maskserve_engine.requests.own_anchors import with_anchors
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
+
+
+class PassAhead(NamedTuple):
+    """Passes that compute an anchor which a row foresees."""
+
+    counted: Totals
+    reads: bool
+    """Whether they read the row's template; else they compute all tokens."""
+    tokens: float
+    """That each computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,13 @@ class EditWork:
     def without_own(self) -> EditWork:
         """The same edit, keeping nothing of its own."""
         return self if self.plain is None else self.plain
+
+    @property
+    def ahead(self) -> PassAhead:
+        """What computes an anchor beside a step's own tokens."""
+        if self.renewed is None:
+            return PassAhead(self.counted, False, self.total_tokens)
+        return PassAhead(self.renewed, True, self.renewed.active[0] / self.passes)
 
     def reading(self, *, text: bool) -> Totals:
         """As `counted`, of a step that reads something and computes its text, or leaves it out."""
@@ -491,20 +508,12 @@ class RequestState:
         assert self.reads is not None
         return self.work.reading(text=not self.reads.without_text(step))
 
-    @property
-    def ahead_counted(self) -> Totals:
-        """The same of a pass that computes an anchor ahead."""
-        return self.counted if self.work.renewed is None else self.work.renewed
-
     def computed_tokens(self, step: RowStep) -> int:
         """Of one pass, those that the step just taken computed."""
         if not step.read:
             return self.work.total_tokens
-        work, ahead = self.work, 0.0
-        if step.foresaw:
-            every = work.passes * work.total_tokens
-            ahead = every if work.renewed is None else work.renewed.active[0]
-        return round((work.reading(text=step.text).active[0] + ahead) / work.passes)
+        own = self.work.reading(text=step.text).active[0] / self.work.passes
+        return round(own + step.foresaw * self.work.ahead.tokens)
 
     @property
     def load_stall(self) -> float:
