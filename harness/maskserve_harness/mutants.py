@@ -232,8 +232,8 @@ MUTATIONS = (
     Mutation(
         "a ring that is left out stays where it was",
         f"{_ENGINE}/families/flow/rows.py",
-        "ring.passed(change, own.weight(self.walk_sigma()))",
-        "ring.passed(0.0, 0.0)",
+        "left_out.passed(walk.change, own.weight(walk.sigma))",
+        "left_out.passed(0.0, 0.0)",
         f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_what_is_left_out_beside_a_template_lies_on_its_line",
     ),
     # What a step adds of a ControlNet service.
