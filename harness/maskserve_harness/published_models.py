@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from maskserve_core.models import flux, unet
-from maskserve_core.models.facts import ALL_STEPS, ModelFacts, read_json
-from maskserve_core.models.latents import LatentSpace
-from maskserve_core.models.semantics import FILL, INPAINT
+from maskserve_core.models import flux
+from maskserve_core.models.facts import read_json
+from maskserve_core.models.registry import load_facts
 from maskserve_harness.checkout import CHECKOUT
 
 FLUX_DEV: dict[str, Any] = {
@@ -24,14 +24,14 @@ FLUX_DEV: dict[str, Any] = {
 """transformer/config.json of FLUX.1-dev."""
 
 
+def _shapes(name: str) -> Path:
+    return CHECKOUT / "assets" / "models" / f"{name}-shapes"
+
+
 def _transformer(name: str) -> dict[str, Any]:
     """transformer/config.json of a folder of shapes, as arguments of its class."""
-    folder = CHECKOUT / "assets" / "models" / f"{name}-shapes" / "transformer"
-    return {
-        key: value
-        for key, value in read_json(folder / "config.json").items()
-        if not key.startswith("_")
-    }
+    config = read_json(_shapes(name) / "transformer" / "config.json")
+    return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 KLEIN_4B = _transformer("flux2-klein-4b")
@@ -86,35 +86,13 @@ FLUX_VAE: dict[str, Any] = {
 }
 """vae/config.json of FLUX.1, likewise."""
 
-FLUX_DEV_FACTS = ModelFacts(
-    family="flux",
-    semantics=INPAINT,
-    latents=LatentSpace(pixels=8, channels=16, shift=(0.1159,), scale=(0.3611,)),
-    patch=2,
-    native_resolution=1024,
-    size_multiple=16,
-    guidance="embedded",
-    defaults=flux.DEFAULTS[INPAINT],
-    stride=7,
-    skips_steps=True,
-    keeps_placed=True,
-    true_cfg=True,
-    denoiser=FLUX_DEV,
-    control=flux.CONTROL,
-)
-"""What is read from the folder of FLUX.1-dev."""
+FLUX_FILL_FACTS = load_facts(_shapes("flux1-fill"))
+"""Of FLUX.1-Fill-dev, as a worker has them of its folder."""
 
-FLUX_FILL_FACTS = replace(
-    FLUX_DEV_FACTS,
-    semantics=FILL,
-    defaults=flux.DEFAULTS[FILL],
-    stride=ALL_STEPS,
-    own_stride=flux.OWN_STRIDES[FILL],
-    own_foreseen=flux.OWN_FORESEEN[FILL],
-    true_cfg=False,
-    denoiser={**FLUX_DEV, "in_channels": 384, "out_channels": 64},
+FLUX_DEV_FACTS = replace(
+    flux.read(_shapes("flux1-fill"), "FluxInpaintPipeline", 0), denoiser=FLUX_DEV
 )
-"""What is read from the folder of FLUX.1-Fill-dev."""
+"""Of FLUX.1-dev."""
 
 SDXL: dict[str, Any] = {
     "sample_size": 128,
@@ -148,30 +126,8 @@ SD21: dict[str, Any] = {
 }
 """unet/config.json of Stable Diffusion 2.1."""
 
-SDXL_FACTS = ModelFacts(
-    family="unet",
-    semantics=INPAINT,
-    latents=LatentSpace(pixels=8, channels=4, scale=(0.13025,)),
-    patch=1,
-    native_resolution=1024,
-    size_multiple=8,
-    guidance="cfg",
-    defaults=unet.DEFAULTS,
-    stride=7,
-    true_cfg=False,
-    denoiser=SDXL,
-    control=unet.CONTROL,
-    strength_rounds_up=False,
-    tokenizer_length=77,
-    zeros_for_empty_prompt=True,
-)
-"""What is read from the folder of SDXL base."""
+SDXL_FACTS = load_facts(_shapes("sdxl"))
+"""Of SDXL base."""
 
-SD21_FACTS = replace(
-    SDXL_FACTS,
-    native_resolution=768,
-    denoiser=SD21,
-    latents=LatentSpace(pixels=8, channels=4, scale=(0.18215,)),
-    zeros_for_empty_prompt=False,
-)
-"""What is read from the folder of Stable Diffusion 2.1."""
+SD21_FACTS = load_facts(_shapes("sd21"))
+"""Of Stable Diffusion 2.1."""

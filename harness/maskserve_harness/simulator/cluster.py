@@ -63,13 +63,15 @@ class Cluster:
     def _arrive(self, now: float, request: object) -> None:
         assert isinstance(request, Request)
         cacheable = self.hardware.cacheable(request.active)
+        own_steps = len(self.hardware.own_steps(request.steps)) if cacheable else 0
         edit = Edit(
             request.steps,
             request.active,
             self.hardware.tokens,
             request.template,
             cache=cacheable,
-            own_steps=len(self.hardware.own_steps(request.steps)) if cacheable else 0,
+            own_steps=own_steps,
+            own=own_steps > 0 and self.hardware.facts.own_over_template,
             inner_tokens=request.masked,
             ring_tokens=self.hardware.ring_tokens(request.masked),
             adapters=request.loras,
