@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from maskserve_engine.batch.packing import Packed, Packing, Stream
 from maskserve_engine.layers.attention import Span, attention
 from maskserve_engine.layers.qk_norm_rope import rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, scatter_kv
+
+T = TypeVar("T")
 
 
 class Transformer(Protocol):
@@ -221,7 +223,7 @@ class State:
         widened = self.cached and self.wide
         self.packing: Packing = self.layout.wide if widened else self.layout.narrow
         self.cis = packed.wide_cis if widened else packed.cis
-        packed.placed_kv.keep_for(packed.entries)
+        self.entries = packed.entries
 
     def _meet_text(self) -> None:
         """Behind the image's own blocks: from here on all see the text."""
@@ -358,9 +360,24 @@ class State:
         self._place(index, "h", (hidden,), self.layout.rest_slots)
         return hidden
 
-    def _place(self, index: int, part: str, outs: Sequence[Tensor], slots: KvSlots) -> None:
-        """Have what entries say of a block in its place."""
-        self.asking.between(partial(_place, index, part, outs, slots), self.packed)
+    def _place(
+        self,
+        index: int,
+        part: str,
+        outs: Sequence[Tensor],
+        slots: KvSlots,
+        anew: Sequence[bool] | None = None,
+    ) -> None:
+        """Have what entries say of a block in its place.
+
+        Args:
+            index: of the block.
+            part: of its entry.
+            outs: as of `scatter_kv`.
+            slots: likewise.
+            anew: of `Packed.entries`, those whose place has something else; None: all.
+        """
+        self.asking.between(partial(_place, index, part, outs, slots, anew), self.packed)
 
     def room_for(self) -> Tensor | None:
         """[keys, 3 · width] of a lone row, for a block that lacks keys and `writes`: its products
@@ -393,23 +410,30 @@ class State:
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         widened = self.cached and self.wide  # where other tokens are not computed than else
-        both = None if widened else self.packed.placed_kv.blocks.get(index)
-        if both is None:
-            both = self._all_keys(k, v, packing)
+        placed = self.packed.placed_kv
+        kept = None if widened else placed.of(index, self.entries)
+        both, anew = kept or (self._all_keys(k, v, packing), None)
+        if anew is None or any(anew):
             if self.cached and not self.wide:
-                self._place(index, "kv", both, packing.slots)
-            self._place_fixed(index, both, packing)
-            if self.room is None and not widened:
-                self.packed.placed_kv.keep(index, both, self._placed_bytes)
+                self._place(index, "kv", both, packing.slots, anew)
+            self._place_fixed(index, both, packing, anew)
+        if kept is None and self.room is None and not widened:
+            placed.keep(index, both, self.entries, self._placed_bytes)
         if self.room is None:
             packing.scatter_computed((k, v), both)
         return both
 
-    def _place_fixed(self, index: int, both: tuple[Tensor, Tensor], packing: Packing) -> None:
-        """Have a block's keys and values of fixed tokens in their place."""
+    def _place_fixed(
+        self,
+        index: int,
+        both: tuple[Tensor, Tensor],
+        packing: Packing,
+        anew: Sequence[bool] | None = None,
+    ) -> None:
+        """Have a block's keys and values of fixed tokens in their place; `anew` as of `_place`."""
         if self.sees_fixed:
             slots = packing.fixed_slots
-            self.asking.between(partial(_place_fixed, index, both, slots), self.packed)
+            self.asking.between(partial(_place_fixed, index, both, slots, anew), self.packed)
 
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the inactive tokens, projected, [M, heads, head_dim]."""
@@ -465,20 +489,40 @@ class State:
         return self.layout.narrow.image_of(image) if self.joined else image
 
 
-def _place(index: int, part: str, outs: Sequence[Tensor], slots: KvSlots, packed: Packed) -> None:
+def _place(
+    index: int,
+    part: str,
+    outs: Sequence[Tensor],
+    slots: KvSlots,
+    anew: Sequence[bool] | None,
+    packed: Packed,
+) -> None:
     """Write what the rows' entries say of a block to its place."""
-    sources = [None if own is None else own.source(index, part) for own in packed.parts]
-    scatter_kv(sources, outs, slots)
+    own = _chosen(packed.parts, anew)
+    scatter_kv([each and each.source(index, part) for each in own], outs, slots)
 
 
-def _place_fixed(index: int, outs: Sequence[Tensor], slots: KvSlots, packed: Packed) -> None:
+def _place_fixed(
+    index: int,
+    outs: Sequence[Tensor],
+    slots: KvSlots,
+    anew: Sequence[bool] | None,
+    packed: Packed,
+) -> None:
     """The same of fixed tokens, which have keys and values alone."""
-    sources = [None if own is None else own.source(index) for own in packed.fixed]
-    scatter_kv(sources, outs, slots)
-    for back, (begin, end) in zip(packed.backs, slots.spans, strict=True):
-        if back is not None:
+    own = _chosen(packed.fixed, anew and anew[len(packed.parts) :])
+    scatter_kv([None if each is None else each.source(index) for each in own], outs, slots)
+    for each, back, (begin, end) in zip(own, packed.backs, slots.spans, strict=True):
+        if each is not None and back is not None:
             keys = outs[0][begin:end, None]
             keys.copy_(rotate(keys.float(), back.expand(end - begin, -1), keys.dtype))
+
+
+def _chosen(given: Sequence[T | None], anew: Sequence[bool] | None) -> Sequence[T | None]:
+    """Those that are written; None in the place of the others."""
+    if anew is None:
+        return given
+    return [each if writes else None for each, writes in zip(given, anew, strict=False)]
 
 
 def _take_rest(out: Tensor, packed: Packed) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import is_
 from typing import Protocol
 
 import numpy as np
@@ -308,28 +307,37 @@ def sparse_layout(
 
 class PlacedKV:
     """Of one batch. As long as its rows read the same entries, their inactive tokens' keys and
-    values are the same at every step: only those of the computed tokens are written anew.
+    values are the same at every step: of what was not computed only that is written anew which is
+    read of another entry than before.
     """
 
     def __init__(self) -> None:
-        self._entries: tuple[object, ...] = ()
-        self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
-        """[keys, heads, head_dim] keys and values of all rows, of the blocks that are kept."""
+        self._blocks: dict[int, tuple[tuple[Tensor, Tensor], list[object]]] = {}
+        """Keys and values of the blocks that are kept, and the entries that were read for them."""
 
-    def keep_for(self, entries: Sequence[object]) -> None:
-        """Forget all, unless the rows read these still.
+    def of(
+        self, block: int, entries: list[object]
+    ) -> tuple[tuple[Tensor, Tensor], list[bool]] | None:
+        """[keys, heads, head_dim] keys and values of all rows, and which of the entries these were
+        not read of; None: they are not kept.
 
         Args:
-            entries: what each cached row reads at this step; held until the next one.
+            block: of the model.
+            entries: that the rows read at this step, as of `Packed.entries`; held until they read
+                others.
         """
-        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
-            self.blocks.clear()
-        self._entries = tuple(entries)
+        if block not in self._blocks:
+            return None
+        both, before = self._blocks[block]
+        self._blocks[block] = both, entries
+        return both, [now is not then for now, then in zip(entries, before, strict=True)]
 
-    def keep(self, block: int, both: tuple[Tensor, Tensor], room: int) -> None:
+    def keep(
+        self, block: int, both: tuple[Tensor, Tensor], entries: list[object], room: int
+    ) -> None:
         """Keep a block's keys and values, unless they take more than `room` bytes."""
         if sum(each.nbytes for each in both) <= room:
-            self.blocks[block] = both
+            self._blocks[block] = both, entries
 
 
 class Residuals(Protocol):
@@ -506,8 +514,8 @@ class Packed:
 
     @property
     def entries(self) -> list[object]:
-        """All that its rows read in this step."""
-        return [each.entry for each in (*self.parts, *self.fixed) if each is not None]
+        """What its rows read in this step, of each of `parts` and then of `fixed`."""
+        return [None if each is None else each.entry for each in (*self.parts, *self.fixed)]
 
     @property
     def sees_fixed(self) -> bool:

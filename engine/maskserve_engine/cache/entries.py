@@ -20,6 +20,11 @@ from maskserve_engine.cache.reserve import Block, padded
 GROUP = 32
 _FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MAX = 448.0
+_STEPS = torch.arange(16, dtype=torch.float32) - 8
+_PAIRS = torch.stack((_STEPS.repeat(16), _STEPS.repeat_interleave(16)), dim=-1)
+_PAIRS = _PAIRS.view(torch.float64).flatten()
+"""[256] what a byte of int4 means: two numbers, seen as one. To look them up takes a CPU half of
+the time of cutting bytes apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,10 @@ class Coded:
         elif self.format == "int4":
             assert self.scale is not None
             assert self.groups is not None
-            pairs = torch.stack((self.data & 0xF, self.data >> 4), dim=-1).flatten(1)
-            grouped = (pairs.to(out.dtype) - 8).unflatten(1, (-1, GROUP))
-            grouped.mul_(self.groups.to(out.dtype)[:, :, None])
-            torch.mul(grouped.flatten(1), self.scale.to(out.dtype), out=out)
+            pairs = _PAIRS.to(self.data.device).index_select(0, self.data.flatten().int())
+            grouped = pairs.view(torch.float32).view(*self.groups.shape, GROUP)
+            grouped.mul_(self.groups[:, :, None])
+            torch.mul(grouped.flatten(1), self.scale, out=out)
         else:
             assert self.scale is not None
             scale = self.scale.to(out.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,6 +33,8 @@ def load_vae(config: Config, facts: ModelFacts) -> Any:
     vae = load_part(config, "vae", getattr(diffusers, facts.latents.vae))
     if in_tiles(config, facts):
         vae.enable_tiling()
+    if vae.device.type == "cpu" and not facts.latents.frames:
+        vae.to(memory_format=torch.channels_last)  # as oneDNN's convolutions take their maps
     return vae
 
 

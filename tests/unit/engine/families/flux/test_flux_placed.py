@@ -75,17 +75,17 @@ def test_rows_are_where_they_would_be_if_every_step_placed_their_keys_anew(bench
         assert all(map(torch.equal, *latents)), kinds
 
 
-@pytest.mark.parametrize(("room", "placed"), [(ROOM, [3, 0, 0, 3, 0]), (2**19, [3] * 5)])
+@pytest.mark.parametrize(("room", "placed"), [(ROOM, [6, 0, 0, 3, 0]), (2**19, [6] * 5)])
 def test_entries_are_placed_once_where_there_is_room(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, room: int, placed: list[int]
 ) -> None:
-    """At the fourth step one row has turned to another entry. Where the keys of all blocks do not
-    fit none are kept.
+    """At the fourth step one of two rows has turned to another entry, and it alone reads it. Where
+    the keys of all blocks do not fit none are kept.
     """
     counted: list[int] = []
 
     def counting(sources: Sequence[KvSource | None], *rest: Any) -> None:
-        counted[-1] += 1
+        counted[-1] += sum(source is not None for source in sources)
         scatter_kv(sources, *rest)
 
     monkeypatch.setattr(forward_module, "scatter_kv", counting)
