@@ -77,6 +77,8 @@ def served(vae: Any, folder: Path, **stages: Any) -> tuple[Any, ModelFacts]:
 def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     own = make().eval().requires_grad_(False)
+    if make is kl:
+        own.to(memory_format=torch.channels_last)  # as ours lies: sums are then rounded alike
     if tiles == "on":
         own.enable_tiling()
     vae, facts = served(own, tmp_path, vae_tiles=tiles)
