@@ -499,7 +499,8 @@ def _place(
 ) -> None:
     """Write what the rows' entries say of a block to its place."""
     own = _chosen(packed.parts, anew)
-    scatter_kv([each and each.source(index, part) for each in own], outs, slots)
+    sources = [None if each is None else each.source(index, part) for each in own]
+    scatter_kv(sources, outs, slots)
 
 
 def _place_fixed(
