@@ -18,7 +18,7 @@ class Job:
     worker: str
     cached: bool
     row: RowLoad
-    """As the policy counts it."""
+    """As the policy counts it, but for the tokens that it computes."""
     sent: float
     left: int
     started: float = math.nan

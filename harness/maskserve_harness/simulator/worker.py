@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from maskserve_core.routing import Edit, RowLoad, WorkerView
 from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
-from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.hardware import CONTROL, Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.loras import NBYTES, WorkerLoras
 from maskserve_harness.simulator.residency import Host
@@ -107,7 +107,7 @@ class Worker:
         """
         number = str(request.number)
         arrived = self.loras.hold(number, edit.adapters, now) if self.loras else now
-        row, fetch, hit = self._admission(edit)
+        row, fetch, hit = self._admission(edit, controlled=request.controlled)
         cached = row.tokens < edit.total_tokens
         own = self.hardware.own_steps(edit.steps) if cached and not hit else frozenset[int]()
         job = Job(
@@ -129,15 +129,18 @@ class Worker:
         self._at(prepared, self._ready, job)
         return job
 
-    def _admission(self, edit: Edit) -> tuple[RowLoad, float, bool]:
+    def _admission(self, edit: Edit, *, controlled: bool) -> tuple[RowLoad, float, bool]:
         """How the worker runs the edit, by what it really has, the seconds of a fetch, and whether
-        its template is there.
+        its template is there. A policy that does not know of its ControlNet does not change what
+        its steps compute.
         """
         tiers = self.host.tiers() if self.host is not None else None
         loras = self.loras.view() if self.loras else None
         bare = WorkerView(self.name, self.hardware.pricing, 1, 1, templates=tiers, adapters=loras)
         hit = edit.cache and bare.tier_of(edit.template_id) is not None
-        return bare.row(edit), bare.price(edit)[2], hit
+        as_it_is = replace(edit, controls=CONTROL if controlled else ())
+        row = bare.row(edit)._replace(tokens=bare.row(as_it_is).tokens)
+        return row, bare.price(edit)[2], hit
 
     def _fetched(self, now: float, template: object) -> None:
         assert self.host is not None
