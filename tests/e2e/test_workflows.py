@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from maskserve_core.workflows.nodes import (
 from maskserve_core.workflows.pictures import PictureNodes, encode_mask
 from maskserve_core.workflows.plan import NodeCall
 from maskserve_core.workflows.run import seed_of
+from maskserve_harness.router_site import RouterSite
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
@@ -44,6 +47,8 @@ from tests.support.workflows import DRAWN, interpret, plans_of_every_kind, run_o
 SIDE = 64
 SOURCE = encode(scene(SIDE, SIDE))
 STEPS, SEED = 4, 11
+_OF_A_RUN = re.compile("[0-9a-f]{64}[.]unscoped-[0-9a-f]{32}")
+"""That a run has a value."""
 
 
 def two_regions() -> bytes:
@@ -55,10 +60,11 @@ def two_regions() -> bytes:
 class Site:
     """What serves."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, url: str = "") -> None:
         self.supervisor = supervisor
         assert supervisor.router is not None
-        self.url = supervisor.router.grpc_url
+        self.url = url or supervisor.router.grpc_url
+        """Of the router that is asked."""
 
     def run(self, workflow: str, **inputs: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Outputs and META of a workflow, by an unmodified client."""
@@ -94,6 +100,19 @@ class Site:
     def values(self) -> Path:
         """Their folder."""
         return self.supervisor.workers[0].spec.files.values
+
+    def names(self) -> set[str]:
+        """Of all that lies there: values, whose they are, and runs."""
+        return {path.name for path in self.values.iterdir()}
+
+    def idle(self) -> bool:
+        """Whether no worker has an edit, and the node server no call."""
+        told = [status(worker.grpc_url) for worker in self.supervisor.workers]
+        [nodes] = status(self.url)["nodes"].values()
+        return not (
+            any(each["in_flight"] or each["running"] or each["waiting"] for each in told)
+            or any(each["queue"] for each in nodes["models"])
+        )
 
     def held(self) -> list[Path]:
         """Those that lie there now."""
@@ -424,6 +443,74 @@ def test_what_a_killed_server_had_alone_runs_again(
     keys = [told["key"] for told in meta["nodes"]]
     assert len(keys) == len(set(keys))
     assert meta["nodes"][: len(before)] == before  # what had ended did not run again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_a_killed_router_had_goes_and_another_runs_the_same(
+    site: Site, tmp_path: Path, folder: Path, streams: bool
+) -> None:
+    """While edits run whose masks a node has made. Nobody ends its run: rows end with the
+    connections, and values where servers look for what has expired, though no other run comes.
+    """
+    eventually("all serve", site.whole, timeout_s=240)
+    workers, nodes = site.supervisor.workers, site.supervisor.services[-1]
+    servers = [process.pid for process in (*workers, nodes)]
+    settings = {
+        "seed": int(np.random.default_rng().integers(2**31)), "num_inference_steps": 200,
+        "reproducible": True, "cache": "off", "progress": streams,
+    }  # fmt: skip
+    asked: dict[str, Any] = {
+        "image": SOURCE, "mask": two_regions(), "prompt": "a red star", "settings": settings
+    }  # fmt: skip
+    *_, (expected, _) = site.stream("regions", **asked)
+    eventually("that run has ended", site.idle, timeout_s=60)
+    before = site.names()
+
+    def left() -> set[str]:
+        return site.names() - before
+
+    def under_way() -> bool:
+        """Its inputs lie there, and both regions; rows run."""
+        of_runs = [name for name in left() if _OF_A_RUN.fullmatch(name)]
+        return len(of_runs) >= 4 and any(status(each.grpc_url)["running"] for each in workers)
+
+    tables: dict[str, dict[str, object]] = {
+        "workflows": {"folder": str(folder), "nodes": [nodes.grpc_url]},
+        "values": {"folder": str(site.values), "least_bytes": 1},
+    }
+    addresses = [worker.grpc_url for worker in workers]
+    with RouterSite(addresses, tmp_path, tables) as router, ThreadPoolExecutor(1) as pool:
+        behind = Site(site.supervisor, router.grpc_url)
+        run = (
+            (lambda: list(behind.stream("regions", **asked)))
+            if streams
+            else (lambda: [behind.run("regions", **asked)])
+        )
+        for _ in range(20):  # one may end before it was seen, or before the router has
+            made = pool.submit(run)
+            eventually("edits run", lambda made=made: made.done() or under_way(), timeout_s=60)
+            router.kill()
+            if isinstance(made.exception(), InferenceServerException):
+                break
+            router.start()
+        assert made.exception() is not None
+        eventually("no row is left, and no call", site.idle, timeout_s=120)
+        assert left()  # it ended none of its runs
+        router.start()
+
+        def gone() -> bool:
+            for mark in left():
+                if mark.startswith(".open-"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.utime(site.values / mark, (1, 1))  # hours ago
+            return not left()
+
+        eventually("all has expired", gone, timeout_s=240)
+        *_, (found, _) = behind.stream("regions", **asked)
+        assert found == expected
+    assert not left()
+    assert [process.pid for process in (*workers, nodes)] == servers
 
 
 def test_a_kept_result_is_good_on_every_worker_of_the_host(site: Site) -> None:
