@@ -345,6 +345,10 @@ class ControlsConfig(Table, frozen=True):
     listen: str = ""
     """Of a service: HOST:PORT (TCP) at which denoisers of other hosts connect for their steps;
     `maskserve serve --workers 0 --controlnet-device` sets it. Empty: only those of its own host."""
+    ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Of a service on a GPU: bytes of its device through which residuals go to denoisers of its
+    host's GPUs (CUDA's IPC). What has no room or cannot be read there passes host memory, as all
+    does with 0. Not run on a GPU so far."""
 
 
 class NodesConfig(Table, frozen=True):

@@ -206,6 +206,7 @@ class NetworkMessages:
         except OSError as error:
             told = f"{host}:{attached.port} does not answer ({error.strerror or error})"
             raise Lost(told) from error
+        self.lent = None
         self._wire = Wire(connected)
         try:
             self._wire.introduce(attached.session, attached.key)
@@ -268,14 +269,17 @@ class NetworkMessages:
             self._came.put(None)
 
 
-def connection_to(service: str) -> Callable[[Attached], Messages]:
+def connection_to(service: str, device: torch.device) -> Callable[[Attached], Messages]:
     """How a denoiser connects to a service: on its own host through memory, else over TCP.
 
     Args:
         service: `[controls] service`, HOST:PORT.
+        device: of the base.
     """
     host = service.rpartition(":")[0].strip("[]")
-    return SocketMessages if _is_here(host) else partial(NetworkMessages, host)
+    if _is_here(host):
+        return partial(SocketMessages, device=device)
+    return partial(NetworkMessages, host)
 
 
 def _is_here(host: str) -> bool:

@@ -305,8 +305,9 @@ class Link:
             dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
             asked = (row.name, each.step, each.computed, slot, shape, dtype)
             rows.append(AskedRow(*asked, foreseen=each.foreseen))
+        self._settle()
         try:
-            self.messages.ask(Ask(number, batch, tuple(rows)))
+            self.messages.ask(Ask(number, batch, tuple(rows), self.messages.lent is not None))
         except Lost as error:
             raise self._over(str(error)) from error
         self._answers[number] = _Answer()
@@ -355,6 +356,11 @@ class Link:
         if part is None:
             return None
         slot, dtype = row.slots.answer(part.slot), getattr(torch, part.dtype)
+        if part.lent:
+            assert self.messages.lent is not None
+            if self.messages.ended():  # messages outlive a session, what it was lent does not
+                raise self._over("it has ended")
+            return self.messages.lent.read(part.offset, part.shape, dtype)
         with self._slots():
             return slot.read(part.offset, part.shape, dtype).to(self._device)
 
@@ -376,7 +382,13 @@ class Link:
         op = {"op": "open", "session": self.session, "row": name, "opening": facts}
         self._calls.call(op, arrays, self._patience_s)
 
+    def _settle(self) -> None:
+        """Before the service is told something by which it may write what it lends anew."""
+        if self.messages.lent is not None:
+            self.messages.lent.settle()
+
     def _call(self, op: dict[str, Any]) -> None:
+        self._settle()
         try:
             self._calls.call(op, b"", self._patience_s)
         except MaskserveError as error:

@@ -2,7 +2,8 @@
 
 Messages are small and go through a Unix socket that keeps their bounds (SOCK_SEQPACKET): who reads
 it sleeps until something comes, and is told at once when the other process has ended. Tensors lie
-in shared memory (`slots`); a message says where. To another host `network` carries both.
+in shared memory (`slots`), residuals also in a device's (`device_memory`); a message says where. To
+another host `network` carries both.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import torch
 
 from maskserve_core.files.sockets import short_path
+from maskserve_engine.control_link.device_memory import Lent, OpenedBlock, opened_block
 from maskserve_engine.control_link.slots import RowSlots
 
 MOST_BYTES = 2**20
@@ -36,6 +39,8 @@ class Attached(msgspec.Struct, frozen=True):
     """To connect to from others; 0: none may."""
     key: str
     """What shows there that it is this session."""
+    lent: Lent | None = None
+    """Device memory for its residuals."""
 
 
 class AskedRow(msgspec.Struct, array_like=True, frozen=True):
@@ -61,10 +66,12 @@ class Ask(msgspec.Struct, array_like=True, frozen=True):
     batch: int
     """The same for as long as the same rows go on."""
     rows: tuple[AskedRow, ...]
+    lent: bool = False
+    """Whether residuals may lie in the memory that the service lends."""
 
 
 class AddedPart(msgspec.Struct, array_like=True, frozen=True):
-    """A row's residual at some places of the base; it lies in the row's slot."""
+    """A row's residual at some places of the base."""
 
     row: str
     first: int
@@ -72,8 +79,11 @@ class AddedPart(msgspec.Struct, array_like=True, frozen=True):
     """The last place at which it is added."""
     slot: int
     offset: int
+    """In the row's slot, or in the memory that is lent."""
     shape: tuple[int, ...]
     dtype: str
+    lent: bool = False
+    """Which of these."""
 
 
 class Answered(msgspec.Struct, array_like=True, frozen=True):
@@ -93,6 +103,11 @@ class Lost(Exception):
 
 class Messages(Protocol):
     """A denoiser's end. Another transport has this and brings tensors by another way."""
+
+    @property
+    def lent(self) -> OpenedBlock | None:
+        """Where residuals may lie beside the slots."""
+        ...
 
     def slots(self, row: str) -> RowSlots:
         """Where its tensors lie: of an ask, before it is sent; residuals, once they have come."""
@@ -122,9 +137,10 @@ class SocketMessages:
 
     Args:
         attached: what the service has said.
+        device: to which residuals go; None: nothing that the service lends is opened.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, device: torch.device | None = None) -> None:
         path = Path(attached.socket)
         self._folder = path.parent
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,6 +153,7 @@ class SocketMessages:
             self._socket.close()
             raise Lost(f"its socket does not answer ({error.strerror or error})") from error
         self._answers = msgspec.msgpack.Decoder(Answered)
+        self.lent = None if device is None else opened_block(attached.lent, device)
 
     def slots(self, row: str) -> RowSlots:
         return RowSlots.shared(self._folder, row)

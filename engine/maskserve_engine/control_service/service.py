@@ -25,6 +25,7 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.errors import MaskserveError
 from maskserve_core.files.sockets import short_path
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader
+from maskserve_engine.control_link.device_memory import lent_block
 from maskserve_engine.control_link.slots import aligned
 from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
 from maskserve_engine.control_service.remote import RemoteDenoisers
@@ -69,8 +70,9 @@ class ControlNetService:
         self._adapter: Adapter = adapter or load_adapter(_shape_of(config))
         remote = _listener(config.controls.listen)
         port = 0 if remote is None else remote.getsockname()[1]
+        self._lent = lent_block(config.controls.ipc_bytes, self._device)
         self.sessions = DenoiserSessions(
-            config, folder, str(folder / "socket"), port, loader, self._adapter
+            config, folder, str(folder / "socket"), port, loader, self._adapter, self._lent
         )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
@@ -175,6 +177,7 @@ class ControlNetService:
 
     def _answer(self, connection: Connection, ask: Ask) -> None:
         session, rows = self.sessions.rows(connection.session, [each.row for each in ask.rows])
+        block = self._lent if ask.lent else None
         wanted = [(each.row, each.slot) for each in ask.rows]
         ends = [0] * len(ask.rows)
         steps = []
@@ -183,16 +186,23 @@ class ControlNetService:
             dtype = getattr(torch, each.dtype)
             sample = row.slots.ask(each.slot).read(0, each.shape, dtype).to(self._device)
             steps.append(NetStep(row.own, each.step, sample, each.computed, each.foreseen))
+            if block is not None:
+                block.clear(each.row, each.slot)
 
         def send(residuals: Sequence[Residual]) -> None:
             parts = []
             for number, first, last, added in residuals:
-                (name, slot), offset = wanted[number], ends[number]
-                rows[name].slots.answer(slot).write(offset, added)
-                ends[number] = aligned(offset + added.nbytes)
-                dtype = str(added.dtype).removeprefix("torch.")
+                name, slot = wanted[number]
+                place = None if block is None else block.put(name, slot, added)
+                offset = ends[number] if place is None else place
+                if place is None:
+                    rows[name].slots.answer(slot).write(offset, added)
+                    ends[number] = aligned(offset + added.nbytes)
+                dtype, lent = str(added.dtype).removeprefix("torch."), place is not None
                 shape = tuple(added.shape)
-                parts.append(AddedPart(name, first, last, slot, offset, shape, dtype))
+                parts.append(AddedPart(name, first, last, slot, offset, shape, dtype, lent))
+            if block is not None:
+                block.flush()
             connection.send(Answered(ask.number, tuple(parts)))
 
         if session.batch is None or session.batch[0] != ask.batch:

@@ -31,6 +31,7 @@ from maskserve_engine.adapters.control_net_loader import (
     ControlNetLoader,
     NetFolder,
 )
+from maskserve_engine.control_link.device_memory import LentBlock
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots
 from maskserve_engine.control_link.transport import Attached
@@ -92,6 +93,7 @@ class DenoiserSessions:
         port: what those of other hosts connect to; 0: none may.
         loader: brings ControlNets from `[controls] folder`.
         adapter: of the base's family.
+        lent: to denoisers, for residuals.
     """
 
     def __init__(
@@ -102,9 +104,10 @@ class DenoiserSessions:
         port: int,
         loader: Callable[..., ControlNetLoader],
         adapter: Adapter,
+        lent: LentBlock | None = None,
     ) -> None:
         self._folder, self._socket, self._port = folder, socket, port
-        self._adapter = adapter
+        self._adapter, self._lent = adapter, lent
         self._device, self._dtype = device_of(config), dtype_of(config)
         self._loader = loader(config, adapter.facts, self._brought)
         self._door = threading.Lock()
@@ -144,8 +147,9 @@ class DenoiserSessions:
         Raises:
             EngineFailed: there is no such session.
         """
+        lent = None if self._lent is None else self._lent.told
         with self._door:
-            return Attached(name, self._socket, self._port, self._session(name).key)
+            return Attached(name, self._socket, self._port, self._session(name).key, lent)
 
     def load(self, session: str, control: ResolvedControl, done: Done) -> None:
         """Hold a ControlNet for a denoiser, until it drops it or ends; `done` is told in any
@@ -196,13 +200,15 @@ class DenoiserSessions:
         }
         with torch.inference_mode():
             made = self._adapter.net_row(Opening(opening.facts, arrays), nets)
+        if self._lent is not None:
+            self._lent.open(row)
         own.rows[row] = OpenRow(made, RowSlots.shared(self._folder, row), tuple(nets))
 
     def close_row(self, session: str, row: str) -> None:
         with self._door:
             closed = self._session(session).rows.pop(row, None)
         if closed is not None:
-            closed.slots.remove()
+            self._remove(row, closed, read=True)
 
     def counts(self) -> dict[str, Any]:
         """What `health` says."""
@@ -237,8 +243,14 @@ class DenoiserSessions:
         """A denoiser has gone, with its rows."""
         with self._door:
             session = self._forget(name)
-        for row in () if session is None else session.rows.values():
-            row.slots.remove()
+        for name, row in () if session is None else session.rows.items():
+            self._remove(name, row, read=False)
+
+    def _remove(self, name: str, row: OpenRow, *, read: bool) -> None:
+        """What a row was given goes; `read`: its denoiser has said that it needs none of it."""
+        row.slots.remove()
+        if self._lent is not None:
+            self._lent.close(name, read=read)
 
     def _forget_unconnected(self) -> None:
         """Where a link was cut, a denoiser may never have heard of its session."""

@@ -101,7 +101,7 @@ def load_engine(
         adapter.device,
         str(dtype_of(config)).removeprefix("torch."),
         config.controls.service_timeout_s,
-        connection_to(config.controls.service),
+        connection_to(config.controls.service, adapter.device),
     )
     return assemble(
         config,

@@ -3,7 +3,7 @@
 | op | keys | answer |
 |---|---|---|
 | `health` | | `sessions`, `rows`, `nets` |
-| `attach` | `dtype` | `session`, `socket`, `port`, `key` |
+| `attach` | `dtype` | `session`, `socket`, `port`, `key`, `lent` |
 | `load` | `session`, `name`, `version` | `digest`, once the ControlNet is there |
 | `drop` | `session`, `version` | |
 | `open` | `session`, `row`, `opening`; ARRAYS | |

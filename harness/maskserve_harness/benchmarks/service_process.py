@@ -120,12 +120,13 @@ def _serve(
     folder: str,
     family: Any,
     connection: Callable[[socket], Denoiser],
+    config: Config,
 ) -> None:
     """A service's process, until the pipe closes."""
     if core is not None:
         alone_on(core)
     loader: Any = partial(_Loader, family)
-    service = ControlNetService(Config(), Path(folder), loader, family, connection)
+    service = ControlNetService(config, Path(folder), loader, family, connection)
     calls = DirectCalls(service)
     while True:
         try:
@@ -157,6 +158,7 @@ def service_process(
     family: Family,
     core: int | None = None,
     connection: Callable[[socket], Denoiser] = Denoiser,
+    config: Config = Config(),  # noqa: B008
 ) -> Iterator[PipeCalls]:
     """A process with a service, for as long as it takes.
 
@@ -164,10 +166,11 @@ def service_process(
         family: of its ControlNets.
         core: that it has for itself; None: any.
         connection: of a denoiser.
+        config: of the service.
     """
     ours, theirs = multiprocessing.Pipe()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        given = theirs, core, folder, family, connection
+        given = theirs, core, folder, family, connection, config
         spawned = multiprocessing.get_context("spawn").Process(
             target=_serve, args=given, daemon=True
         )

@@ -39,6 +39,8 @@ both_ways = pytest.mark.parametrize("connect", [SocketMessages, over_tcp], ids=[
 class Silent:
     """A frozen service's end: it takes what it is sent, and says nothing."""
 
+    lent = None
+
     def __init__(self, attached: Attached) -> None:
         self.asked: list[Ask] = []
 

@@ -1,0 +1,201 @@
+"""Residuals that stay in device memory, between processes of one host's GPUs (CUDA's IPC).
+
+A service lends its denoisers one block of its device, which each opens once; a message says where
+in it a residual lies. That is there when the message comes, since the service waits for its device
+first: so nobody waits for an event of a process that may have been killed. A place is written anew
+when its row asks for the same slot again, or is closed: by then the denoiser has read it
+(`OpenedBlock.settle`). One whose session ended has not said so, and its places rest for a while.
+
+Where the block cannot be opened, or is full, residuals go by slots. Not run on a GPU so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+_ALIGNED = 256
+_REST_S = 10.0
+"""Longer than a device takes for what it has been told to do."""
+_ELSEWHERE = "residuals pass host memory: %s"
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """What a denoiser opens a block with."""
+
+    handle: tuple[int, bytes, int, int, bytes, int, bytes, bool]
+    """Torch's (`UntypedStorage._share_cuda_`)."""
+    check: bytes
+    """The block's first bytes: some devices open one another's memory and read something else."""
+
+
+class LentBlock:
+    """A service's; one thread writes, any opens and closes rows.
+
+    Args:
+        nbytes: of the whole block.
+        device: of the nets.
+
+    Raises:
+        RuntimeError: it cannot be had there.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._block, handle = _lend(nbytes, device)
+        self.told = Lent(handle, secrets.token_bytes(_ALIGNED))
+        check = torch.frombuffer(bytearray(self.told.check), dtype=torch.uint8)
+        _at(self._block, 0, check.shape, check.dtype).copy_(check)
+        self.flush()
+        self._free = [(_ALIGNED, nbytes)]
+        """Where places begin and end, in order."""
+        self._held: dict[str, dict[int, list[tuple[int, int]]]] = {}
+        """Places by row and slot."""
+        self._resting: list[tuple[float, list[tuple[int, int]]]] = []
+        """Until when."""
+        self._door = threading.Lock()
+
+    def open(self, row: str) -> None:
+        with self._door:
+            self._held[row] = {}
+
+    def put(self, row: str, slot: int, x: Tensor) -> int | None:
+        """Where a residual comes to lie; None: there is no room, or the row is closed."""
+        nbytes = -(-max(x.nbytes, 1) // _ALIGNED) * _ALIGNED
+        with self._door:
+            self._wake()
+            fits = (at for at, (begin, end) in enumerate(self._free) if end - begin >= nbytes)
+            if row not in self._held or (at := next(fits, None)) is None:
+                return None
+            begin, end = self._free[at]
+            self._free[at] = begin + nbytes, end
+            self._held[row].setdefault(slot, []).append((begin, begin + nbytes))
+        _at(self._block, begin, x.shape, x.dtype).copy_(x)
+        return begin
+
+    def flush(self) -> None:
+        """Wait until all that was put is there."""
+        _flush(self._block.device)
+
+    def clear(self, row: str, slot: int) -> None:
+        """What lies there has been read."""
+        with self._door:
+            self._give(self._held.get(row, {}).pop(slot, []))
+
+    def close(self, row: str, *, read: bool) -> None:
+        """Forget a row; `read`: its denoiser reads nothing of it any more."""
+        with self._door:
+            places = [each for slot in self._held.pop(row, {}).values() for each in slot]
+            if read:
+                self._give(places)
+            else:
+                self._resting.append((time.monotonic() + _REST_S, places))
+
+    def free(self) -> int:
+        """Bytes that have no place, or none that is read."""
+        with self._door:
+            self._wake()
+            return sum(end - begin for begin, end in self._free)
+
+    def _wake(self) -> None:
+        now, resting = time.monotonic(), self._resting
+        self._resting = [each for each in resting if each[0] > now]
+        for _, places in (each for each in resting if each[0] <= now):
+            self._give(places)
+
+    def _give(self, places: list[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted([*self._free, *places]):
+            if merged and merged[-1][1] == begin:
+                begin = merged.pop()[0]
+            merged.append((begin, end))
+        self._free = merged
+
+
+class OpenedBlock:
+    """A denoiser's view of the block.
+
+    Args:
+        lent: as the service has told.
+        device: of the base.
+
+    Raises:
+        RuntimeError: it cannot be read from there.
+    """
+
+    def __init__(self, lent: Lent, device: torch.device) -> None:
+        self._block = _open(lent.handle, device)
+        if bytes(self._block[: len(lent.check)].tolist()) != lent.check:
+            raise RuntimeError(f"{device} reads something else there")
+        self._read = torch.cuda.Event()
+
+    def read(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A copy of a residual, in the order of the device's work."""
+        found = _at(self._block, begin, shape, dtype).clone()
+        self._read.record()
+        return found
+
+    def settle(self) -> None:
+        """Wait until all that was read has been copied; from any thread."""
+        self._read.synchronize()
+
+
+def lent_block(nbytes: int, device: torch.device) -> LentBlock | None:
+    """Of a service; None: it lends none, and the log says why if it was to."""
+    try:
+        return LentBlock(nbytes, device) if nbytes else None
+    except (RuntimeError, ValueError) as error:
+        _log.warning(_ELSEWHERE, f"[controls] ipc_bytes: {error}")
+        return None
+
+
+def opened_block(lent: Lent | None, device: torch.device) -> OpenedBlock | None:
+    """Of a denoiser, likewise."""
+    try:
+        return None if lent is None else OpenedBlock(lent, device)
+    except (RuntimeError, ValueError) as error:
+        _log.warning(_ELSEWHERE, f"the service's device memory cannot be opened: {error}")
+        return None
+
+
+def _at(block: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return block[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _lend(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
+    """Memory, and torch's handle of it. It is shared once: torch counts readers to know when it may
+    go, and this never does.
+    """
+    if device.type != "cuda":
+        raise RuntimeError(f"{device} is no CUDA device")
+    # Segments that grow are shared by file descriptors, which a process takes only of its children.
+    settings = (os.environ.get(f"PYTORCH_{name}", "") for name in ("ALLOC_CONF", "CUDA_ALLOC_CONF"))
+    grow = any("expandable_segments:True" in each for each in settings)
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{grow}")
+    return block, block.untyped_storage()._share_cuda_()
+
+
+def _open(handle: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Also of a device that this process does not see: to torch it is of the own one."""
+    if device.type != "cuda":
+        raise RuntimeError(f"{device} is no CUDA device")
+    own = torch.empty(0, dtype=torch.uint8, device=device)
+    return own.set_(torch.UntypedStorage._new_shared_cuda(own.device.index, *handle[1:]))
+
+
+def _flush(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

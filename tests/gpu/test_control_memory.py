@@ -1,0 +1,145 @@
+"""A ControlNet service of another process whose residuals stay in the device's memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from maskserve_core.config_file import config_of
+from maskserve_core.errors import EngineFailed
+from maskserve_engine.base.job import ControlInput
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.served import ControlService, RowAsk, ServedRow, ask_service
+from maskserve_engine.control_link.transport import SocketMessages
+from maskserve_engine.stages.loader import dtype_of
+from maskserve_harness.benchmarks.replay import refreshed_every
+from maskserve_harness.benchmarks.service_process import PATIENCE_S, PipeCalls, service_process
+from tests.fakes.multiplying_net import PLACES, MultiplyingNet, residual
+
+NET, STEPS, SHAPE = "net", 6, (4096, 64)
+AMPLE = 2**28
+
+
+class SharedCalls:
+    """Of several denoisers: one that ends leaves them to the others."""
+
+    def __init__(self, calls: PipeCalls) -> None:
+        self.call = calls.call
+
+    def close(self) -> None:
+        """They are the test's."""
+
+
+@contextmanager
+def serving(device: torch.device, ipc_bytes: int) -> Iterator[PipeCalls]:
+    tables = {"model": {"device": str(device)}, "controls": {"ipc_bytes": ipc_bytes}}
+    with service_process(MultiplyingNet(), config=config_of(tables)) as calls:
+        yield calls
+
+
+def denoiser(calls: PipeCalls, device: torch.device, *, lent: bool) -> ControlService:
+    """Another one's; `lent`: whether it opens what it is lent."""
+    dtype = str(dtype_of(config_of({"model": {"device": str(device)}}))).removeprefix("torch.")
+    connect = partial(SocketMessages, device=device)
+    own = ControlService(SharedCalls(calls), device, dtype, PATIENCE_S, connect)
+    own.load(NET, NET, NET, PATIENCE_S)
+    assert own._link is not None
+    assert (own._link.messages.lent is not None) == (lent and device.type == "cuda")
+    return own
+
+
+def opened(service: ControlService) -> ServedRow:
+    control = OpenedControl.of(ControlInput(NET, np.zeros((0, 0, 3), np.uint8)))
+    plan = refreshed_every(1, STEPS)
+    return service.open(Opening(OpeningFacts((control,), tuple(range(STEPS)), plan), {}))
+
+
+def ask(rows: list[ServedRow], step: int, device: torch.device) -> list[Tensor]:
+    """Begin a step of rows; what they are of."""
+    samples = [torch.randn(SHAPE, device=device, dtype=torch.bfloat16) for _ in rows]
+    asks = [RowAsk(row, step, x) for row, x in zip(rows, samples, strict=True)]
+    ask_service(asks, batch=1)
+    return samples
+
+
+def check(row: ServedRow, sample: Tensor) -> None:
+    for place in range(PLACES):
+        found = row.after(place)
+        assert found is not None
+        assert torch.equal(found, residual(sample, place))
+
+
+@pytest.mark.parametrize("ipc_bytes", [0, AMPLE, 2**23])
+def test_residuals_are_the_same_bytes(device: torch.device, ipc_bytes: int) -> None:
+    """Through host memory, through the device's, and where that has room for some."""
+    with serving(device, ipc_bytes) as calls:
+        service = denoiser(calls, device, lent=ipc_bytes > 0)
+        rows = [opened(service) for _ in range(3)]
+        for step in range(STEPS):
+            samples = ask(rows, step, device)
+            for row, sample in zip(rows, samples, strict=True):
+                check(row, sample)
+        service.close()
+
+
+def test_sessions_that_end_leave_room_for_others(device: torch.device) -> None:
+    """Until their places have rested, residuals of the next ones pass host memory."""
+    with serving(device, 2**25) as calls:
+        for number in range(6):
+            service = denoiser(calls, device, lent=True)
+            row = opened(service)
+            for step in range(2):
+                [sample] = ask([row], step, device)
+                check(row, sample)
+            if number % 2:
+                row.close()
+                row.link._pool.submit(int).result()  # the service has been told
+            service.close()
+
+
+def test_a_service_that_is_killed_takes_nothing_of_the_denoiser_with_it(
+    device: torch.device,
+) -> None:
+    """Neither what is being read as it dies, nor anything behind it."""
+    for _ in range(3):
+        with serving(device, AMPLE) as calls:
+            service = denoiser(calls, device, lent=True)
+            row = opened(service)
+            [sample] = ask([row], 0, device)
+            check(row, sample)
+            [sample] = ask([row], 1, device)
+            if device.type == "cuda":
+                torch.cuda._sleep(10**8)
+            found = [row.after(place) for place in range(PLACES)]
+            [spawned] = multiprocessing.active_children()
+            assert spawned.pid is not None
+            os.kill(spawned.pid, signal.SIGKILL)
+            spawned.join()
+            for place, each in enumerate(found):
+                assert each is not None
+                assert torch.equal(each, residual(sample, place))
+            with pytest.raises(EngineFailed, match="the ControlNet service was lost"):
+                ask([row], 2, device)
+            service.close()
+        assert torch.ones(8, device=device).sum() == 8
+
+
+def test_what_two_denoisers_are_lent_is_their_own(device: torch.device) -> None:
+    with serving(device, AMPLE) as calls:
+        services = [denoiser(calls, device, lent=True) for _ in range(2)]
+        rows = [opened(each) for each in services]
+        for step in range(STEPS):
+            samples = [ask([row], step, device)[0] for row in rows]
+            for row, sample in zip(rows, samples, strict=True):
+                check(row, sample)
+        for each in services:
+            each.close()
