@@ -76,7 +76,8 @@ class ModelConfig(Table, frozen=True):
     """Default change of what the first block adds below which a step leaves the other blocks out
     (FirstBlockCache; FLUX); 0 leaves out none."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """CPU threads of the denoiser; 0: all."""
+    """CPU threads of the denoiser, at most; 0: all. Its steps take no more than their operations
+    keep busy: those of a small model one."""
 
 
 class LimitsConfig(Table, frozen=True):

@@ -190,3 +190,25 @@ def typical_lora(facts: ModelFacts, base: ModelWork) -> tuple[ModelWork, int]:
     """
     layers = FAMILIES[facts.family].lora_layers(facts.denoiser)
     return lora_work(facts, base, layers), 2 * sum(layers.values())
+
+
+_FILLS = 2.0**25
+"""FLOPs that a thread computes of an operation in some 0.3 ms."""
+
+
+def filled_threads(config: Config, facts: ModelFacts) -> int:
+    """CPU threads that the operations of a model's steps keep busy.
+
+    Of a small model it is one. Each operation ends when its last thread has, and where those of a
+    step take microseconds, threads wait for one another more than they compute, and for their
+    cores, which encoder and decoder want, too.
+
+    Args:
+        config: of the worker.
+        facts: of its model.
+    """
+    side = facts.native_resolution // facts.vae_scale_factor
+    work = counted_work(facts, side, side)
+    row = work.row_at(1.0, facts.text_tokens(config.model.max_sequence_length))
+    operations = work.batch_launches(("dense",) * len(work.blocks))
+    return max(1, int(work.step_flops([row], "dense") / operations / _FILLS))

@@ -26,6 +26,7 @@ from torch import distributed
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import STILL, Anchor
 from maskserve_core.errors import EngineFailed
+from maskserve_core.models.registry import filled_threads
 from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.garbage import what_stays
 from maskserve_core.worker.logs import about, start_log
@@ -374,7 +375,7 @@ def main(pipe: Connection) -> None:
         tell(RankAnswer(0, None, f"{error}"))
         return
     tell(RankAnswer(0, rank.hello))
-    limit_threads(config)
+    limit_threads(config, filled_threads(config, rank.adapter.facts))
     with rank.adapter.session():
         expected = 1
         while True:

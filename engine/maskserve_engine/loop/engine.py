@@ -22,6 +22,7 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.models.facts import own_rule
+from maskserve_core.models.registry import filled_threads
 from maskserve_core.planning.own_anchors import clock_steps
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.step_scheduler import ALL_FREE
@@ -244,7 +245,7 @@ class Engine:
         try:
             self._state = "ready"
             self._publisher.publish(self.state)
-            limit_threads(self.config)
+            limit_threads(self.config, filled_threads(self.config, self.adapter.facts))
             with self.adapter.session():
                 while not self._stop:
                     self.turn()

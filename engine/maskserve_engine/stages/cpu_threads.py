@@ -10,13 +10,18 @@ import torch
 from maskserve_core.config import Config
 
 
-def limit_threads(config: Config) -> None:
-    """CPU threads of the calling thread's operations, when configured."""
+def limit_threads(config: Config, filled: int | None = None) -> None:
+    """CPU threads of the calling thread's operations: as many as are configured, or all.
+
+    Args:
+        config: of the worker.
+        filled: that the operations keep busy, if that is known: it takes no more.
+    """
     # A thread that has not computed yet takes the process's count when it first does; it is asked
     # here, so that it neither overwrites what is set nor finds a count of `one_cpu_thread`.
-    torch.get_num_threads()
-    if config.model.torch_threads:
-        torch.set_num_threads(config.model.torch_threads)
+    threads = torch.get_num_threads()
+    threads = config.model.torch_threads or threads
+    torch.set_num_threads(threads if filled is None else min(threads, filled))
 
 
 @contextmanager
