@@ -4,6 +4,8 @@ the slow way: all tokens are computed, and what was not to be computed is put as
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 class Foretold:
     """An attention processor of a FluxTransformer2DModel: at anchors it remembers keys and values
     of all tokens; at other steps it puts in the place of those that are not computed what lies on
-    the line through the last two anchors.
+    the line through the last two anchors, or as far from it as the plan has it bend.
     """
 
     def __init__(self, state: State) -> None:
@@ -52,6 +54,9 @@ class Foretold:
             k, v = k.clone(), v.clone()
             for own, at in ((k, 1), (v, 2)):
                 line = last[at] + times * (last[at] - before[at])
+                if self.state.bends and len(self.seen) > 2:
+                    curve, share = self.state.parabola([(x[0], x[at]) for x in self.seen[-3:]])
+                    line = line + share * (curve - line)
                 own[:, others] = line[:, others]
         out = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v))
@@ -70,13 +75,24 @@ class State:
     anchor = True
     others: Tensor
 
-    def __init__(self, power: float) -> None:
-        self.power = power
+    def __init__(self, power: float, *, bends: bool) -> None:
+        self.power, self.bends = power, bends
 
     def times(self, before: float, last: float) -> float:
         """How many times the change between two anchors has come since."""
         a, b, now = (sigma**self.power for sigma in (before, last, self.sigma))
         return 0.0 if a == b else (b - now) / (a - b)
+
+    def parabola(self, through: Sequence[tuple[float, Tensor]]) -> tuple[Tensor, float]:
+        """What lies now on the one through three points, each with its sigma; and how many times as
+        long the way between the first two is as that between the last.
+        """
+        now, at = self.sigma**self.power, [sigma**self.power for sigma, _ in through]
+        shares = [
+            math.prod((now - other) / (own - other) for other in at if other != own) for own in at
+        ]
+        found = sum(share * x for share, (_, x) in zip(shares, through, strict=True))
+        return torch.as_tensor(found), (at[0] - at[1]) / (at[1] - at[2])
 
 
 def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
@@ -108,7 +124,8 @@ class ForetoldFlux:
     """
 
     def __init__(self, pipeline: Any, adapter: FluxAdapter, job: EditJob, own: OwnPlan) -> None:
-        self.row, self.own, self.state = adapter.anchored_row(job, own), own, State(own.power)
+        self.row, self.own = adapter.anchored_row(job, own), own
+        self.state = State(own.power, bends=own.bends)
         self.sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
         prepared: Any = adapter.prepare(job).prepared
         self.active = torch.from_numpy(prepared.inner if own.ring else prepared.active)

@@ -121,8 +121,8 @@ class ModelFacts:
     own_foreseen: float = 0.0
     """The same where they are foreseen, as those of all edits without a template are; 0: as
     `own_stride`."""
-    own_first_part: float = 1.0
-    """How much of the way between two of these lies before the second one (`own_steps`)."""
+    own_growth: float = 1.0
+    """How many times as far it is between two of these as between the two before (`own_steps`)."""
     leaves_text: bool = True
     """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
     own_ring: int | None = None
@@ -134,6 +134,8 @@ class ModelFacts:
     own_evenly_over: float = 1.5
     """Of sigma, over which the anchors themselves are even (`own_steps`), and, where they are
     foreseen, the line between them."""
+    own_bends: bool = False
+    """Whether that line bends as three foreseen anchors show (`OwnPlan`)."""
     own_over_template: bool = False
     """Whether an edit that may have anchors of its own reads no template: they keep more of it
     (docs/decisions/own-anchors.md)."""
@@ -321,6 +323,11 @@ def own_stride(config: Config, facts: ModelFacts, *, foreseen: bool = True) -> f
 def own_power(facts: ModelFacts, *, foreseen: bool) -> float:
     """Of sigma, over which what anchors leave lies on a line."""
     return (foreseen and facts.own_evenly_over) or facts.own_power
+
+
+def own_changes(anchors: int, *, power: float, bends: bool) -> int:
+    """That so many anchors leave beside keys and values (`planning.own_anchors.own_bytes`)."""
+    return min(anchors - 1, 1 + bends) if power else 0
 
 
 def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:

@@ -57,10 +57,10 @@ _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
 OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
 """What anchors of their own leave of edits of Kontext, and of a distilled model's few steps, is not
 measured."""
-OWN_FORESEEN = {FILL: 0.45, INPAINT: 0.22, REFERENCE: 0.0}
+OWN_FORESEEN = {FILL: 0.45, INPAINT: 0.25, REFERENCE: 0.0}
 """The same where they are foreseen."""
-_OWN_FIRST_PART = {FILL: 1.0, INPAINT: 0.4, REFERENCE: 1.0}
-"""What a base model's first step says of the picture under the mask holds for fewer steps."""
+_OWN_GROWTH = {FILL: 1.0, INPAINT: 2.15, REFERENCE: 1.0}
+"""The more noise there is, the faster does a base model's picture round the mask change with it."""
 _OWN_RING = {FILL: 2}
 """Of base models, whose picture round the mask changes with its noise, it is worth its tokens."""
 _BLENDED_POWER = 3.0
@@ -322,7 +322,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         dense_steps=_DENSE_STEPS[semantics],
         own_stride=0.0 if distilled else OWN_STRIDES[semantics],
         own_foreseen=0.0 if distilled else OWN_FORESEEN[semantics],
-        own_first_part=_OWN_FIRST_PART[semantics],
+        own_growth=_OWN_GROWTH[semantics],
+        own_bends=semantics.blends,
         own_over_template=semantics.blends and not distilled,
         own_power=_BLENDED_POWER if semantics.blends else 1.0,
         lifts_entries=semantics.masked_picture,

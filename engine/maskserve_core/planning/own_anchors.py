@@ -53,7 +53,7 @@ def own_count(steps: int, stride: float) -> int:
 
 
 def own_steps(
-    count: int, sigmas: Sequence[float], evenly_over: float, *, foreseen: float = 0.0
+    count: int, sigmas: Sequence[float], evenly_over: float, *, growth: float = 0.0
 ) -> frozenset[int]:
     """Of which steps so many anchors are: the first, and those nearest to equal parts of the way.
 
@@ -63,18 +63,20 @@ def own_steps(
         evenly_over: the power of sigma that the parts are equal of. A sampler that is shifted to
             large sigmas goes most of the way in its last steps, so anchors lie there, too. 0: parts
             of equally many steps.
-        foreseen: where steps lie between anchors and not behind them: how long the first part is,
-            of one between two others. Then the last part, behind them all, is half as long as
-            these, and the second step, which foresees, is none. 0: they lie behind.
+        growth: where steps lie between anchors and not behind them: how many times as long each
+            part is as the one before. Then the last part, behind them all, is half as long as the
+            others on average, and the second step, which foresees, is none. 0: they lie behind.
     """
-    steps, first = len(sigmas), foreseen or 1.0
-    parts = count - 1 + first - 0.5 * (foreseen > 0)
-    ends = [0.0, *((first + number) / parts for number in range(count - 1))]
+    steps, parts = len(sigmas), np.ones(count)
+    if growth and count > 1:
+        parts[:-1] = growth ** np.arange(count - 1)
+        parts[-1] = 0.5 * parts[:-1].mean()
+    ends = [0.0, *parts.cumsum()[:-1] / parts.sum()]
     if not evenly_over:
         return frozenset(math.ceil(end * steps) for end in ends)
     way, chosen = np.asarray(sigmas) ** evenly_over, [0]
     for number in range(1, count):
-        begin = max(chosen[-1] + 1, 1 + (foreseen > 0))
+        begin = max(chosen[-1] + 1, 1 + (growth > 0))
         ahead = way[begin : steps - count + number + 1]
         wanted = way[0] * (1 - ends[number])
         chosen.append(begin + int(np.abs(ahead - wanted).argmin()))
@@ -96,7 +98,7 @@ def clock_steps(steps: int, stride: float) -> frozenset[int]:
 
 
 def own_bytes(
-    work: ModelWork, kept: Sequence[tuple[float, ...]], fmt: EntryFormat, *, slopes: bool
+    work: ModelWork, kept: Sequence[tuple[float, ...]], fmt: EntryFormat, changes: int
 ) -> int:
     """Bytes of what an edit's anchors leave, at most: keys and values of each block, and the ends
     of stacks where the model needs them.
@@ -105,8 +107,9 @@ def own_bytes(
         work: of the model at the edit's size.
         kept: tokens of each pass per level, the text among them if it is left out.
         fmt: storage format.
-        slopes: whether their change is kept, too, as it is from the second anchor on.
+        changes: that are kept beside them: how they lie on a line from the second anchor on, and
+            how that bends from the third one on.
     """
     loads = block_bytes(work, kept, fmt)
     of_one = float(loads[:, 1].sum() + end_bytes(work, loads).sum())
-    return int(of_one * (2 if slopes else 1))
+    return int(of_one * (1 + changes))

@@ -5,11 +5,11 @@ had of the tokens that the steps between do not compute: the inactive ones and, 
 that out, too, the text. The row's first step is one. The others are *foreseen*: when a row arrives
 at an anchor, its step computes all tokens once more, beside its own, as they will be at the next
 one, if the model goes on as it has answered last. So keys and values of the steps between lie on a
-line over sigma from one anchor to the next. Where a row foresees nothing its anchors are steps of
-its own, and the steps behind the last two go on along the line through these; so does what a UNet's
-stacks make of its tokens. So the edit needs no template, no store, and no entries that know its
-adapters. (FlashPS §3.1 primes templates; TaylorSeer foretells a whole model's features along a line
-through earlier steps.)
+line over sigma from one anchor to the next, which may bend as three of them show. Where a row
+foresees nothing its anchors are steps of its own, and the steps behind the last two go on along the
+line through these; so does what a UNet's stacks make of its tokens. So the edit needs no template,
+no store, and no entries that know its adapters. (FlashPS §3.1 primes templates; TaylorSeer
+foretells a whole model's features along a line through earlier steps.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.reader import Heads
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.scatter_kv import KvSource
+from maskserve_engine.layers.scatter_kv import Change, KvSource
 
 _log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")
@@ -58,6 +58,9 @@ class OwnPlan:
     lifts: bool = False
     """Of a row that reads a template: whether its dense first steps lift the entries that the
     others read."""
+    bends: bool = False
+    """Whether the line bends as the last three anchors show: as the parabola through them, but the
+    less, the longer the way between the last two is than that before."""
     foresees: bool = False
     """Whether all anchors but the first are computed ahead, where the one before them lies."""
 
@@ -118,6 +121,8 @@ class _Kept:
     """[T + m, width] each; of `kv` keys and values."""
     slopes: tuple[Coded, ...] = ()
     """Their change since the anchor before; none after the first."""
+    bends: tuple[Coded, ...] = ()
+    """How they leave that line, `weight` · (1 + `weight`) times; none before the third."""
 
 
 class OwnAnchors:
@@ -167,7 +172,7 @@ class OwnAnchors:
 
     @property
     def nbytes(self) -> int:
-        kept = [(*each.parts, *each.slopes) for each in self._kept.values()]
+        kept = [(*each.parts, *each.slopes, *each.bends) for each in self._kept.values()]
         kept += [*self._found.values(), *self._lacked.values()]
         return sum(coded.nbytes for each in kept for coded in each)
 
@@ -234,7 +239,7 @@ class OwnAnchors:
             self._lacked[block] = tuple(map(self._less, found, entry.taken()))
         if block not in self._lacked:
             return entry
-        return replace(entry, slopes=self._lacked[block], weight=sigma / self._first[1])
+        return replace(entry, changes=(Change(self._lacked[block], sigma / self._first[1]),))
 
     def _less(self, found: Coded, entry: Coded) -> Coded:
         """The first less the second."""
@@ -289,15 +294,27 @@ class OwnAnchors:
 
     def _made(self, kept: _Kept | None, new: Sequence[Tensor]) -> _Kept:
         """Of a part of a block, behind what was kept of it."""
-        slopes = []
-        if kept is not None and self.plan.power:
-            for coded, now in zip(kept.parts, new, strict=True):
-                before = torch.empty_like(now)
-                coded.into(before)
-                slopes.append(encode(now - before, self.plan.format))
-        parts = tuple([encode(each, self.plan.format) for each in new])
-        line = AnchorLine((), self.plan.power) if kept is None else kept.line
-        return _Kept(self._step, line.to(self._at), parts, tuple(slopes))
+        plan, slopes, bends = self.plan, [], []
+        line = AnchorLine((), plan.power) if kept is None else kept.line
+        if kept is not None and plan.power:
+            before = zip(kept.parts, new, strict=True)
+            changes = [now - self._decoded(coded, now) for coded, now in before]
+            slopes = [encode(each, plan.format) for each in changes]
+            reach = line.weight(self._at)
+            bent = kept.slopes if plan.bends and reach > 0 else ()
+            for coded, change in zip(bent, changes, strict=False):
+                # What the line through the last two has missed of this one. (A parabola adds it
+                # `reach` times that often: too much of what noise has done before.)
+                missed = torch.sub(change, self._decoded(coded, change), alpha=reach)
+                bends.append(encode(missed.div_(1.0 + reach), plan.format))
+        parts = tuple([encode(each, plan.format) for each in new])
+        return _Kept(self._step, line.to(self._at), parts, tuple(slopes), tuple(bends))
+
+    @staticmethod
+    def _decoded(coded: Coded, like: Tensor) -> Tensor:
+        out = torch.empty_like(like)
+        coded.into(out)
+        return out
 
     def _lose(self) -> None:
         """Keep nothing of a step: others compute all tokens until one finds room. What it reads
@@ -350,7 +367,9 @@ class OwnAnchors:
         """A part of a block, of the tokens that a step at `sigma` does not compute."""
         kept = self._kept[block, part]
         weight = kept.line.weight(sigma)
-        return KvSource(kept.parts, None, kept.slopes if weight else (), weight)
+        along = (Change(kept.slopes, weight),) if weight else ()
+        across = (Change(kept.bends, weight * (1.0 + weight)),) if along and kept.bends else ()
+        return KvSource(kept.parts, None, along + across)
 
 
 @dataclass(frozen=True, slots=True)

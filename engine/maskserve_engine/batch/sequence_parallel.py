@@ -175,8 +175,11 @@ class _OwnHeads:
     """[n, head_dim / 2] of any tokens, where they are computed."""
 
     def of(self, found: KvSource) -> KvSource:
-        parts, slopes = (tuple(map(self._cut, own)) for own in (found.parts, found.slopes))
-        return replace(found, parts=parts, slopes=slopes)
+        changes = tuple([each._replace(parts=self._all_cut(each.parts)) for each in found.changes])
+        return replace(found, parts=self._all_cut(found.parts), changes=changes)
+
+    def _all_cut(self, parts: tuple[Coded, ...]) -> tuple[Coded, ...]:
+        return tuple(map(self._cut, parts))
 
     def _cut(self, coded: Coded) -> Coded:
         head_dim = 2 * self.cis.shape[1]

@@ -131,7 +131,8 @@ def _left_bytes(config: Config, facts: ModelFacts, work: ModelWork, device: str)
     text = rule.text * work.joint * facts.text_tokens(config.model.max_sequence_length)
     dtype = str(dtype_of(config)).removeprefix("torch.")
     fmt = FORMATS[dtype if rule.format == "model" else rule.format]
-    return own_bytes(work, [tuple(float(n + text) for n in work.tokens)], fmt, slopes=True)
+    tokens = [tuple(float(n + text) for n in work.tokens)]
+    return own_bytes(work, tokens, fmt, 1 + facts.own_bends)
 
 
 def control_bytes(config: Config, adapter: Adapter) -> int:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,17 @@ _VECTOR = 16
 _log = logging.getLogger(__name__)
 
 
+class Change(NamedTuple):
+    """What is added to a row's cached activations of a block."""
+
+    parts: tuple[Coded, ...]
+    """Of each of theirs."""
+    weight: float
+    """How many times it is added."""
+    ids: Tensor | None = None
+    """[m] tokens of it that the row reads; None: it is of just these."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvSource:
     """Where one row's cached activations of a block lie."""
@@ -29,12 +40,8 @@ class KvSource:
     """Keys and values, or hidden states alone; all of one format."""
     ids: Tensor | None = None
     """[m] tokens of them that the row reads; None: they are just these."""
-    slopes: tuple[Coded, ...] = ()
-    """How each part changes; none: they hold."""
-    weight: float = 0.0
-    """How many times the slopes are added."""
-    slope_ids: Tensor | None = None
-    """As `ids`, of the slopes."""
+    changes: tuple[Change, ...] = ()
+    """None: the parts hold."""
 
     def taken(self) -> tuple[Coded, ...]:
         """The parts, of just the tokens that the row reads."""
@@ -83,38 +90,42 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
     """
     device = outs[0].device
     if device.type == "cuda":
-        given = [(*source.parts, *source.slopes) for source in sources if source is not None]
-        formats = {part.format for parts in given for part in parts}
+        given = [source for source in sources if source is not None]
+        parts = [part for source in given for part in source.parts]
+        parts += [part for source in given for each in source.changes for part in each.parts]
+        formats = {part.format for part in parts}
         if not any(missing_kernel(device, format) for format in formats):
             fused(sources, outs, slots)
             return
     for source, (begin, end) in zip(sources, slots.spans, strict=True):
         if source is None:
             continue
-        for number, (coded, out) in enumerate(zip(source.parts, outs, strict=True)):
-            slope = source.slopes[number] if source.slopes else None
+        for number, out in enumerate(outs):
             if slots.apart:
                 decoded = out.new_empty(end - begin, *out.shape[1:])
-                _decode(coded, slope, source, decoded.flatten(1))
+                _decode(source, number, decoded.flatten(1))
                 out.index_copy_(0, slots.to[begin:end], decoded)
             else:
-                _decode(coded, slope, source, out[begin:end].flatten(1))
+                _decode(source, number, out[begin:end].flatten(1))
 
 
-def _decode(coded: Coded, slope: Coded | None, source: KvSource, out: Tensor) -> None:
-    """A part of a row, as far along its slope as its source says."""
-    own = coded if source.ids is None else coded.take(source.ids)
-    if slope is None:
+def _decode(source: KvSource, number: int, out: Tensor) -> None:
+    """A part of a row, with its changes."""
+    own = _of(source.parts[number], source.ids)
+    added = [(_of(each.parts[number], each.ids), each.weight) for each in source.changes]
+    if added and own.format == added[0][0].format == "model":
+        first, weight = added.pop(0)
+        torch.add(own.data, first.data, alpha=weight, out=out)
+    else:
         own.into(out)
-        return
-    slope = slope if source.slope_ids is None else slope.take(source.slope_ids)
-    if coded.format == slope.format == "model":
-        torch.add(own.data, slope.data, alpha=source.weight, out=out)
-        return
-    own.into(out)
-    change = torch.empty_like(out)
-    slope.into(change)
-    out.add_(change, alpha=source.weight)
+    for coded, weight in added:
+        change = torch.empty_like(out)
+        coded.into(change)
+        out.add_(change, alpha=weight)
+
+
+def _of(coded: Coded, ids: Tensor | None) -> Coded:
+    return coded if ids is None else coded.take(ids)
 
 
 @cache
@@ -128,18 +139,29 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
 
 
 def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
-    """`scatter_kv` as one kernel for each format, and one more where any has slopes."""
-    own = [() if source is None else source.parts for source in sources]
-    slopes = [() if source is None else source.slopes for source in sources]
-    for parts, adds in ((own, False), (slopes, True)):
-        for format in dict.fromkeys(each[0].format for each in parts if each):
-            chosen = [each if each and each[0].format == format else () for each in parts]
-            _launch(sources, chosen, outs, slots, format, adds=adds)
+    """`scatter_kv` as one kernel for each format, and one more for each of a row's changes."""
+    most = max((len(source.changes) for source in sources if source is not None), default=0)
+    for number in range(-1, most):
+        read = [_read(source, number) for source in sources]
+        for format in dict.fromkeys(each.parts[0].format for each in read if each.parts):
+            chosen = [
+                each if each.parts and each.parts[0].format == format else _NOTHING for each in read
+            ]
+            _launch(chosen, outs, slots, format, adds=number >= 0)
+
+
+_NOTHING = Change((), 0.0)
+
+
+def _read(source: KvSource | None, number: int) -> Change:
+    """What is read of a row: its parts, number -1, or one of its changes."""
+    if source is None or number >= len(source.changes):
+        return _NOTHING
+    return Change(source.parts, 0.0, source.ids) if number < 0 else source.changes[number]
 
 
 def _launch(
-    sources: Sequence[KvSource | None],
-    chosen: Sequence[tuple[Coded, ...]],
+    chosen: Sequence[Change],
     outs: Sequence[Tensor],
     slots: KvSlots,
     format: str,
@@ -149,22 +171,20 @@ def _launch(
     """Write, or add, what was chosen of each row; rows of which there is nothing stay as they are.
 
     Args:
-        sources: per row.
         chosen: per row; one or two parts, all of `format`, or none.
         outs: as of `scatter_kv`.
         slots: likewise.
         format: of what was chosen.
-        adds: each row's are added, times the source's weight.
+        adds: each row's are added, times their weight.
     """
     nothing = slots.to[:0]
-    ids = [source and (source.slope_ids if adds else source.ids) for source in sources]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
         """Of every row's first part, then of every row's second."""
         of_parts = [
-            take(parts[number]) if parts else None
+            take(of_row.parts[number]) if of_row.parts else None
             for number in range(len(outs))
-            for parts in chosen
+            for of_row in chosen
         ]
         return [nothing if tensor is None else tensor for tensor in of_parts]
 
@@ -173,11 +193,11 @@ def _launch(
         slots.row_of,
         slots.local,
         slots.to,
-        [slots.numbers if each is None else each for each in ids],
+        [slots.numbers if of_row.ids is None else of_row.ids for of_row in chosen],
         each(lambda coded: coded.data),
         each(lambda coded: coded.scale),
         each(lambda coded: coded.groups),
-        [0.0 if source is None else source.weight for source in sources],
+        [of_row.weight for of_row in chosen],
         format,
         adds,
     )

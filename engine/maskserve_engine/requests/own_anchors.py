@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import own_power, own_rule, own_stride
+from maskserve_core.models.facts import own_changes, own_power, own_rule, own_stride
 from maskserve_core.planning import own_anchors as planning
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.worker.policies import policy_of
@@ -73,7 +73,8 @@ def _plan(
         return None
     text, power = rule.text and text, own_power(facts, foreseen=foresees)
     ring = rule.ring and text
-    plan = OwnPlan(frozenset(), rule.format, text, ring, power, foresees=foresees)
+    bends = foresees and facts.own_bends
+    plan = OwnPlan(frozenset(), rule.format, text, ring, power, bends=bends, foresees=foresees)
     return with_anchors(plan, count, adapter, job)
 
 
@@ -84,7 +85,7 @@ def with_anchors(plan: OwnPlan, count: int, adapter: Adapter, job: EditJob) -> O
         count,
         sigmas,
         adapter.facts.own_evenly_over,
-        foreseen=plan.foresees * adapter.facts.own_first_part,
+        growth=plan.foresees * adapter.facts.own_growth,
     )
     return replace(plan, anchors=anchors)
 
@@ -129,5 +130,5 @@ def _bytes(
     plan: OwnPlan, adapter: Adapter, job: EditJob, kept: Sequence[tuple[float, ...]], dtype: str
 ) -> int:
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
-    slopes = plan.power > 0 and len(plan.anchors) > 1
-    return planning.own_bytes(adapter.work(*job.moments.shape[1:]), kept, fmt, slopes=slopes)
+    changes = own_changes(len(plan.anchors), power=plan.power, bends=plan.bends)
+    return planning.own_bytes(adapter.work(*job.moments.shape[1:]), kept, fmt, changes)

@@ -175,7 +175,7 @@ class Counted:
         """Bytes that own anchors leave of one pass."""
         left = self.work.tokens[0] - _KEPT * (self.work.tokens[0] - self.work.context)
         left += self.asked.words * self.facts.leaves_text
-        return own_bytes(self.work, [(left,)], FORMATS[OWN_RULE.format], slopes=True)
+        return own_bytes(self.work, [(left,)], FORMATS[OWN_RULE.format], 1 + self.facts.own_bends)
 
     @property
     def _config(self) -> Config:

@@ -44,6 +44,8 @@ class OwnChoice:
     """`[cache] conv_halo`, of UNets; 0: the default."""
     power: float | None = None
     """Of sigma, over which lines lie; None: the family's."""
+    bends: bool | None = None
+    """Whether lines bend; None: as the family's."""
     foresees: bool = False
     """Whether all anchors but the first are computed ahead."""
 
@@ -57,6 +59,7 @@ class OwnChoice:
         words += [f"halo {self.halo}"] if self.halo else []
         words += [] if self.reach == 1.0 else [f"{self.reach:g} times as far"]
         words += [] if self.power is None else [f"over sigma to the power of {self.power:g}"]
+        words += [] if self.bends is None else ["bent" if self.bends else "straight"]
         return ", ".join(words)
 
 
@@ -72,8 +75,8 @@ def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> 
     facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
     count = count or own_count(len(sigmas), own_stride(Config(), facts, foreseen=foresees))
     ahead = foresees and count > 1
-    first = ahead * facts.own_first_part
-    anchors = own_steps(count, sigmas, facts.own_evenly_over, foreseen=first)
+    growth = ahead * facts.own_growth
+    anchors = own_steps(count, sigmas, facts.own_evenly_over, growth=growth)
     return OwnChoice(
         tuple(sorted(anchors)),
         text=facts.leaves_text,
@@ -105,6 +108,7 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         *([replace(way, text=False)] if joint and facts.leaves_text else []),
         *([] if joint else [replace(way, halo=halo) for halo in (64, 4)]),
         *[replace(way, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
+        replace(way, bends=not facts.own_bends),
         *[replace(way, format=format) for format in ("model", "int4")],
     ]
     return list(dict.fromkeys(found))
@@ -131,12 +135,16 @@ def edited(
     power = choice.power
     if power is None:
         power = own_power(rig.adapter.facts, foreseen=choice.foresees)
+    bends = choice.bends
+    if bends is None:
+        bends = choice.foresees and rig.adapter.facts.own_bends
     plan = OwnPlan(
         frozenset(choice.dense),
         choice.format,
         choice.text,
         choice.leaves_ring,
         power,
+        bends=bends,
         foresees=choice.foresees,
     )
     rows: list[Any] = []

@@ -6,7 +6,7 @@
 
 - `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
   served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), with
-  five, and `unet_mean`, … of the demo UNet, with three.
+  four, and `unet_mean`, … of the demo UNet, with three.
 - `hit_loss_db`: what edits lose that read a template and leave their text and ring out between
   three, beside those that compute a ring of one at each step; `hit_first_anchor_mean`,
   `hit_first_anchor_under_30`: of the same whose first step is dense and lifts the entries, of which
@@ -63,15 +63,22 @@ _ANCHORS = own_count(_STEPS, OWN_FORESEEN[FILL])
 
 
 def fidelity(
-    folder: Path, n: int, *, count: int = 0, ring: int = 1, hits: bool = False
+    folder: Path,
+    n: int,
+    *,
+    count: int = 0,
+    ring: int = 1,
+    straight: bool = False,
+    hits: bool = False,
 ) -> dict[str, Any]:
     """Figures over all classes: of own anchors, so many or as many as the model has by default,
-    with such a ring where steps compute any; or of edits that read a template: computing their
-    text, leaving it out, and so with a first anchor.
+    with such a ring where steps compute any, and lines that do not bend if they are to be straight;
+    or of edits that read a template: computing their text, leaving it out, and so with a first
+    anchor.
     """
     rig = Rig(folder, 20)
     [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
-    choice = replace(served(rig, job, count), ring=ring)
+    choice = replace(served(rig, job, count), ring=ring, bends=False if straight else None)
     cached = default(rig.adapter.facts, 20)
     begun = replace(cached, dense_steps=1, stride=7)
     text = served(rig, job)
@@ -174,8 +181,9 @@ def main() -> int:
     add("--only", nargs="+", choices=parts, default=parts)
     add("--n", type=int, default=16, help="edits of each class (default 16)")
     add("--base", type=Path, help="folder of a model with Inpaint semantics")
-    add("--anchors", type=int, default=5, help="of the base model's 20 steps (default 5)")
+    add("--anchors", type=int, default=4, help="of the base model's 20 steps (default 4)")
     add("--ring", type=int, default=1, help="of the base model's edits (default 1)")
+    add("--straight", action="store_true", help="have the base model's lines not bend")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--clock", choices=("wall", "cpu"), default="wall")
     add("--repeat", type=int, default=3, help="rounds of what is timed")
@@ -189,7 +197,8 @@ def main() -> int:
     for name, folder in each.items():
         if name in args.only and folder is not None:
             # A small base model has no guidance, and so is taken for one of few steps.
-            asked = {"count": args.anchors, "ring": args.ring} if name == "base" else {}
+            asked = {"count": args.anchors, "ring": args.ring, "straight": args.straight}
+            asked = asked if name == "base" else {}
             details[name] = fidelity(folder, args.n, **asked)["own"]
             summary |= _said(name, details[name])
     if "hits" in args.only:

@@ -188,8 +188,8 @@ class Hardware:
         count = own_count(steps, own_stride(self.config, self.facts))
         if not count:
             return frozenset()
-        first = self.facts.own_first_part
-        return foreseen_at(own_steps(count, range(steps, 0, -1), 0.0, foreseen=first))
+        growth = self.facts.own_growth
+        return foreseen_at(own_steps(count, range(steps, 0, -1), 0.0, growth=growth))
 
     def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
         """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows.

@@ -114,7 +114,8 @@ class AnchoredRest:
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         source = self.own.source(block, self.row.sigma, part)
-        return replace(source, ids=wanted, slope_ids=wanted)
+        changes = tuple([change._replace(ids=wanted) for change in source.changes])
+        return replace(source, ids=wanted, changes=changes)
 
 
 @dataclass(slots=True)

@@ -40,32 +40,33 @@ def test_so_many_anchors_lie_evenly(steps: int, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("times", [0.3, 1.0, 3.16, 9.77, 100.0])
 @pytest.mark.parametrize("steps", [10, 20, 28, 50])
-@pytest.mark.parametrize("foreseen", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("growth", [0.0, 1.0, 2.15])
 def test_every_shift_of_a_sampler_has_so_many(
-    steps: int, times: float, count: int, foreseen: float
+    steps: int, times: float, count: int, growth: float
 ) -> None:
-    anchors = own_steps(count, shifted(steps, times), 1.5, foreseen=foreseen)
+    anchors = own_steps(count, shifted(steps, times), 1.5, growth=growth)
     assert len(anchors) == count
     assert 0 in anchors
-    assert foreseen == 0 or 1 not in anchors
+    assert growth == 0 or 1 not in anchors
     assert max(anchors) < steps
-    if foreseen:
+    if growth:
         assert len(foreseen_at(anchors)) == count
 
 
 @pytest.mark.parametrize("steps", range(4, 12))
 def test_a_short_edit_foresees_its_second_anchor(steps: int) -> None:
-    anchors = own_steps(own_count(steps, 0.5), shifted(steps, 1.0), 1.5, foreseen=1.0)
+    anchors = own_steps(own_count(steps, 0.5), shifted(steps, 1.0), 1.5, growth=1.0)
     assert {0, 1} <= foreseen_at(anchors)
     assert min(anchors - {0}) > 1
 
 
 def test_foreseen_anchors_have_steps_between_them_and_few_behind() -> None:
     flat = range(20, 0, -1)
-    assert own_steps(3, flat, 0.0, foreseen=1.0) == {0, 8, 16}
-    assert own_steps(3, flat, 1.0, foreseen=1.0) == {0, 8, 16}
+    assert own_steps(3, flat, 0.0, growth=1.0) == {0, 8, 16}
+    assert own_steps(3, flat, 1.0, growth=1.0) == {0, 8, 16}
     assert foreseen_at(frozenset({0, 8, 16})) == {0, 1, 8}
-    assert own_steps(4, shifted(20, 1.65), 1.5, foreseen=0.4) == {0, 3, 10, 16}
+    assert own_steps(4, shifted(20, 1.65), 1.5, growth=1.0) == {0, 6, 11, 16}
+    assert own_steps(4, shifted(20, 1.65), 1.5, growth=2.15) == {0, 2, 7, 16}
 
 
 def test_anchors_follow_a_shifted_sampler_to_where_it_goes_most_of_its_way() -> None:

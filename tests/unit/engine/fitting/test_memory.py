@@ -334,7 +334,7 @@ def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
     assert held == 4 * work.beside
     if mask is not None:
         kept = sum(each.nbytes for each in control.kept[0].tokens)
-        counted = own_bytes(work, [work.tokens], FORMATS["float32"], slopes=False)
+        counted = own_bytes(work, [work.tokens], FORMATS["float32"], 0)
         assert 0.8 * counted <= kept <= counted
 
 
@@ -344,7 +344,7 @@ def test_what_a_flux_row_keeps_of_a_control_net_is_counted() -> None:
     tokens, width = 6 * 8, 32
     # What is read of the picture, and what three blocks say; keys and values of them.
     assert work.beside == tokens * width * (1 + 3)
-    kept = own_bytes(work, [(float(tokens),)], FORMATS["float32"], slopes=False)
+    kept = own_bytes(work, [(float(tokens),)], FORMATS["float32"], 0)
     assert kept == 4 * 2 * tokens * width * 3
 
 

@@ -204,9 +204,7 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site)
     meta = sink.final().meta
     facts, count = adapter.facts, own_count(meta["steps"], 0.25)
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    planned = foreseen_at(
-        own_steps(count, sigmas, facts.own_evenly_over, foreseen=facts.own_first_part)
-    )
+    planned = foreseen_at(own_steps(count, sigmas, facts.own_evenly_over, growth=facts.own_growth))
     assert planned < set(meta["anchors"])
     further = set(meta["anchors"]) - planned
     assert 1 <= len(further) <= 3, meta

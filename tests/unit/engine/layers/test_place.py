@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.layers import scatter_kv_kernel as module
-from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
+from maskserve_engine.layers.scatter_kv import Change, KvSlots, KvSource, fused, scatter_kv
 
 kernel, counts = module.scatter_kv_kernel, set()
 
@@ -43,13 +43,15 @@ for seed, format in product(range(8), sys.argv[1:]):
                         for _ in range(2))
         if row % 3 == 2:  # gathered before
             keys, values, ids = keys.take(ids), values.take(ids), None
-        # Slopes are of the same tokens as the entry, or of just those that the row reads.
+        # Changes are of the same tokens as the entry, or of just those that the row reads.
         slope_ids, along = (ids, len(keys.data)) if row % 4 == 1 else (None, inactive)
-        slopes = tuple(encode(torch.randn(along, heads * head_dim).to(dtype), other)
-                       for other in [format] * parts) if row % 2 and seed % 2 else ()
+        changes = tuple(
+            Change(tuple(encode(torch.randn(along, heads * head_dim).to(dtype), format)
+                         for _ in range(parts)), 0.25 * row - 0.5 - number, slope_ids)
+            for number in range(row % 3 if seed % 2 else 0))
         dense = rows > 1 and row == draw(0, rows)
         inactive = 0 if dense else inactive
-        source = KvSource((keys, values)[:parts], ids, slopes, 0.25 * row - 0.5, slope_ids)
+        source = KvSource((keys, values)[:parts], ids, changes)
         sources.append(None if dense else source)
         spans.append((end + computed, end + computed + inactive))
         end += computed + inactive
@@ -75,7 +77,7 @@ for seed, format in product(range(8), sys.argv[1:]):
     for one, other in zip(expected, result):
         # The interpreter cuts bfloat16 off where hardware and torch round.
         ulps = 2 ** -6 if dtype == torch.bfloat16 and format != "model" else 0.0
-        # With a slope the kernel rounds once where operations round their product, too.
+        # With a change the kernel rounds once where operations round their product, too.
         atol = 2 ** -6 * one.abs().max() if seed % 2 and dtype != torch.float32 else 1e-6
         assert torch.allclose(one, other, rtol=ulps, atol=float(atol)), (format, seed, dtype)
 # It is compiled for each count, and has been for few.

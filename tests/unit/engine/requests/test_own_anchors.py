@@ -61,6 +61,7 @@ def computed_at(engine: Engine, asked: EditJob) -> list[int]:
     own = own_plan(engine.config, engine.adapter, asked)
     assert own is not None
     assert own.foresees
+    assert own.bends == engine.adapter.facts.semantics.blends
     return sorted(own.computed_at)
 
 

@@ -116,7 +116,7 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     job = encode_case(encoder, case, "oracle")
     text, ring = "text" in left_out, "ring" in left_out
     own = plan(*({0, 3, 6} if seed else {0, 2}), text=text, ring=ring, foresees=foresees)
-    own = replace(own, power=(1.0, 3.0, 2.0)[seed])
+    own = replace(own, power=(1.0, 3.0, 2.0)[seed], bends=seed != 1)
     ForetoldFlux(pipeline, adapter, job, own)
     expected = diffusers_latents(pipeline, case)
     found = result(adapter, job, own)
@@ -209,10 +209,11 @@ def test_a_dense_first_step_lifts_what_a_template_has(
             assert now is not None
             assert first is not None
             of_template = now.blocks[block].part("kv"), first.blocks[block].part("kv")
-            read_now = source.taken(), source.slopes
+            [lift] = source.changes
+            read_now = source.taken(), lift.parts
             parts = zip(*read_now, seen.blocks[block], *of_template, strict=True)
             for part, slope, found, of_now, of_first in parts:
-                read = part.data + source.weight * slope.data
+                read = part.data + lift.weight * slope.data
                 lacked = found[-others:] - of_first.data[row.inactive.index]
                 expected = of_now.data[row.inactive.index] + sigmas[row.step] / sigmas[0] * lacked
                 assert_equal(read.numpy(), expected.numpy())
@@ -365,9 +366,10 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     source = left_out.source(0, "kv")
     sigmas = [step.sigma for step in row.schedule.walk]
     times = (sigmas[2] - sigmas[4]) / (sigmas[0] - sigmas[2])
-    assert source.weight == pytest.approx(times)
+    [along] = source.changes
+    assert along.weight == pytest.approx(times)
     assert len(source.parts[0].data) == words + count == len(left_out.cis)
-    assert_equal(source.slopes[0].data.numpy(), (seen[1] - seen[0]).numpy())
+    assert_equal(along.parts[0].data.numpy(), (seen[1] - seen[0]).numpy())
     assert len(given.rest.cis) == words + count + len(others.cis)
     if row.ring is None:
         return
