@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -446,34 +446,34 @@ def test_what_a_killed_server_had_alone_runs_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [False, True])
-def test_what_a_killed_router_had_goes_and_another_runs_the_same(
-    site: Site, tmp_path: Path, folder: Path, streams: bool
+def test_what_killed_routers_had_goes_and_another_runs_the_same(
+    site: Site, tmp_path: Path, folder: Path
 ) -> None:
-    """While edits run whose masks a node has made. Nobody ends its run: rows end with the
-    connections, and values where servers look for what has expired, though no other run comes.
+    """While edits run whose masks a node has made, for one answer or a stream. Nobody ends their
+    runs: rows end with the connections, and values where servers look for what has expired, though
+    no other run comes.
     """
     eventually("all serve", site.whole, timeout_s=240)
     workers, nodes = site.supervisor.workers, site.supervisor.services[-1]
     servers = [process.pid for process in (*workers, nodes)]
     settings = {
         "seed": int(np.random.default_rng().integers(2**31)), "num_inference_steps": 200,
-        "reproducible": True, "cache": "off", "progress": streams,
+        "reproducible": True, "cache": "off",
     }  # fmt: skip
     asked: dict[str, Any] = {
         "image": SOURCE, "mask": two_regions(), "prompt": "a red star", "settings": settings
     }  # fmt: skip
-    *_, (expected, _) = site.stream("regions", **asked)
+    expected, _ = site.run("regions", **asked)
     eventually("that run has ended", site.idle, timeout_s=60)
     before = site.names()
 
     def left() -> set[str]:
         return site.names() - before
 
-    def under_way() -> bool:
-        """Its inputs lie there, and both regions; rows run."""
-        of_runs = [name for name in left() if _OF_A_RUN.fullmatch(name)]
-        return len(of_runs) >= 4 and any(status(each.grpc_url)["running"] for each in workers)
+    def under_way(earlier: set[str]) -> bool:
+        """Inputs of another run lie there, and both regions; rows run."""
+        of_run = [name for name in left() - earlier if _OF_A_RUN.fullmatch(name)]
+        return len(of_run) >= 4 and any(status(each.grpc_url)["running"] for each in workers)
 
     tables: dict[str, dict[str, object]] = {
         "workflows": {"folder": str(folder), "nodes": [nodes.grpc_url]},
@@ -482,22 +482,26 @@ def test_what_a_killed_router_had_goes_and_another_runs_the_same(
     addresses = [worker.grpc_url for worker in workers]
     with RouterSite(addresses, tmp_path, tables) as router, ThreadPoolExecutor(1) as pool:
         behind = Site(site.supervisor, router.grpc_url)
-        run = (
-            (lambda: list(behind.stream("regions", **asked)))
-            if streams
-            else (lambda: [behind.run("regions", **asked)])
-        )
-        for _ in range(20):  # one may end before it was seen, or before the router has
-            made = pool.submit(run)
-            eventually("edits run", lambda made=made: made.done() or under_way(), timeout_s=60)
+
+        def killed_under(run: Callable[[], object]) -> bool:
+            """Whether the run was still under way."""
+            earlier, made = left(), pool.submit(run)
+            eventually("edits run", lambda: made.done() or under_way(earlier), timeout_s=60)
+            if made.done():  # before it was seen
+                made.result()
+                return False
             router.kill()
-            if isinstance(made.exception(), InferenceServerException):
-                break
+            lost = isinstance(made.exception(), InferenceServerException)
+            eventually("no row is left, and no call", site.idle, timeout_s=120)
+            assert left() - earlier or not lost  # nobody has ended its run
             router.start()
-        assert made.exception() is not None
-        eventually("no row is left, and no call", site.idle, timeout_s=120)
-        assert left()  # it ended none of its runs
-        router.start()
+            return lost
+
+        for run in (
+            lambda: behind.run("regions", **asked),
+            lambda: list(behind.stream("regions", **asked)),
+        ):
+            assert any(killed_under(run) for _ in range(20))
 
         def gone() -> bool:
             for mark in left():
@@ -507,7 +511,7 @@ def test_what_a_killed_router_had_goes_and_another_runs_the_same(
             return not left()
 
         eventually("all has expired", gone, timeout_s=240)
-        *_, (found, _) = behind.stream("regions", **asked)
+        found, _ = behind.run("regions", **asked)
         assert found == expected
     assert not left()
     assert [process.pid for process in (*workers, nodes)] == servers

@@ -110,7 +110,7 @@ def test_a_service_that_is_killed_takes_nothing_of_the_denoiser_with_it(
     device: torch.device,
 ) -> None:
     """Neither what is being read as it dies, nor anything behind it."""
-    for _ in range(3):
+    for _ in range(2):
         with serving(device, AMPLE) as calls:
             service = denoiser(calls, device, lent=True)
             row = opened(service)
