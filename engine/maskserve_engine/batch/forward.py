@@ -413,12 +413,13 @@ class State:
         placed = self.packed.placed_kv
         kept = None if widened else placed.of(index, self.entries)
         both, anew = kept or (self._all_keys(k, v, packing), None)
+        if kept is None and self.room is None and not widened:
+            spans = packing.slots.spans
+            anew = placed.keep(index, both, self.entries, spans, self._placed_bytes)
         if anew is None or any(anew):
             if self.cached and not self.wide:
                 self._place(index, "kv", both, packing.slots, anew)
             self._place_fixed(index, both, packing, anew)
-        if kept is None and self.room is None and not widened:
-            placed.keep(index, both, self.entries, self._placed_bytes)
         if self.room is None:
             packing.scatter_computed((k, v), both)
         return both

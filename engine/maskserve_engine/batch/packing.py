@@ -21,7 +21,7 @@ from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.batch.transfer import moved, to_device
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Segments, Span, segments, spans, uniform
 from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.modulation import PerRow, Vector
@@ -305,6 +306,17 @@ def sparse_layout(
     return moved(both, device)
 
 
+class _Placed(NamedTuple):
+    """A block's keys and values that are kept."""
+
+    both: tuple[Tensor, Tensor]
+    """[keys, heads, head_dim] of all rows."""
+    entries: list[object]
+    """Of which they were read."""
+    spans: Sequence[Span]
+    """Where those of each inactive part lie."""
+
+
 class PlacedKV:
     """Of one batch. As long as its rows read the same entries, their inactive tokens' keys and
     values are the same at every step: of what was not computed only that is written anew which is
@@ -312,8 +324,13 @@ class PlacedKV:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, tuple[tuple[Tensor, Tensor], list[object]]] = {}
-        """Keys and values of the blocks that are kept, and the entries that were read for them."""
+        self._blocks: dict[int, _Placed] = {}
+        self._before: dict[int, _Placed] = {}
+        """Of the batch before, what this one has not kept in its place yet."""
+
+    def follow(self, before: PlacedKV) -> None:
+        """Have what rows of this batch had in the one before, which is not stepped again."""
+        self._before = before._before | before._blocks
 
     def of(
         self, block: int, entries: list[object]
@@ -326,18 +343,52 @@ class PlacedKV:
             entries: that the rows read at this step, as of `Packed.entries`; held until they read
                 others.
         """
-        if block not in self._blocks:
+        kept = self._blocks.get(block)
+        if kept is None:
             return None
-        both, before = self._blocks[block]
-        self._blocks[block] = both, entries
-        return both, [now is not then for now, then in zip(entries, before, strict=True)]
+        self._blocks[block] = kept._replace(entries=entries)
+        read = zip(entries, kept.entries, strict=True)
+        return kept.both, [now is not then for now, then in read]
 
     def keep(
-        self, block: int, both: tuple[Tensor, Tensor], entries: list[object], room: int
-    ) -> None:
-        """Keep a block's keys and values, unless they take more than `room` bytes."""
-        if sum(each.nbytes for each in both) <= room:
-            self._blocks[block] = both, entries
+        self,
+        block: int,
+        both: tuple[Tensor, Tensor],
+        entries: list[object],
+        spans: Sequence[Span],
+        room: int,
+    ) -> list[bool] | None:
+        """Keep a block's keys and values, which are not written yet, unless they take more than
+        `room` bytes; which of the entries are to be read for that. None: all.
+
+        Args:
+            block: of the model.
+            both: as of `of`.
+            entries: likewise.
+            spans: where those of each of `Packed.parts` lie.
+            room: bytes.
+        """
+        before = self._before.pop(block, None)
+        if sum(each.nbytes for each in both) > room:
+            return None
+        self._blocks[block] = _Placed(both, entries, spans)
+        # A device's one kernel reads all sooner than so many copies are asked for.
+        if before is None or both[0].device.type != "cpu":
+            return None
+        # A handle is of one row's tokens, and what is read of it follows from nothing else.
+        had = {
+            id(entry): span
+            for entry, span in zip(before.entries, before.spans, strict=False)
+            if isinstance(entry, Handle)
+        }
+        anew = [True] * len(entries)
+        for number, (begin, end) in enumerate(spans):
+            first, last = had.get(id(entries[number]), (0, 0))
+            if last - first == end - begin > 0:
+                for to, come in zip(both, before.both, strict=True):
+                    to[begin:end] = come[first:last]
+                anew[number] = False
+        return anew
 
 
 class Residuals(Protocol):

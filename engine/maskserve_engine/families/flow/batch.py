@@ -141,6 +141,13 @@ class FlowBatch(KeptBatch[Row, W]):
         """Of `ahead` steps, the present one among them."""
         self._lay_out()
 
+    @classmethod
+    def of(cls, rows: Sequence[Row], last: Self | None) -> Self:
+        made = super().of(rows, last)
+        if last is not None and made is not last:
+            made.packed.placed_kv.follow(last.packed.placed_kv)
+        return made
+
     @staticmethod
     def steps_ahead(passes: int) -> int:
         """Steps for which a family computes at once what follows from the timestep, of a batch of
