@@ -94,9 +94,9 @@ class Coded:
             assert self.scale is not None
             assert self.groups is not None
             pairs = _PAIRS.to(self.data.device).index_select(0, self.data.flatten().int())
-            grouped = pairs.view(torch.float32).view(*self.groups.shape, GROUP)
-            grouped.mul_(self.groups[:, :, None])
-            torch.mul(grouped.flatten(1), self.scale, out=out)
+            grouped = pairs.view(torch.float32).view(*self.groups.shape, GROUP).to(out.dtype)
+            grouped.mul_(self.groups.to(out.dtype)[:, :, None])
+            torch.mul(grouped.flatten(1), self.scale.to(out.dtype), out=out)
         else:
             assert self.scale is not None
             scale = self.scale.to(out.dtype)
