@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "no keys of a row's inactive tokens are loaded",
         f"{_ENGINE}/batch/forward.py",
-        "sources = [None if own is None else own.source(index, part) for own in packed.parts]",
-        "sources = [None for _ in packed.parts]",
+        "sources = [None if each is None else each.source(index, part) for each in own]",
+        "sources = [None for _ in own]",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
     ),
     Mutation(
@@ -340,8 +340,8 @@ MUTATIONS = (
     Mutation(
         "no keys of exact references are placed",
         f"{_ENGINE}/batch/forward.py",
-        "sources = [None if own is None else own.source(index) for own in packed.fixed]",
-        "sources = [None for own in packed.fixed]",
+        "scatter_kv([None if each is None else each.source(index) for each in own], outs, slots)",
+        "scatter_kv([None for each in own], outs, slots)",
         _PIPELINES,
     ),
     Mutation(
