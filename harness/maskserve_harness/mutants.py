@@ -230,11 +230,11 @@ MUTATIONS = (
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
     ),
     Mutation(
-        "a ring that is left out stays where it was",
+        "what is left out stays where it was",
         f"{_ENGINE}/families/flow/rows.py",
         "left_out.passed(walk.change, own.weight(walk.sigma))",
         "left_out.passed(0.0, 0.0)",
-        f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_what_is_left_out_beside_a_template_lies_on_its_line",
+        f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
     # What a step adds of a ControlNet service.
     Mutation(
