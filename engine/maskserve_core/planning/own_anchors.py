@@ -19,20 +19,19 @@ from maskserve_core.planning.flops import ModelWork
 class OwnRule(NamedTuple):
     """How rows of a worker keep what is their own."""
 
-    stride: float = 0.35
-    """Of ControlNets beside a template: from one step where they compute all tokens to the next, as
-    a share of the schedule."""
-    format: str = "int8"
+    stride: float
+    """From one anchor to the next, as a share of the schedule."""
+    format: str
     """Storage format."""
-    text: bool = True
+    text: bool
     """Whether steps between anchors leave the text out, too."""
     ring: bool = False
     """Whether those that do leave out a ring round the mask, too."""
     power: float = 1.0
-    """Of sigma: what these nets have found goes on along a line over that."""
+    """Of sigma: what anchors leave lies on a line over that."""
 
 
-OWN_RULE = OwnRule()
+OWN_RULE = OwnRule(0.35, "int8", text=True)
 """Where nothing says another."""
 
 
