@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "no keys of a row's inactive tokens are loaded",
         f"{_ENGINE}/batch/forward.py",
-        "sources = [None if own is None else own.source(index, part) for own in packed.parts]",
-        "sources = [None for _ in packed.parts]",
+        "sources = [None if each is None else each.source(index, part) for each in own]",
+        "sources = [None for _ in own]",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
     ),
     Mutation(
@@ -230,11 +230,11 @@ MUTATIONS = (
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
     ),
     Mutation(
-        "a ring that is left out stays where it was",
+        "what is left out stays where it was",
         f"{_ENGINE}/families/flow/rows.py",
         "left_out.passed(walk.change, own.weight(walk.sigma))",
         "left_out.passed(0.0, 0.0)",
-        f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_what_is_left_out_beside_a_template_lies_on_its_line",
+        f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
     # What a step adds of a ControlNet service.
     Mutation(
@@ -340,8 +340,8 @@ MUTATIONS = (
     Mutation(
         "no keys of exact references are placed",
         f"{_ENGINE}/batch/forward.py",
-        "sources = [None if own is None else own.source(index) for own in packed.fixed]",
-        "sources = [None for own in packed.fixed]",
+        "scatter_kv([None if each is None else each.source(index) for each in own], outs, slots)",
+        "scatter_kv([None for each in own], outs, slots)",
         _PIPELINES,
     ),
     Mutation(

@@ -85,6 +85,11 @@ class ControlFacts:
     """Whether they are given the VAE's latents of a control picture; else its pixels."""
     equal: tuple[str, ...]
     """Of their config.json, what must be as the model's own has it."""
+    stride: float = OWN_RULE.stride
+    """Beside a template, as a share of the schedule: from one step where they compute all tokens to
+    the next, unless `[cache] own_anchors` says another."""
+    power: float = OWN_RULE.power
+    """What they have found goes on along a line over that of sigma; 0: it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +123,6 @@ class ModelFacts:
     own_stride: float | None = None
     """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
     `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
-    own_foreseen: float = 0.0
-    """The same where they are foreseen, as those of all edits without a template are; 0: as
-    `own_stride`."""
     own_growth: float = 1.0
     """How many times as far it is between two of these as between the two before (`own_steps`)."""
     leaves_text: bool = True
@@ -128,9 +130,6 @@ class ModelFacts:
     own_ring: int | None = None
     """How wide a ring round the mask those that do leave out, too, at least, in tokens; None: rows
     compute their edit's ring at every step. Beside a template it is computed with the text."""
-    own_power: float = 1.0
-    """Of sigma, over which what anchors leave lies on a line (`OwnRule.power`), if the anchors are
-    steps of the row."""
     own_evenly_over: float = 1.5
     """Of sigma, over which the anchors themselves are even (`own_steps`), and, where they are
     foreseen, the line between them."""
@@ -304,25 +303,17 @@ def no_recorded_rows(config: Config) -> int:
     return 0
 
 
-def own_stride(config: Config, facts: ModelFacts, *, foreseen: bool = True) -> float:
+def own_stride(config: Config, facts: ModelFacts) -> float:
     """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
 
     Args:
         config: of the worker.
         facts: of its model.
-        foreseen: whether they are foreseen.
     """
-    asked = config.cache.own_anchors
     if facts.own_stride is None:
         return 0.0
-    if asked >= 0:
-        return asked
-    return (foreseen and facts.own_foreseen) or facts.own_stride
-
-
-def own_power(facts: ModelFacts, *, foreseen: bool) -> float:
-    """Of sigma, over which what anchors leave lies on a line."""
-    return (foreseen and facts.own_evenly_over) or facts.own_power
+    asked = config.cache.own_anchors
+    return asked if asked >= 0 else facts.own_stride
 
 
 def own_changes(anchors: int, *, power: float, bends: bool) -> int:
@@ -339,11 +330,12 @@ def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule
         facts: of its model.
         device: type of its device.
     """
-    cache = config.cache
-    stride = cache.own_anchors if cache.own_anchors > 0 else facts.own_stride
+    cache, control = config.cache, facts.control
     text = cache.own_text == "frozen" and facts.leaves_text
     ring, fmt = text and facts.own_ring is not None, cache.own_format_on(device)
-    return OwnRule(stride or OWN_RULE.stride, fmt, text, ring, facts.own_power)
+    rule = OWN_RULE if control is None else OwnRule(control.stride, power=control.power)
+    stride = cache.own_anchors if cache.own_anchors > 0 else rule.stride
+    return rule._replace(stride=stride, format=fmt, text=text, ring=ring)
 
 
 class TextShares(NamedTuple):

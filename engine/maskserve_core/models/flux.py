@@ -54,18 +54,13 @@ _FEW_STEPS = 4
 anchor of its own."""
 _BLENDED = DenseSteps(prompt=1, side=1)
 _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
-OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25, REFERENCE: 0.0}
+OWN_STRIDES = {FILL: 0.45, INPAINT: 0.25, REFERENCE: 0.0}
 """What anchors of their own leave of edits of Kontext, and of a distilled model's few steps, is not
 measured."""
-OWN_FORESEEN = {FILL: 0.45, INPAINT: 0.25, REFERENCE: 0.0}
-"""The same where they are foreseen."""
 _OWN_GROWTH = {FILL: 1.0, INPAINT: 2.15, REFERENCE: 1.0}
 """The more noise there is, the faster does a base model's picture round the mask change with it."""
 _OWN_RING = {FILL: 2}
 """Of base models, whose picture round the mask changes with its noise, it is worth its tokens."""
-_BLENDED_POWER = 3.0
-"""Where the picture round the mask is noised like the rest, what it is to attention changes the
-less, the less noise there is (docs/adr/0044)."""
 _STRIDES = {FILL: ALL_STEPS, INPAINT: 7, REFERENCE: 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
 noised like the rest and its activations change with the noise."""
@@ -81,6 +76,9 @@ CONTROL = ControlFacts(
         "axes_dims_rope",
     ),
 )
+_CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.25, power=3.0), REFERENCE: None}
+"""Where the picture round the mask is noised like the rest, what it is to attention changes the
+less, the less noise there is."""
 
 STEPS_AHEAD = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once, at least."""
@@ -321,16 +319,14 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         stride=1 if distilled else _STRIDES[semantics],
         dense_steps=_DENSE_STEPS[semantics],
         own_stride=0.0 if distilled else OWN_STRIDES[semantics],
-        own_foreseen=0.0 if distilled else OWN_FORESEEN[semantics],
         own_growth=_OWN_GROWTH[semantics],
-        own_bends=semantics.blends,
+        own_bends=semantics == INPAINT,
         own_over_template=semantics.blends and not distilled,
-        own_power=_BLENDED_POWER if semantics.blends else 1.0,
         lifts_entries=semantics.masked_picture,
         own_ring=_OWN_RING.get(semantics),
         true_cfg=semantics.blends,
         denoiser=transformer,
-        control=None if semantics.reference else CONTROL,
+        control=_CONTROLS[semantics],
         skips_steps=not semantics.reference,
         keeps_placed=True,
         t5=True,

@@ -34,12 +34,9 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=8.0)
 _DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
 """As many steps as these are distilled to: no pipeline's signature says so."""
 _STRIDE = 7
-_OWN_STRIDE = 0.35
-"""Two anchors of four steps, three of 20: both hold the bars (docs/decisions/own-anchors.md); what
+_OWN_STRIDE = 0.5
+"""Two anchors of four steps, and of 20: both hold the bars (docs/decisions/own-anchors.md); what
 exact references leave is not measured."""
-_OWN_FORESEEN = 0.5
-"""Likewise two of either, where they are foreseen."""
-_OWN_POWER = 2.0
 _PATCH = 2
 
 lora_work = flux.lora_work
@@ -68,8 +65,6 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         stride=1 if distilled else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
         own_stride=0.0 if semantics.exact else _OWN_STRIDE,
-        own_foreseen=0.0 if semantics.exact else _OWN_FORESEEN,
-        own_power=_OWN_POWER,
         own_ring=0,
         own_over_template=not semantics.exact,
         true_cfg=False,

@@ -51,12 +51,11 @@ CONTROL = ControlFacts(
         "addition_time_embed_dim",
         "projection_class_embeddings_input_dim",
     ),
+    stride=0.25,
+    power=0.0,
 )
 _STRIDE = 7
-_OWN_STRIDES = {FILL: 0.25, INPAINT: 0.0}
-"""Base models' own anchors do not hold where they are not foreseen (docs/adr/0044)."""
-OWN_FORESEEN = {FILL: 0.35, INPAINT: 0.25}
-"""The same where they are foreseen."""
+OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25}
 _OWN_EVENLY_OVER = 0.75
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, as they are counted on a device without memory
@@ -478,10 +477,8 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         true_cfg=False,
         denoiser=unet,
         control=CONTROL,
-        own_stride=_OWN_STRIDES[semantics],
-        own_foreseen=OWN_FORESEEN[semantics],
+        own_stride=OWN_STRIDES[semantics],
         own_evenly_over=_OWN_EVENLY_OVER,
-        own_power=0.0,  # beside a template what a ControlNet has found last holds
         own_over_template=True,
         dense_sides=True,
         strength_rounds_up=False,

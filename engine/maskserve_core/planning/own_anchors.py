@@ -19,19 +19,20 @@ from maskserve_core.planning.flops import ModelWork
 class OwnRule(NamedTuple):
     """How rows of a worker keep what is their own."""
 
-    stride: float
-    """From one anchor to the next, as a share of the schedule."""
-    format: str
+    stride: float = 0.35
+    """Of ControlNets beside a template: from one step where they compute all tokens to the next, as
+    a share of the schedule."""
+    format: str = "int8"
     """Storage format."""
-    text: bool
+    text: bool = True
     """Whether steps between anchors leave the text out, too."""
     ring: bool = False
     """Whether those that do leave out a ring round the mask, too."""
     power: float = 1.0
-    """Of sigma: what anchors leave lies on a line over that."""
+    """Of sigma: what these nets have found goes on along a line over that."""
 
 
-OWN_RULE = OwnRule(0.35, "int8", text=True)
+OWN_RULE = OwnRule()
 """Where nothing says another."""
 
 

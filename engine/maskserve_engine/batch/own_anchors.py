@@ -85,8 +85,8 @@ class OwnPlan:
 
     @classmethod
     def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
-        """Of a row of so many steps that reads a template."""
-        return cls(clock_steps(steps, rule.stride), rule.format, rule.text, rule.ring, rule.power)
+        """Of ControlNets beside a row of so many steps that reads a template."""
+        return cls(clock_steps(steps, rule.stride), rule.format, rule.text, power=rule.power)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import own_changes, own_power, own_rule, own_stride
+from maskserve_core.models.facts import own_changes, own_rule, own_stride
 from maskserve_core.planning import own_anchors as planning
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.worker.policies import policy_of
@@ -32,7 +32,7 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     joint = adapter.work(*job.moments.shape[1:]).joint
     if not job.request.settings.may_anchor:
         return None
-    return _plan(config, adapter, job, text=joint, foresees=True)
+    return _plan(config, adapter, job, text=joint)
 
 
 def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:
@@ -54,39 +54,40 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
         return None  # the template has most of its text
     if policy_of(config.engine).shares_steps:
         return None  # ranks that share a step would have to agree on who has what
-    # A ControlNet goes on, behind its own anchors, with the tokens that its row computes.
-    plan = _plan(config, adapter, job, text=True, foresees=not job.controls)
+    rule = own_rule(config, adapter.facts, device_of(config).type)
+    plan = _plan(config, adapter, job, text=True)
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
     if plan is not None and plan.text:
-        return replace(plan, lifts=lifts, ring=plan.ring and not job.controls)
-    rule = own_rule(config, adapter.facts, device_of(config).type)
+        if job.controls:  # what the nets have found goes on behind such steps, and the text with it
+            plan = OwnPlan.of(rule, adapter.steps(job))
+        return replace(plan, lifts=lifts)
     return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
 
 
-def _plan(
-    config: Config, adapter: Adapter, job: EditJob, *, text: bool, foresees: bool
-) -> OwnPlan | None:
+def _plan(config: Config, adapter: Adapter, job: EditJob, *, text: bool) -> OwnPlan | None:
     facts = adapter.facts
     rule = own_rule(config, facts, device_of(config).type)
-    count = planning.own_count(adapter.steps(job), own_stride(config, facts, foreseen=foresees))
+    count = planning.own_count(adapter.steps(job), own_stride(config, facts))
     if not count:
         return None
-    text, power = rule.text and text, own_power(facts, foreseen=foresees)
-    ring = rule.ring and text
-    bends = foresees and facts.own_bends
-    plan = OwnPlan(frozenset(), rule.format, text, ring, power, bends=bends, foresees=foresees)
+    text = rule.text and text
+    plan = OwnPlan(
+        frozenset(),
+        rule.format,
+        text,
+        rule.ring and text,
+        facts.own_evenly_over,
+        bends=facts.own_bends,
+        foresees=True,
+    )
     return with_anchors(plan, count, adapter, job)
 
 
 def with_anchors(plan: OwnPlan, count: int, adapter: Adapter, job: EditJob) -> OwnPlan:
     """The plan with so many anchors of the edit's steps."""
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    anchors = planning.own_steps(
-        count,
-        sigmas,
-        adapter.facts.own_evenly_over,
-        growth=plan.foresees * adapter.facts.own_growth,
-    )
+    facts = adapter.facts
+    anchors = planning.own_steps(count, sigmas, facts.own_evenly_over, growth=facts.own_growth)
     return replace(plan, anchors=anchors)
 
 

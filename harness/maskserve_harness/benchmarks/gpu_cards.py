@@ -24,10 +24,10 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
-from maskserve_core.models.flux import OWN_FORESEEN as FLUX_FORESEEN
+from maskserve_core.models.flux import OWN_STRIDES as FLUX_STRIDES
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.semantics import FILL
-from maskserve_core.models.unet import OWN_FORESEEN as UNET_FORESEEN
+from maskserve_core.models.unet import OWN_STRIDES as UNET_STRIDES
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
 from maskserve_core.planning.flops import TERMS, ModelWork
@@ -142,7 +142,7 @@ BESIDE = 3.0
 RATIOS = (None, 0.11, 0.35)
 STEPS = {"FLUX.1": 28, "SDXL": 50}
 """Of an edit, as diffusers' pipelines have them."""
-STRIDES = {"FLUX.1": FLUX_FORESEEN[FILL], "SDXL": UNET_FORESEEN[FILL]}
+STRIDES = {"FLUX.1": FLUX_STRIDES[FILL], "SDXL": UNET_STRIDES[FILL]}
 """From one anchor of an edit's own to the next, of Fill and inpainting models."""
 _SIDE = 1024
 _TEXT = {"FLUX.1": 512, "SDXL": 77}

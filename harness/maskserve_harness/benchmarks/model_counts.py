@@ -141,7 +141,7 @@ class Counted:
     @property
     def own(self) -> int:
         """Anchors of an edit's own, where it has them."""
-        return own_count(self.steps, self.facts.own_foreseen or OWN_RULE.stride)
+        return own_count(self.steps, self.facts.own_stride or OWN_RULE.stride)
 
     @cached_property
     def beside(self) -> float:

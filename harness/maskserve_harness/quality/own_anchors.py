@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import own_power, own_stride
+from maskserve_core.models.facts import ModelFacts, own_stride
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.planning.own_anchors import own_count, own_steps
 from maskserve_engine.base.job import EditJob
@@ -73,7 +73,7 @@ def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> 
         foresees: whether all but the first are computed ahead.
     """
     facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
-    count = count or own_count(len(sigmas), own_stride(Config(), facts, foreseen=foresees))
+    count = count or own_count(len(sigmas), own_stride(Config(), facts))
     ahead = foresees and count > 1
     growth = ahead * facts.own_growth
     anchors = own_steps(count, sigmas, facts.own_evenly_over, growth=growth)
@@ -132,12 +132,11 @@ def edited(
     rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
 ) -> list[Picture]:
     """Edits by rows with anchors of their own."""
-    power = choice.power
+    facts, power, bends = rig.adapter.facts, choice.power, choice.bends
     if power is None:
-        power = own_power(rig.adapter.facts, foreseen=choice.foresees)
-    bends = choice.bends
+        power = facts.own_evenly_over if choice.foresees else _power_behind(facts)
     if bends is None:
-        bends = choice.foresees and rig.adapter.facts.own_bends
+        bends = choice.foresees and facts.own_bends
     plan = OwnPlan(
         frozenset(choice.dense),
         choice.format,
@@ -212,6 +211,13 @@ def table(
         if joint:
             facts["flux_flop_speedup"] = round(flux_flop_speedup(choice), 3)
         yield {**facts, **by_class(found)}
+
+
+def _power_behind(facts: ModelFacts) -> float:
+    """Of sigma, over which a line leads farthest behind its anchors."""
+    if facts.family == "unet":
+        return 1.0
+    return 3.0 if facts.semantics.blends else 2.0 if facts.semantics.reference else 1.0
 
 
 @contextmanager

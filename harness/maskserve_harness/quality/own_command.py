@@ -39,8 +39,7 @@ import torch
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.config_file import config_of
-from maskserve_core.models.facts import own_power
-from maskserve_core.models.flux import OWN_FORESEEN
+from maskserve_core.models.flux import OWN_STRIDES
 from maskserve_core.models.semantics import FILL
 from maskserve_core.planning.own_anchors import own_count
 from maskserve_engine.batch.own_anchors import OwnPlan
@@ -59,7 +58,7 @@ from maskserve_harness.reports import about, write_json
 
 RATIOS = (0.05, 0.11, 0.2, 0.35)
 _STEPS = 28
-_ANCHORS = own_count(_STEPS, OWN_FORESEEN[FILL])
+_ANCHORS = own_count(_STEPS, OWN_STRIDES[FILL])
 
 
 def fidelity(
@@ -82,7 +81,7 @@ def fidelity(
     cached = default(rig.adapter.facts, 20)
     begun = replace(cached, dense_steps=1, stride=7)
     text = served(rig, job)
-    power = own_power(rig.adapter.facts, foreseen=True)
+    power = rig.adapter.facts.own_evenly_over
     plan = OwnPlan(
         frozenset(text.dense), choice.format, True, text.leaves_ring, power, foresees=True
     )

@@ -13,7 +13,7 @@ import pytest
 from maskserve_core.contracts.reuse_levels import LEVELS, Way, levels_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.flux import OWN_FORESEEN
+from maskserve_core.models.flux import OWN_STRIDES
 from maskserve_core.models.semantics import FILL, INPAINT, Semantics
 from maskserve_core.planning.own_anchors import own_count
 from tests.fakes.facts import FILL_FACTS
@@ -44,7 +44,7 @@ def test_levels_are_what_was_measured(semantics: Semantics, way: Way) -> None:
 def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> None:
     table = json.loads((TABLES / f"quality-own-{semantics}.json").read_text(encoding="utf-8"))
     choices = {each["choice"]: each for each in table["choices"]}
-    own, before = own_count(table["steps"], OWN_FORESEEN[semantics]), (100.0, 1.0)
+    own, before = own_count(table["steps"], OWN_STRIDES[semantics]), (100.0, 1.0)
     [as_served] = [each for each in table["choices"] if each["dense_steps"] == own]
     for level in LEVELS[semantics, "own"]:
         measured = choices[level.name]
