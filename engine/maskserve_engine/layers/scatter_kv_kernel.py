@@ -79,6 +79,7 @@ def scatter_kv_kernel(
         x = tl.load(_pointer(data, first.dtype, aligned) + source * width + at, mask=inside)
     else:
         scale = tl.load(_pointer(scales, tl.pointer_type(tl.float32), aligned) + at, mask=inside)
+        scale = scale.to(dtype).to(tl.float32)
         if kind == "int4":
             # A byte has two numbers, the lower half first.
             half = tl.arange(0, block // 2)
@@ -86,15 +87,14 @@ def scatter_kv_kernel(
             pair = tl.load(pairs + half, mask=half < here // 2, other=0)
             steps = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32) - 8.0
             own = _pointer(groups, tl.pointer_type(tl.float16), aligned) + source * (width // group)
-            wide = steps * tl.load(own + at // group, mask=inside, other=0.0).to(tl.float32)
+            each = tl.load(own + at // group, mask=inside, other=0.0).to(dtype).to(tl.float32)
+            wide = (steps * each).to(dtype).to(tl.float32)
+        elif kind == "int8":
+            stored = _pointer(data, tl.pointer_type(tl.int8), aligned) + source * width
+            wide = tl.load(stored + at, mask=inside, other=0).to(tl.float32)
         else:
-            scale = scale.to(dtype).to(tl.float32)
-            if kind == "int8":
-                stored = _pointer(data, tl.pointer_type(tl.int8), aligned) + source * width
-                wide = tl.load(stored + at, mask=inside, other=0).to(tl.float32)
-            else:
-                stored = _pointer(data, tl.pointer_type(tl.float8e4nv), aligned) + source * width
-                wide = tl.load(stored + at, mask=inside, other=0.0).to(tl.float32)
+            stored = _pointer(data, tl.pointer_type(tl.float8e4nv), aligned) + source * width
+            wide = tl.load(stored + at, mask=inside, other=0.0).to(tl.float32)
         x = (wide * scale).to(dtype)
     if adds:
         before = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
