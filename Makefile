@@ -96,7 +96,7 @@ lint: $(STAMP)
 installs: $(STAMP)
 	$(PY) scripts/bench check_install
 
-bench: $(STAMP) ## measured beside what people would use instead: 18 minutes
+bench: $(STAMP) ## measured beside what people would use instead: 19 minutes
 	$(PY) scripts/bench end_to_end
 
 bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: an hour and a half

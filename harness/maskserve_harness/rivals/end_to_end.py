@@ -87,7 +87,7 @@ _CURVES: dict[str, Any] = {
 }
 QUICK = {
     "demo": Plan(
-        128, 24, 4, 2, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)), everywhere=False,
+        128, 24, 4, 3, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)), everywhere=False,
         batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, loras=True, study_rounds=1,
         unseen=24,
     ),

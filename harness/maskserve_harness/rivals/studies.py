@@ -76,13 +76,14 @@ def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
 
 
 def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
-    """Edits per second at saturation, medians over rounds: by system, where each edit has a picture
-    that nobody has sent before; and of maskserve where templates are primed, at as many steps.
+    """Edits per second at saturation, medians over as many rounds as other edits have: by system,
+    where each edit has a picture that nobody has sent before; and of maskserve where templates are
+    primed, at as many steps.
     """
     rates: dict[str, list[float]] = {key: [] for key in (*[s.key for s in systems], "primed")}
     asked = {"num_inference_steps": UNSEEN_STEPS}
     known = [replace(each, settings=each.settings | asked) for each in bench.edits("production")]
-    for number in range(bench.plan.study_rounds):
+    for number in range(bench.plan.rounds):
         for turn, system in enumerate(systems):
             edits = bench.unseen(number * len(systems) + turn)
             with bench.serving(system):
