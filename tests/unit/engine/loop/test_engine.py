@@ -395,6 +395,7 @@ def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
         {"num_inference_steps": 1000, "strength": 1.0, "cache": "off"},
     )
     engine.submit(job(encoder, 0, "running", **settings), Sink())
+    eventually("it has a row", lambda: engine.ask(lambda: len(manager.rows()[0])).result(60) == 1)
     engine.submit(job(encoder, 1, "again", priority=1, **settings), Sink())
 
     def resubmit() -> list[int]:
