@@ -316,11 +316,6 @@ def own_stride(config: Config, facts: ModelFacts) -> float:
     return asked if asked >= 0 else facts.own_stride
 
 
-def own_changes(anchors: int, *, power: float, bends: bool) -> int:
-    """That so many anchors leave beside keys and values (`planning.own_anchors.own_bytes`)."""
-    return min(anchors - 1, 1 + bends) if power else 0
-
-
 def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:
     """How the worker's rows keep what is their own: anchors (docs/adr/0044), or, beside a template,
     what ControlNets find.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import own_changes, own_rule, own_stride
+from maskserve_core.models.facts import own_rule, own_stride
 from maskserve_core.planning import own_anchors as planning
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.worker.policies import policy_of
@@ -131,5 +131,5 @@ def _bytes(
     plan: OwnPlan, adapter: Adapter, job: EditJob, kept: Sequence[tuple[float, ...]], dtype: str
 ) -> int:
     fmt = FORMATS[dtype if plan.format == "model" else plan.format]
-    changes = own_changes(len(plan.anchors), power=plan.power, bends=plan.bends)
+    changes = min(len(plan.anchors) - 1, 1 + plan.bends) if plan.power else 0
     return planning.own_bytes(adapter.work(*job.moments.shape[1:]), kept, fmt, changes)
