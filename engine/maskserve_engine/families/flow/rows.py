@@ -631,25 +631,26 @@ class FlowRow:
         self.step += 1
 
     def _go_on(self, own: OwnAnchors, moves: Tensor) -> None:
-        """Book what a step means for what is left out between the row's own anchors."""
-        walk, left_out = self.schedule.walk[self.step], self._left_out
-        count = 0 if left_out is None else len(left_out.clean)
-        if self._whole_step:
-            if own.text or self.anchored:
-                self._passed(walk.sigma)
-            if left_out is not None:
-                assert self.others is not None, "a step is taken of rows that were packed"
-                begin = self.place.stop
-                left_out.latents = self.others[:count]
-                left_out.anchored(moves[begin : begin + count], walk.change)
+        """Book what a step means for the row's own anchors, and for what is left out between."""
+        walk, ahead = self.schedule.walk[self.step], self.foreseen
+        if ahead is not None:
+            self._passed(self.schedule.walk[ahead.step].sigma)
+        elif self._whole_step and (own.text or self.anchored):
+            self._passed(walk.sigma)
+        left_out = self._left_out
+        if left_out is None:
             return
-        if self.foreseen is not None:
-            begin = self.foreseen.place.start + len(self.latents)
-            if left_out is not None:
-                left_out.foreseen(moves[begin : begin + count])
-            self._passed(self.schedule.walk[self.foreseen.step].sigma)
-        if left_out is not None:
-            left_out.passed(walk.change, own.weight(walk.sigma))
+        count = len(left_out.clean)
+        if self._whole_step:
+            assert self.others is not None, "a step is taken of rows that were packed"
+            begin = self.place.stop
+            left_out.latents = self.others[:count]
+            left_out.anchored(moves[begin : begin + count], walk.change)
+            return
+        if ahead is not None:
+            begin = ahead.place.start + len(self.latents)
+            left_out.foreseen(moves[begin : begin + count])
+        left_out.passed(walk.change, own.weight(walk.sigma))
 
     @property
     def _left_out(self) -> OwnOutside | None:
