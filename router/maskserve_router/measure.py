@@ -9,7 +9,7 @@ from msgspec import structs
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.reuse_levels import Way, levels_of
+from maskserve_core.contracts.reuse_levels import ReuseLevel, Way, levels_of
 from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.canvas import canvas_size
@@ -47,8 +47,10 @@ class MaskTokens(NamedTuple):
     """As of `routing.view.Edit`."""
 
 
-def _least_share(settings: EditSettings, served: Served, own_steps: int) -> float:
-    """Of an edit's work, at the lowest level that it may step down to, with a template or without.
+def _levels(
+    settings: EditSettings, served: Served, own_steps: int
+) -> tuple[tuple[ReuseLevel, ...], tuple[ReuseLevel, ...]]:
+    """Those that an edit may step down to, with a template and without.
 
     Args:
         settings: of the edit.
@@ -57,9 +59,9 @@ def _least_share(settings: EditSettings, served: Served, own_steps: int) -> floa
     """
     if settings.mask_ring is None:
         settings = structs.replace(settings, mask_ring=served.mask_ring)
-    ways: tuple[Way, ...] = ("cached", "own" if own_steps else "dense")
-    each = (levels_of(settings, served.skipping, way, own_steps) for way in ways)
-    return min((level.work for levels in each for level in levels), default=1.0)
+    cached = levels_of(settings, served.skipping, "cached")
+    way: Way = "own" if own_steps else "dense"
+    return cached, levels_of(settings, served.skipping, way, own_steps)
 
 
 class Measure:
@@ -117,6 +119,7 @@ class Measure:
         controls = shares(settings.controls, steps)
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
         own = _own_steps(settings, served, steps, active / total)
+        cached, others = _levels(settings, served, own)
         edit = Edit(
             steps=steps,
             active_tokens=passes * active,
@@ -134,7 +137,8 @@ class Measure:
             ring_tokens=passes * ring,
             adapters=adapters,
             controls=controls,
-            least_share=_least_share(settings, served, own),
+            cached_levels=cached,
+            other_levels=others,
         )
         return edit, digest
 

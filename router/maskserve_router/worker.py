@@ -261,7 +261,9 @@ class Worker:
             view = replace(view, running=(), waiting=())
         if primed:
             view = replace(view, templates=None)
-        denoised = edit.least_share * predicted_seconds(edit, view, view.as_of if alone else now)
+        denoised = view.least_share(edit) * predicted_seconds(
+            edit, view, view.as_of if alone else now
+        )
         return self.times.predict(edit.total_tokens, denoised)
 
     def add(self, sent: Sent) -> None:

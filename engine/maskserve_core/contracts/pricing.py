@@ -84,6 +84,9 @@ class Pricing:
     """Of the ControlNets that the worker has, by name."""
     between: RowPrice | None = None
     """Of a row of `tokens` tokens in a step between its own anchors. None: as of a cached row."""
+    whole: RowPrice | None = None
+    """Of a row that reads a template and computes text and ring in every step. None: all that read
+    one do."""
     lora_byte: RowPrice | None = None
     """Of a byte of a LoRA's file, were it one of every linear layer of the blocks in half
     precision. None: LoRAs cost nothing."""
@@ -93,11 +96,11 @@ class Pricing:
     """Of 2, 4 and 8 devices, as far as an edit that the worker has to itself is given them."""
 
     def __post_init__(self) -> None:
-        tables = ("fetch", "controls", "between", "lora_byte", "rings", "degrees")
+        tables = ("fetch", "controls", "between", "whole", "lora_byte", "rings", "degrees")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         for net, price in self.controls.items():
             values |= {f"controls.{net}.{f.name}": getattr(price, f.name) for f in fields(price)}
-        for name in ("between", "lora_byte"):
+        for name in ("between", "whole", "lora_byte"):
             each = getattr(self, name)
             if each is not None:
                 values |= {f"{name}.{f.name}": getattr(each, f.name) for f in fields(each)}
@@ -124,6 +127,19 @@ class Pricing:
             if compute < dense and load < dense:
                 return compute, load
         return dense, 0.0
+
+    def whole_times(self, whole: float, active: float) -> float:
+        """How many times the computation of a row that reads a template one is which computes text
+        and ring in every step.
+
+        Args:
+            whole: tokens that a step of that one computes.
+            active: that one of the row computes, on average.
+        """
+        if self.whole is None:
+            return 1.0
+        own = self.cached_row + self.active_token * active
+        return (self.whole.cached_row + self.whole.active_token * whole) / own if own else 1.0
 
     def own_row(self, active: float, total: float, dense_share: float) -> float:
         """The same of a row with anchors of its own, which loads nothing.

@@ -11,6 +11,7 @@ dB):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from maskserve_core.contracts.settings import EditSettings
@@ -103,3 +104,16 @@ def levels_of(
         and (level.first_block_threshold > begin or 0 < level.anchors < own_steps)
         and (any_ring or level.ring is None)
     )
+
+
+def beside_entries(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLevel, ...]:
+    """Levels of an edit that reads a template, as shares of its own work; without those that are
+    more work than it is.
+
+    Args:
+        levels: as they were measured, beside an edit that computes text and ring in every step, as
+            they do themselves.
+        times: how many times the edit's work such an edit is.
+    """
+    scaled = (level._replace(work=times * level.work) for level in levels)
+    return tuple(level for level in scaled if level.work < 1.0)

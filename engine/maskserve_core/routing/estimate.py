@@ -59,6 +59,7 @@ def pricing_of(
     tiled = work if work.joint or work.halo else replace(work, halo=1)
     cached_row, per_mask = _line(work, text, text_shares.template)
     between = [each * per_flop for each in _line(tiled, text, text_shares.own)]
+    with_text = [each * per_flop for each in _line(work, text, 1.0)]
     whole = tuple(float(n) for n in work.tokens)
     loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
     per_byte = costs.loads[HOST.name].per_unit if HOST.name in costs.loads else 0.0
@@ -81,6 +82,9 @@ def pricing_of(
             for name, net in controls.items()
         },
         between=RowPrice(0.0, between[0], between[1] / tokens),
+        whole=None
+        if text_shares.template == 1.0
+        else RowPrice(0.0, with_text[0], with_text[1] / tokens),
         lora_byte=None
         if lora is None
         else _row_price(lora[0], per_flop / lora[1], text, text_shares.template),

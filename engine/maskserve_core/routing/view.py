@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from maskserve_core.contracts.keys import entries_id
 from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.contracts.reuse_levels import ReuseLevel, beside_entries
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_core.planning.tiers import DEVICE, HOST, TIERS
 from maskserve_core.routing.adapters import AdapterView
@@ -42,8 +43,10 @@ class Edit:
     """Names of the LoRAs that it is made with."""
     controls: tuple[tuple[str, float], ...] = ()
     """Names of its ControlNets, each with the share of the steps in which it acts."""
-    least_share: float = 1.0
-    """Of its work, to which it may step down where it would be late (`reuse: elastic`)."""
+    cached_levels: tuple[ReuseLevel, ...] = ()
+    """To which it may step down where it would be late and reads a template (`reuse: elastic`)."""
+    other_levels: tuple[ReuseLevel, ...] = ()
+    """Likewise where it reads none."""
     due: float = math.inf
     """When it should be answered, on the policies' clock: workers give rows to the most urgent.
     Infinite: at no time, and whoever waits is before it."""
@@ -148,12 +151,10 @@ class WorkerView:
         """The same without ControlNets and LoRAs."""
         pricing = self.pricing
         dense = pricing.dense(edit.total_tokens)
-        tier = self.tier_of(edit.template_id) if edit.cache and not edit.own else None
+        tier = self._tier(edit)
         if tier is None:
             return self._own_price(edit, dense)
-        rings = pricing.rings
-        # Beside a template a ControlNet goes on with the tokens that its row computes.
-        active = edit.active(None) if edit.controls else edit.active(rings.template, rings.ahead)
+        active = self._cached_tokens(edit)
         compute, load = pricing.row(active, edit.total_tokens, cached=True)
         if tier == DEVICE.name:
             load = 0.0
@@ -163,6 +164,24 @@ class WorkerView:
         if fetch and fetch + edit.steps * compute >= edit.steps * dense:
             return _BasePrice(dense)
         return _BasePrice(compute, load, fetch, None if compute == dense else active)
+
+    def _tier(self, edit: Edit) -> str | None:
+        """Where the entries that it reads are; None: it reads none."""
+        return self.tier_of(edit.template_id) if edit.cache and not edit.own else None
+
+    def _cached_tokens(self, edit: Edit) -> float:
+        """That its step computes where it reads a template, on average."""
+        rings = self.pricing.rings
+        # Beside a template a ControlNet goes on with the tokens that its row computes.
+        return edit.active(None) if edit.controls else edit.active(rings.template, rings.ahead)
+
+    def least_share(self, edit: Edit) -> float:
+        """Of its work here, to which it may step down where it would be late."""
+        levels = edit.other_levels
+        if self._tier(edit) is not None:
+            times = self.pricing.whole_times(edit.active(None), self._cached_tokens(edit))
+            levels = beside_entries(edit.cached_levels, times)
+        return min((level.work for level in levels), default=1.0)
 
     def _own_price(self, edit: Edit, dense: float) -> _BasePrice:
         """The same of an edit whose template is not at hand: with anchors of its own, or dense."""

@@ -14,7 +14,7 @@ from msgspec import structs
 from maskserve_core.contracts.due_times import due_by_size
 from maskserve_core.contracts.keys import Anchor, name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
-from maskserve_core.contracts.reuse_levels import ReuseLevel, levels_of
+from maskserve_core.contracts.reuse_levels import ReuseLevel, beside_entries, levels_of
 from maskserve_core.contracts.settings import acting, shares
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.models.facts import ModelFacts
@@ -642,11 +642,8 @@ class RequestState:
             return levels_of(settings, facts.skipping, "own", len(own.anchors))
         if self.mode != "cached":
             return levels_of(settings, facts.skipping, "dense")
-        # They leave blocks out, and so compute text and ring in every step that they take.
         times = self.work.without_own().cached_flops / self.work.cached_flops
-        levels = levels_of(settings, facts.skipping, "cached")
-        scaled = (level._replace(work=times * level.work) for level in levels)
-        return tuple(level for level in scaled if level.work < 1.0)
+        return beside_entries(levels_of(settings, facts.skipping, "cached"), times)
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Leave out what the level says; before its row is made, which its tokens depend on."""

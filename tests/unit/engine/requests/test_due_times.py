@@ -16,10 +16,15 @@ from msgspec import structs
 from maskserve_core.config import SloConfig
 from maskserve_core.contracts.due_times import SLO_OUTCOMES, due_by_size, slo_outcome
 from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.reuse_levels import LEVELS, ReuseLevel
+from maskserve_core.contracts.reuse_levels import LEVELS, ReuseLevel, levels_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
+from maskserve_core.models.facts import own_rule, text_shares
 from maskserve_core.models.semantics import FILL
+from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.entry_bytes import FORMATS
+from maskserve_core.routing import Edit, WorkerView
+from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.triton.after_steps import AfterSteps
 from maskserve_core.triton.call import bounded
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
@@ -30,6 +35,7 @@ from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.own_anchors import plan_beside
 from maskserve_engine.requests.state import EditWork, RequestState
+from maskserve_engine.requests.templates import Route
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
 from tests.support.sink import Sink
@@ -359,6 +365,36 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     judge_by(anchoring, InTime(anchoring.config, lambda: Pricing(0.0, 1000.0, 1000.0, 0.0)))
     meta = edit(anchoring, elastic(job(encoder, 9, "late", **asked), 0.0, due_ms=11_900_000)).meta
     assert meta["reuse"]["level"] == less[0].name
+
+
+def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
+    anchoring: Engine, encoder: Encoder
+) -> None:
+    adapter, facts = anchoring.adapter, anchoring.adapter.facts
+    asked = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
+    state = RequestState.of(anchoring.prepared(asked), Sink(), adapter)
+    beside = plan_beside(anchoring.config, adapter, asked, 0)
+    state.go(Route("cached", "hit", beside=beside), adapter)
+    tokens = adapter.tokens(asked)
+    levels = levels_of(asked.request.settings, facts.skipping, "cached")
+    seen = Edit(
+        12, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring,
+        cached_levels=levels, other_levels=LEVELS[FILL, "dense"],
+    )  # fmt: skip
+    pricing = pricing_of(
+        adapter.work(*asked.moments.shape[1:]),
+        CostModel("test", Line(0.0, 1e-9)),
+        FORMATS["int4"],
+        text=len(asked.conditioning["prompt_embeds"]),
+        anchors=1,
+        text_shares=text_shares(anchoring.config, facts, 12, shared=False),
+        leaves_ring=own_rule(anchoring.config, facts).ring,
+    )
+    least = min(level.work for level in state.levels)
+    assert WorkerView("w", pricing, 1, 1).least_share(seen) == pytest.approx(least, rel=0.02)
+    assert least > 1.2 * levels[-1].work
+    elsewhere = WorkerView("w", pricing, 1, 1, templates={})
+    assert elsewhere.least_share(seen) == LEVELS[FILL, "dense"][-1].work
 
 
 def test_an_edit_with_anchors_of_its_own_does_not_wait_for_priming_that_is_later(
