@@ -14,7 +14,7 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.source import with_its_cache, with_model
-from maskserve_serving.spec import with_stages
+from maskserve_serving.spec import with_controlnets, with_stages
 
 _SHAPES = ["*.json"]
 """Files of a hub model that say its shapes."""
@@ -26,7 +26,8 @@ def print_cards(options: ServeOptions) -> int:
         options.check()
         named = with_model(read_tables(options.config), options.model, _SHAPES)
         tables = with_its_cache(named, partial(print, file=sys.stderr))
-        tables = with_stages(options, with_values(tables, "model", **options.of_model))
+        tables = with_controlnets(options, with_values(tables, "model", **options.of_model))
+        tables = with_stages(options, tables)
         checked(tables)
     except ServeError as error:
         print(f"maskserve serve: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from maskserve_serving.ports import Ports, check_free, reachable
 from maskserve_serving.process import Process
 from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
 from maskserve_serving.source import with_node_folders
-from maskserve_serving.spec import Spec
+from maskserve_serving.spec import Spec, with_controlnets
 from maskserve_serving.supervisor_log import SupervisorLog
 
 _HOST = "127.0.0.1"
@@ -143,7 +143,7 @@ class ControlNetProcess(ServiceProcess):
 
     def tables(self) -> dict[str, Any]:
         spec = self._spec
-        tables = spec.with_controlnets(spec.with_model(spec.tables))
+        tables = with_controlnets(spec.options, spec.with_model(spec.tables))
         threads, device = spec.threads(checked(tables)), spec.options.controlnet_device
         tables = with_values(tables, "model", device=device, torch_threads=threads)
         listen = "" if spec.options.workers else f"{self._options.host}:{self.ports.link}"

@@ -78,21 +78,22 @@ class Spec:
             given["store"] = str(Path(given["store"]).absolute())
         return with_values(tables, "adapters", **{**own, **given})
 
-    def with_controlnets(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with where ControlNets are, and the service that runs them."""
-        own: dict[str, str] = {}
-        if self.options.controlnets:
-            own["folder"] = str(Path(self.options.controlnets).absolute())
-        if self.options.controlnet_device:
-            own["service"] = f"127.0.0.1:{Ports.of_controlnet(self.options.base_port).grpc}"
-        return with_values(tables, "controls", **own) if own else tables
-
     def threads(self, config: Config) -> int:
         """CPU threads of each process that steps: what is configured, or its share of the cores."""
         given: int = config.model.torch_threads
         options = self.options
         services = bool(options.controlnet_device) + bool(options.stages_device)
         return given or max(1, cores() // (options.workers * config.engine.devices + services))
+
+
+def with_controlnets(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
+    """`tables`, with where ControlNets are, and the service that runs them."""
+    own: dict[str, str] = {}
+    if options.controlnets:
+        own["folder"] = str(Path(options.controlnets).absolute())
+    if options.controlnet_device:
+        own["service"] = f"127.0.0.1:{Ports.of_controlnet(options.base_port).grpc}"
+    return with_values(tables, "controls", **own) if own else tables
 
 
 def with_stages(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:

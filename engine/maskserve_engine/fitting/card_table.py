@@ -36,6 +36,7 @@ from maskserve_engine.fitting.memory import (
     denoiser_bytes,
     image_bytes,
     is_loaded,
+    service_bytes,
     step_bytes,
     weight_bytes,
 )
@@ -274,6 +275,15 @@ def text(shapes: Shapes) -> str:
             named = "GGUF" if config.model.gguf else ", ".join(forms)
             cells = [f"{card} GB", named, *sizes, *told]
             lines.append(f"| {' | '.join(cells)} |")
+    if config.controls.service and config.controls.folder:
+        held = service_bytes(shapes.config, shapes.adapter)
+        lent = config.controls.ipc_bytes
+        lines += [
+            "",
+            f"The ControlNet service takes {held / _GIB:.2f} GiB of its own device for one worker "
+            f"of {config.engine.max_rows} rows: {config.controls.device_bytes / _GIB:.2f} of "
+            f"ControlNets, {lent / _GIB:.2f} lent ([controls] ipc_bytes), and what steps take.",
+        ]
     return "\n".join(lines)
 
 

@@ -136,27 +136,63 @@ def _left_bytes(config: Config, facts: ModelFacts, work: ModelWork, device: str)
 
 
 def control_bytes(config: Config, adapter: Adapter) -> int:
-    """What ControlNets take: their own budget, and what every row of native size keeps of the
-    largest one there is, in each pass; and what it says of an anchor that one of them foresees. A
-    service has the nets and what they keep of a row, and the denoiser what they say.
+    """What ControlNets take of the denoiser's device: their own budget, and what every row of
+    native size keeps of the largest one there is, in each pass; and what it says of an anchor that
+    one of them foresees. A service has the nets and what they keep of a row (`service_bytes`), and
+    the denoiser what they say.
     """
-    controls, facts = config.controls, adapter.facts
+    controls, works = config.controls, _net_works(config, adapter)
     if not controls.folder:
         return 0
+    said, rows = _said_bytes(config, works), config.engine.max_rows
+    ahead = config.cache.enabled and own_stride(config, adapter.facts) > 0
+    of_rows = _passes(adapter.facts) * (rows + ahead) * said
+    if controls.service:
+        return of_rows
+    return controls.device_bytes + of_rows + _kept_bytes(config, adapter.facts, works)
+
+
+def service_bytes(config: Config, adapter: Adapter) -> int:
+    """What a ControlNet service of one such worker takes of its own device: the nets' budget, what
+    they keep of the worker's rows, what the largest step of them takes, and what the service lends.
+    """
+    facts, works = adapter.facts, _net_works(config, adapter)
+    text, rows = facts.text_tokens(config.model.max_sequence_length), config.engine.max_rows
+    passes = _passes(facts) * rows
+    peak = max((peak_values(work, passes, text) for work in works), default=0)
+    step = peak * dtype_of(config).itemsize + passes * _said_bytes(config, works)
+    held = config.controls.device_bytes + config.controls.ipc_bytes
+    return held + step + _kept_bytes(config, facts, works)
+
+
+def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
+    """Of the ControlNets that there are, at the model's native size."""
+    facts = adapter.facts
     side = facts.native_resolution // facts.vae_scale_factor
-    works = [
+    return [
         control_work(facts, net.config, side, side)
         for net in ControlNets(config, facts).all()
         if not net.problem
     ]
-    keeps = config.cache.enabled and not controls.service
-    device, size = device_of(config).type, dtype_of(config).itemsize
-    said = max((size * work.beside for work in works), default=0.0)
-    kept = max((_left_bytes(config, facts, work, device) for work in works), default=0)
-    ahead = config.cache.enabled and own_stride(config, facts) > 0
-    passes, count = (2 if facts.two_passes else 1), config.engine.max_rows
-    rows = int(passes * (count * (said + keeps * kept) + ahead * said))
-    return rows if controls.service else controls.device_bytes + rows
+
+
+def _passes(facts: ModelFacts) -> int:
+    """Of a row, at most."""
+    return 2 if facts.two_passes else 1
+
+
+def _said_bytes(config: Config, works: Iterable[ModelWork]) -> int:
+    """What the largest net says of one pass, and has of its picture."""
+    return int(dtype_of(config).itemsize * max((work.beside for work in works), default=0.0))
+
+
+def _kept_bytes(config: Config, facts: ModelFacts, works: Iterable[ModelWork]) -> int:
+    """What the nets' anchors leave, of all rows."""
+    if not config.cache.enabled:
+        return 0
+    device = device_of(config).type
+    each = max((_left_bytes(config, facts, work, device) for work in works), default=0)
+    return _passes(facts) * config.engine.max_rows * each
 
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:

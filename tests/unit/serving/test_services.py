@@ -15,7 +15,7 @@ from maskserve_serving.files import WorkerFiles, checked
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.service import ControlNetProcess, NodesProcess, StagesProcess
-from maskserve_serving.spec import Spec, with_stages
+from maskserve_serving.spec import Spec, with_controlnets, with_stages
 
 
 def spec(folder: Path, **asked: Any) -> Spec:
@@ -28,13 +28,13 @@ def spec(folder: Path, **asked: Any) -> Spec:
 
 def test_workers_are_told_where_the_service_is(tmp_path: Path) -> None:
     own = spec(tmp_path, controlnets=str(tmp_path / "nets"), controlnet_device="cuda:1")
-    controls = checked(own.with_controlnets({})).controls
+    controls = checked(with_controlnets(own.options, {})).controls
     ports = Ports.of_controlnet(own.options.base_port)
     assert controls.service == f"127.0.0.1:{ports.grpc}"
     assert controls.folder == str(tmp_path / "nets")
     worker = Ports.of_worker(own.options.base_port, 0)
     assert not set(ports.all().values()) & set(worker.all().values())
-    assert spec(tmp_path).with_controlnets({}) == {}
+    assert with_controlnets(spec(tmp_path).options, {}) == {}
 
 
 def test_cores_are_shared_with_the_service(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from maskserve_engine.fitting.memory import memory_table
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.cards import print_cards
 from maskserve_serving.options import ServeOptions
+from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of
 
 FLUX_FILL = CHECKOUT / "assets" / "models" / "flux1-fill-shapes"
@@ -130,13 +131,32 @@ def test_a_start_that_cannot_fit_names_what_would(tiny_fill: Path) -> None:
     check_fits(config_of(tiny_fill), 4 * GIB)
 
 
+def test_it_tells_what_a_controlnet_service_takes_of_its_card(
+    tmp_path: Path, tiny_fill: Path
+) -> None:
+    random_net(0, 2, 1).save_pretrained(tmp_path / "nets" / "edges")
+
+    def told(**controls: str) -> str:
+        given = {"folder": str(tmp_path / "nets"), "device_bytes": GIB, "ipc_bytes": 3 * GIB}
+        config = config_of(tiny_fill, controls={**given, **controls})
+        return text(Shapes(config)).partition("The ControlNet service takes ")[2]
+
+    assert told() == told(service="127.0.0.1:1", folder="") == ""
+    line = told(service="127.0.0.1:1")
+    assert 4.0 <= float(line.split()[0]) < 4.05
+    assert "1.00 of ControlNets, 3.00 lent ([controls] ipc_bytes)" in line
+
+
 @pytest.mark.slow
 def test_the_command_prints_it_and_says_what_is_wrong(
     tmp_path: Path, tiny_fill: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert print_cards(ServeOptions(str(tiny_fill), weights="nf4")) == 0
+    (tmp_path / "nets").mkdir()
+    nets = {"controlnets": str(tmp_path / "nets"), "controlnet_device": "cuda:1"}
+    assert print_cards(ServeOptions(str(tiny_fill), weights="nf4", **nets)) == 0
     out, err = capfd.readouterr()
     assert out.count("\n| 24 GB | ") >= 1
+    assert "\nThe ControlNet service takes 8.00 GiB of its own device" in out
     assert err == ""
     bad = tmp_path / "bad"
     shutil.copytree(FLUX_FILL, bad)

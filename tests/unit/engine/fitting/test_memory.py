@@ -361,8 +361,14 @@ def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path
     one, two, three = map(controls, (1, 2, 3))
     assert three - two == two - one < one - 2**20  # one of them foresees
     assert 0 < controls(1, service="127.0.0.1:1") < one - 2**20
+    config = config_of(tiny_fill, controls={**budget, "ipc_bytes": 2**21}, engine={"max_rows": 2})
+    adapter = load_adapter(config)
+    # A service has what it lends besides; what a step of its own takes, too.
+    assert two + 2**21 < memory.service_bytes(config, adapter) < two + 2**21 + 2**23
     (folder / "edges" / "config.json").write_text("{}")
     assert controls(3) == 2**20
+    bare = load_adapter(config)
+    assert memory.service_bytes(config, bare) == 2**20 + 2**21
 
 
 def tensor_bytes(tree: object) -> int:
