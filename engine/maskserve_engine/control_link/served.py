@@ -184,6 +184,9 @@ class _Answer:
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, int], list[AddedPart]] = {}
+        self.copied: dict[tuple[str, int], tuple[AddedPart, Tensor]] = {}
+        """Of each row and slot the part that was added last, on the base's device: several places
+        in turn add the same, and each pass."""
         self.ended = False
         self.error = ""
 
@@ -355,6 +358,17 @@ class Link:
             raise EngineFailed(f"the ControlNet service failed: {answer.error}")
         if part is None:
             return None
+        found = answer.copied.get((row.name, sent.slot))
+        if found is None or found[0] is not part:
+            found = answer.copied[row.name, sent.slot] = part, self._copy(part, row)
+        return found[1]
+
+    def _copy(self, part: AddedPart, row: ServedRow) -> Tensor:
+        """A row's residual, on the base's device.
+
+        Raises:
+            EngineFailed: it is lost.
+        """
         slot, dtype = row.slots.answer(part.slot), getattr(torch, part.dtype)
         if part.lent:
             assert self.messages.lent is not None

@@ -130,8 +130,9 @@ def test_edits_are_the_same_bytes_through_device_memory(
     with site.service(AMPLE) as service:
         whole = block_of(service).free()
         assert same(expected, site.made(service, jobs, to_device))
+        if adapters == "exact":  # once each, though several blocks of the base add the same
+            assert ipc.reads == len(written)
         assert ipc.reads >= STEPS
-        assert written
         assert None not in written
         assert block_of(service).free() == whole
         half = AMPLE - whole + (whole - least) // 2
