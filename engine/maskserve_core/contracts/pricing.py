@@ -141,20 +141,22 @@ class Pricing:
         own = self.cached_row + self.active_token * active
         return (self.whole.cached_row + self.whole.active_token * whole) / own if own else 1.0
 
-    def own_row(self, active: float, total: float, dense_share: float) -> float:
+    def own_row(self, active: float, total: float, dense_share: float, first: float) -> float:
         """The same of a row with anchors of its own, which loads nothing.
 
         Args:
-            active: tokens that are computed between them.
-            total: that are computed at them.
+            active: tokens that steps compute which read something.
+            total: that are computed at the anchors.
             dense_share: of its steps, the anchors.
+            first: of its steps, its first one, which reads nothing: the other anchors are computed
+                beside steps that do.
         """
         dense = self.dense(total)
         if self.between is None:
             each, _ = self.row(active, total, cached=True)
         else:
             each = min(dense, self._added(self.between, active, total, cached=True))
-        return dense_share * dense + (1.0 - dense_share) * each
+        return dense_share * dense + (1.0 - first) * each
 
     def share(self, devices: int, *, cached: bool) -> float:
         """Of one device's seconds per step, what a row takes that so many devices could step."""

@@ -188,7 +188,7 @@ class WorkerView:
         if not edit.own_steps:
             return _BasePrice(dense)
         active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
-        compute = self.pricing.own_row(active, edit.total_tokens, share)
+        compute = self.pricing.own_row(active, edit.total_tokens, share, 1.0 / edit.steps)
         return _BasePrice(compute, tokens=None if compute == dense else active)
 
     def _added_seconds(self, edit: Edit, base: _BasePrice) -> float:
@@ -242,7 +242,7 @@ class WorkerView:
         nowhere: frozenset[str] = frozenset()
         on_device = templates.get(DEVICE.name, nowhere)
 
-        def rows(given: tuple[RowStatus, ...]) -> tuple[RowLoad, ...]:
+        def rows(given: tuple[RowStatus, ...], *, begun: bool) -> tuple[RowLoad, ...]:
             loads = []
             for row in given:
                 if row.kind == "prime":
@@ -250,7 +250,8 @@ class WorkerView:
                 tokens, cached = (row.active_tokens, row.total_tokens), row.kind == "cached"
                 compute, load = pricing.row(*tokens, cached=cached)
                 if row.own:
-                    compute, load = pricing.own_row(*tokens, row.dense_share), 0.0
+                    first = 0.0 if begun else 1.0 / max(row.steps_left, 1)
+                    compute, load = pricing.own_row(*tokens, row.dense_share, first), 0.0
                 elif cached:
                     dense, share = pricing.dense(row.total_tokens), row.dense_share
                     compute, load = compute + share * (dense - compute), (1.0 - share) * load
@@ -268,8 +269,8 @@ class WorkerView:
             pricing=pricing,
             max_rows=status.max_rows,
             max_waiting=status.max_waiting,
-            running=rows(status.running),
-            waiting=rows(status.waiting),
+            running=rows(status.running, begun=True),
+            waiting=rows(status.waiting, begun=False),
             templates=templates,
             adapters=AdapterView.from_status(status),
             controlnets=AdapterView.of_controlnets(status),

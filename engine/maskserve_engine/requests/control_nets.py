@@ -106,9 +106,7 @@ class ControlWork:
 
     def mean(self, *, cached: bool) -> float:
         """FLOPs of its steps, on average."""
-        ahead = frozenset[int]()
-        if cached and self.own is not None:
-            ahead = self.own.computed_at - self.own.dense
+        ahead = self.own.ahead if cached and self.own is not None else ()
         each = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
         return sum(each) / self.steps
 

@@ -121,7 +121,7 @@ class EditWork:
         plain = self.without_own()
         kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
         between = replace(between, added=self.counted.added)
-        others = 1.0 - (1.0 / self.steps if plan.foresees else share)
+        others = 1.0 - len(plan.dense) / self.steps
         at_anchors, tokens = self.dense_flops, between.active[0]
         if renewed is not None:
             renewed = replace(renewed, added=self.counted.added)
@@ -529,7 +529,9 @@ class RequestState:
     def step_tokens(self) -> int:
         """Tokens that one step of it computes, on average."""
         own, all_of_them = self.work.tokens(self.mode), self.work.tokens("dense")
-        return round(own + self.dense_share * (all_of_them - own))
+        plan, share = self.route.own, self.dense_share
+        alone = share if plan is None else len(plan.dense) / self.work.steps
+        return round((1.0 - alone) * own + share * all_of_them)
 
     def late(self, now: float) -> bool:
         """Whether its deadline has passed."""

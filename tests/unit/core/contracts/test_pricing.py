@@ -77,11 +77,11 @@ def test_text_that_steps_leave_out_is_what_is_counted(pricing: Pricing, active: 
     found, _ = left_out.row(active * total, total, cached=True)
     assert found == pytest.approx(0.25 * with_text + 0.75 * without)
     dense = WORK.step_flops([WORK.row_at(1.0, TEXT)], "dense") * COSTS.compute.per_unit
-    own = left_out.own_row(active * total, total, 0.1)
-    assert own == pytest.approx(0.1 * dense + 0.9 * without)
+    own = left_out.own_row(active * total, total, 0.1, 0.05)
+    assert own == pytest.approx(0.1 * dense + 0.95 * without)
     computed, _ = pricing.row(active * total, total, cached=True)
-    assert pricing.own_row(active * total, total, 0.1) == pytest.approx(
-        0.1 * dense + 0.9 * computed
+    assert pricing.own_row(active * total, total, 0.1, 0.05) == pytest.approx(
+        0.1 * dense + 0.95 * computed
     )
 
 

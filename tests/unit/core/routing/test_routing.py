@@ -202,7 +202,7 @@ def test_a_template_costs_its_fetch_or_a_dense_run_whichever_is_less():
     assert predicted_seconds(few_steps, disk, 0.0) == pytest.approx(8 * (0.01 + 0.2))
     assert predicted_seconds(replace(EDIT, cache=False), host, 0.0) == pytest.approx(dense)
     own = replace(EDIT, own_steps=4)
-    anchored = (4 * 0.2 + 16 * (0.005 + 0.03)) + 20 * 0.01
+    anchored = (4 * 0.2 + 19 * (0.005 + 0.03)) + 20 * 0.01  # three of the four beside others
     assert predicted_seconds(own, none, 0.0) == pytest.approx(anchored)
     assert predicted_seconds(own, host, 0.0) == pytest.approx(cached)
     assert predicted_seconds(replace(own, own=True), host, 0.0) == pytest.approx(anchored)
@@ -448,21 +448,25 @@ def test_rows_are_priced_by_their_steps_that_compute_all_tokens() -> None:
     first = changed(row, dense_share=0.25)
     own = changed(first, own=True)
 
-    def loads(of: RowStatus) -> RowLoad:
-        status = WorkerStatus("w", "m", "ready", 4, 16, running=(of,))
-        return WorkerView.from_status(status, pricing, 0.0).running[0]
+    def loads(of: RowStatus, *, begun: bool = True) -> RowLoad:
+        running, waiting = ((of,), ()) if begun else ((), (of,))
+        status = WorkerStatus("w", "m", "ready", 4, 16, running=running, waiting=waiting)
+        view = WorkerView.from_status(status, pricing, 0.0)
+        return (view.running if begun else view.waiting)[0]
 
     plain, dense = loads(row), pricing.dense(FULL)
     assert loads(first).compute == pytest.approx(0.25 * dense + 0.75 * plain.compute)
     assert plain.load > 0
     assert loads(first).load == pytest.approx(0.75 * plain.load)
     between = 0.004 + 100 * pricing.active_token
-    assert loads(own).compute == pytest.approx(0.25 * dense + 0.75 * between)
+    # All anchors but the first step lie beside a step that reads.
+    assert loads(own).compute == pytest.approx(0.25 * dense + between)
+    assert loads(own, begun=False).compute == pytest.approx(0.25 * dense + 0.9 * between)
     assert loads(own).load == 0
     view = replace(worker("a"), pricing=pricing)
     edit = replace(EDIT, active_tokens=100, own=True, own_steps=EDIT.steps // 4)
     assert view.row(edit).compute == pytest.approx(
-        pricing.own_row(100, FULL, (EDIT.steps // 4) / EDIT.steps)
+        pricing.own_row(100, FULL, (EDIT.steps // 4) / EDIT.steps, 1 / EDIT.steps)
     )
 
 

@@ -16,14 +16,15 @@ from maskserve_core.models.facts import own_rule, text_shares
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing.estimate import pricing_of
-from maskserve_core.routing.view import Edit
+from maskserve_core.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.own_anchors import own_plan, plan_beside
-from maskserve_engine.requests.state import EditWork
+from maskserve_engine.requests.state import EditWork, RequestState
+from maskserve_engine.requests.templates import Route
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, edit, job, make_engine
@@ -272,6 +273,37 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
     assert priced == pytest.approx(1e-9 * counted.cached_flops, rel=0.02)
     once, _ = pricing.row(asks.active(pricing.rings.template), tokens.total, cached=True)
     assert once < 0.98 * priced
+
+
+def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it(
+    engine: Engine, encoder: Encoder
+) -> None:
+    """All anchors but the first are computed beside steps that read."""
+    asked = job(encoder, 40, "priced", num_inference_steps=20)
+    state = RequestState.of(engine.prepared(asked), Sink(), engine.adapter)
+    own = own_plan(engine.config, engine.adapter, asked)
+    assert own is not None
+    state.go(Route("cached", "own", own=own, dense_steps=len(own.anchors)), engine.adapter)
+    work, tokens = engine.adapter.work(*asked.moments.shape[1:]), engine.adapter.tokens(asked)
+    facts = engine.adapter.facts
+    pricing = pricing_of(
+        work,
+        CostModel("test", Line(0.0, 1e-9)),
+        FORMATS["int4"],
+        text=len(asked.conditioning["prompt_embeds"]),
+        anchors=1,
+        text_shares=text_shares(engine.config, facts, 20, shared=False),
+        leaves_ring=own_rule(engine.config, facts).ring,
+    )
+    view = WorkerView("w", pricing, 1, 1, templates={})
+    asks = Edit(
+        20, tokens.active, tokens.total, own_steps=len(own.anchors), inner_tokens=tokens.inner,
+        ring_tokens=tokens.ring,
+    )  # fmt: skip
+    priced, _, _ = view.price(asks)
+    assert priced == pytest.approx(1e-9 * state.work.cached_flops, rel=0.02)
+    meta = edit(engine, job(encoder, 40, "runs", num_inference_steps=20)).meta
+    assert state.step_tokens == pytest.approx(meta["computed_tokens"] / 20, abs=0.5)
 
 
 def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
