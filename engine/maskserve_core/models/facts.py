@@ -359,7 +359,7 @@ def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) 
     anchors = own_count(steps, own_stride(config, facts))
     if not anchors or not own_rule(config, facts).text:
         return ALL_TEXT
-    if shared:
+    if shared or facts.shown is not None:  # of which the template has most of the text
         return TextShares(1.0, 0.0)
     return TextShares(anchors / steps, 0.0, (anchors - 1) / steps)
 

@@ -478,6 +478,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         denoiser=unet,
         control=CONTROL,
         own_stride=OWN_STRIDES[semantics],
+        leaves_text=False,  # none stands among the tokens
         own_evenly_over=_OWN_EVENLY_OVER,
         own_over_template=True,
         dense_sides=True,

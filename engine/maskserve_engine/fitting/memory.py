@@ -128,7 +128,7 @@ def _left_bytes(config: Config, facts: ModelFacts, work: ModelWork, device: str)
     each pass.
     """
     rule = own_rule(config, facts, device)
-    text = rule.text * work.joint * facts.text_tokens(config.model.max_sequence_length)
+    text = rule.text * facts.text_tokens(config.model.max_sequence_length)
     dtype = str(dtype_of(config)).removeprefix("torch.")
     fmt = FORMATS[dtype if rule.format == "model" else rule.format]
     tokens = [tuple(float(n + text) for n in work.tokens)]

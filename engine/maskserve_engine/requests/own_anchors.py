@@ -29,10 +29,7 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
         adapter: the model.
         job: the edit.
     """
-    joint = adapter.work(*job.moments.shape[1:]).joint
-    if not job.request.settings.may_anchor:
-        return None
-    return _plan(config, adapter, job, text=joint)
+    return _plan(config, adapter, job) if job.request.settings.may_anchor else None
 
 
 def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:
@@ -46,16 +43,16 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
         job: the edit.
         dense_steps: its first steps that compute all tokens.
     """
-    joint, settings = adapter.work(*job.moments.shape[1:]).joint, job.request.settings
+    settings = job.request.settings
     # Whether there is room for it depends on the load, so a reproducible edit does without.
-    if not joint or settings.first_block_threshold or settings.reproducible:
+    if settings.first_block_threshold or settings.reproducible:
         return None
     if adapter.facts.shown is not None:
         return None  # the template has most of its text
     if policy_of(config.engine).shares_steps:
         return None  # ranks that share a step would have to agree on who has what
     rule = own_rule(config, adapter.facts, device_of(config).type)
-    plan = _plan(config, adapter, job, text=True)
+    plan = _plan(config, adapter, job)
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
     if plan is not None and plan.text:
         if job.controls:  # what the nets have found goes on behind such steps, and the text with it
@@ -64,18 +61,17 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
     return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
 
 
-def _plan(config: Config, adapter: Adapter, job: EditJob, *, text: bool) -> OwnPlan | None:
+def _plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     facts = adapter.facts
     rule = own_rule(config, facts, device_of(config).type)
     count = planning.own_count(adapter.steps(job), own_stride(config, facts))
     if not count:
         return None
-    text = rule.text and text
     plan = OwnPlan(
         frozenset(),
         rule.format,
-        text,
-        rule.ring and text,
+        rule.text,
+        rule.ring,
         facts.own_evenly_over,
         bends=facts.own_bends,
         foresees=True,

@@ -79,7 +79,7 @@ def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> 
     anchors = own_steps(count, sigmas, facts.own_evenly_over, growth=growth)
     return OwnChoice(
         tuple(sorted(anchors)),
-        text=facts.leaves_text,
+        text=facts.leaves_text or facts.family == "unet",  # which has none among its tokens
         leaves_ring=facts.leaves_text and facts.own_ring is not None,
         foresees=ahead,
     )

@@ -12,12 +12,13 @@ import diffusers
 import pytest
 from diffusers import AutoencoderKL
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import CacheConfig, Config, ConfigError
 from maskserve_core.models import flux, unet, z_image
-from maskserve_core.models.facts import EditDefaults
+from maskserve_core.models.facts import EditDefaults, text_shares
 from maskserve_core.models.registry import FAMILIES, load_facts
 from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
+from maskserve_harness.checkout import CHECKOUT
 
 
 def own(pipeline: str) -> EditDefaults:
@@ -93,3 +94,15 @@ def test_the_latent_space_is_the_vaes(tiny_fill: Path, tiny_unets: dict[str, Pat
         assert space.shift == (config.shift_factor or 0.0,)
         assert space.channels == config.latent_channels
         assert space.pixels == 2 ** (len(config.block_out_channels) - 1)
+
+
+@pytest.mark.parametrize(
+    ("folder", "template"),
+    [("flux1-fill-shapes", 3 / 28), ("sdxl-shapes", 1.0), ("qwen-image-edit-shapes", 1.0)],
+)
+def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) -> None:
+    """Not where none stands among the tokens, nor where a template has most of it."""
+    facts = load_facts(CHECKOUT / "assets" / "models" / folder)
+    shares = text_shares(Config(cache=CacheConfig(own_anchors=0.45)), facts, 28, shared=False)
+    assert shares.template == template
+    assert (shares.ahead > 0) is (template < 1.0)
