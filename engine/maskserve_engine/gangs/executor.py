@@ -204,7 +204,8 @@ class GangExecutor:
         assert row not in self._rows, f"there is a row {row}"
         self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
         # Rows of one mask and ring read the same tokens; which these are, ranks know.
-        return RowMade(True, bytes([spec.job.mask_ring]) + spec.job.edit_mask.tobytes())
+        own = spec.own if isinstance(spec, CachedRowSpec) else None
+        return RowMade(True, bytes([spec.job.mask_ring]) + spec.job.edit_mask.tobytes(), own)
 
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)

@@ -341,6 +341,38 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(
     both_back(two)
 
 
+def test_edits_of_a_template_leave_their_text_out_where_each_device_has_its_own(
+    tiny_fill: Path, encoder: Encoder
+) -> None:
+    """As on one device: no device needs to know what another one has kept."""
+
+    def config_of_text(devices: int) -> Config:
+        config = config_for(tiny_fill, devices)
+        return structs.replace(config, cache=structs.replace(config.cache, own_text="frozen"))
+
+    asked: dict[str, Any] = {"cache": "require", "num_inference_steps": 20}
+    one, two = (started(config_of_text(devices), encoder) for devices in (1, 2))
+    try:
+        both = [edited(engine, [job(encoder, 3, "hit", **asked)])[0] for engine in (one, two)]
+        ours, theirs = both
+        assert ours.meta["text_steps"] == theirs.meta["text_steps"] == 3
+        assert ours.meta["computed_tokens"] == theirs.meta["computed_tokens"]
+        assert_same([theirs.latents], [ours.latents])
+        sink = Sink()
+        two.submit(job(encoder, 3, "lost", progress=True, **asked), sink)
+        eventually("it is between anchors", lambda: len(sink.events) > 3)
+        for process in ranks(two)._ranks.processes:
+            if rows_on(two, process):
+                process.kill()
+        lost = sink.final()
+        # Where it went on there was nothing that a step without its text could read.
+        assert (lost.meta["cache"], lost.meta["steps"]) == ("hit", 20)
+        assert lost.meta["text_steps"] >= 3
+    finally:
+        one.close(5.0)
+        two.close(5.0)
+
+
 def test_ranks_that_are_out_of_step_say_so_and_none_waits(two: Engine, encoder: Encoder) -> None:
     if not isinstance(two.manager.scheduler, AnyDegreeScheduler):
         return  # they form no gang
