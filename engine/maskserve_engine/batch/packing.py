@@ -17,7 +17,7 @@ those that no step of it computes (`fixed`):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -232,6 +232,17 @@ def _pack(
 
 
 @dataclass(frozen=True)
+class Widened:
+    """Rows whose tokens are all computed, and where what was computed before is among them."""
+
+    packing: Packing
+    core_in_image: Tensor
+    rest_in_image: Tensor
+    core_in_rows: Tensor
+    rest_in_rows: Tensor
+
+
+@dataclass(frozen=True)
 class SparseLayout:
     """Between computing cached rows' active tokens and computing all their tokens.
 
@@ -240,13 +251,17 @@ class SparseLayout:
     """
 
     narrow: Packing
-    wide: Packing
     rest_stream: Stream
     """The inactive tokens of all rows, packed."""
-    core_in_image: Tensor
-    rest_in_image: Tensor
-    core_in_rows: Tensor
-    rest_in_rows: Tensor
+    make_widened: Callable[[], Widened]
+
+    @cached_property
+    def widened(self) -> Widened:
+        return self.make_widened()
+
+    @property
+    def wide(self) -> Packing:
+        return self.widened.packing
 
     @cached_property
     def rest_slots(self) -> KvSlots:
@@ -256,8 +271,9 @@ class SparseLayout:
 
     def widen(self, core: Tensor, rest: Tensor, *, rows: bool) -> Tensor:
         """Wide stream from the narrow one and the inactive tokens' hidden states."""
-        at_core = self.core_in_rows if rows else self.core_in_image
-        at_rest = self.rest_in_rows if rows else self.rest_in_image
+        to = self.widened
+        at_core = to.core_in_rows if rows else to.core_in_image
+        at_rest = to.rest_in_rows if rows else to.rest_in_image
         wide = core.new_empty(len(at_core) + len(at_rest), core.shape[1])
         wide.index_copy_(0, at_core, core)
         wide.index_copy_(0, at_rest, rest)
@@ -265,11 +281,13 @@ class SparseLayout:
 
     def restrict(self, wide: Tensor, *, rows: bool) -> Tensor:
         """Narrow stream from the wide one: inactive tokens are dropped."""
-        return wide.index_select(0, self.core_in_rows if rows else self.core_in_image)
+        own = self.widened
+        return wide.index_select(0, own.core_in_rows if rows else own.core_in_image)
 
     def rest_of(self, wide: Tensor, *, rows: bool) -> Tensor:
         """The inactive tokens' part of the wide stream, packed by row."""
-        return wide.index_select(0, self.rest_in_rows if rows else self.rest_in_image)
+        own = self.widened
+        return wide.index_select(0, own.rest_in_rows if rows else own.rest_in_image)
 
 
 @lru_cache(maxsize=16)
@@ -292,18 +310,18 @@ def sparse_layout(
         at_rest = [(middle, end) for middle, (_, end) in zip(middles, both, strict=True)]
         return torch.from_numpy(_positions(at_core)), torch.from_numpy(_positions(at_rest))
 
-    core_in_image, rest_in_image = positions(image)
-    core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
-    both = SparseLayout(
-        narrow=_pack(text, image, parts, fixed, device, timeless),
-        wide=_pack(text, all_image, none, fixed, device, timeless),
-        rest_stream=_stream(rest, device),
-        core_in_image=core_in_image,
-        rest_in_image=rest_in_image,
-        core_in_rows=core_in_rows,
-        rest_in_rows=rest_in_rows,
-    )
-    return moved(both, device)
+    def widened() -> Widened:
+        return Widened(
+            _pack(text, all_image, none, fixed, device, timeless),
+            *positions(image),
+            *positions([t + i for t, i in zip(text, image, strict=True)]),
+        )
+
+    narrow, rest_stream = _pack(text, image, parts, fixed, device, timeless), _stream(rest, device)
+    if device.type == "cpu":  # few steps compute all tokens of a row that reads something
+        return SparseLayout(narrow, rest_stream, widened)
+    narrow, rest_stream, wide = moved((narrow, rest_stream, widened()), device)
+    return SparseLayout(narrow, rest_stream, lambda: wide)  # no step waits for a transfer
 
 
 class _Placed(NamedTuple):
@@ -625,6 +643,6 @@ class Packed:
         """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
         assert self.rest_cis is not None
         both = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
-        both[self.layout.core_in_rows] = self.cis
-        both[self.layout.rest_in_rows] = self.rest_cis
+        both[self.layout.widened.core_in_rows] = self.cis
+        both[self.layout.widened.rest_in_rows] = self.rest_cis
         return both
