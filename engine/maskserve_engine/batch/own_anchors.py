@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -104,10 +105,15 @@ class AnchorLine:
         """How many times the change from one to the other lies between the last one and `sigma`:
         below 0 from one to the other, above 0 behind both.
         """
-        if len(self.sigmas) < 2 or not self.power:
-            return 0.0
-        before, last, now = (each**self.power for each in (*self.sigmas, sigma))
-        return (last - now) / (before - last) if before != last else 0.0
+        return _weight(self.sigmas, self.power, sigma)
+
+
+@lru_cache(maxsize=256)  # each block of each row asks at each step
+def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
+    if len(sigmas) < 2 or not power:
+        return 0.0
+    before, last, now = (each**power for each in (*sigmas, sigma))
+    return (last - now) / (before - last) if before != last else 0.0
 
 
 @dataclass(frozen=True, slots=True)

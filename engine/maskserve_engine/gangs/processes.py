@@ -27,6 +27,7 @@ from maskserve_engine.gangs.messages import (
     receive,
     send,
 )
+from maskserve_engine.stages.loader import device_of
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.2
@@ -146,8 +147,10 @@ class RankProcesses:
 
     @property
     def scheduling_config(self) -> Config:
-        """Of the process that only schedules: the model's shape without weights."""
-        model = self._config.model
+        """Of the process that only schedules: the model's shape without weights, and what follows
+        from the device that the ranks have.
+        """
+        model, cache = self._config.model, self._config.cache
         shape = replace(
             model,
             device="meta",
@@ -156,7 +159,8 @@ class RankProcesses:
             fuse_loras=(),
         )
         engine = replace(self._config.engine, warm_up=False)
-        return replace(self._config, model=shape, engine=engine)
+        cache = replace(cache, own_format=cache.own_format_on(device_of(self._config).type))
+        return replace(self._config, model=shape, engine=engine, cache=cache)
 
     def start(self, device: int) -> RankProcess:
         """A process for a device; it says hello later."""

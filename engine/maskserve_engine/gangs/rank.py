@@ -35,7 +35,7 @@ from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
-from maskserve_engine.batch.transfer import mapped, moved
+from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.card_table import check_fits
@@ -288,9 +288,7 @@ class Rank:
         shown = None
         if tells and every and step.done % every == 0:
             shown = torch.from_numpy(self._local.estimate(row).array())
-        # A copy: of a view the whole batch that it looks at would be sent.
-        copied = mapped(carried, lambda tensor: tensor.to("cpu", copy=True))
-        return RowAfter(step, copied, None, None, shown)
+        return RowAfter(step, carried, None, None, shown)
 
     def _keep(self, step: RowStep, spec: PrimingRowSpec) -> bool:
         """Store what a priming row has recorded. Its file is written when this returns: other

@@ -347,10 +347,10 @@ class LocalExecutor:
 
     def _ask(self, step: StepInput, entries: dict[str, Entry]) -> None:
         """Have brought in what the plan reads, and behind it what later steps will read."""
-        if step.plan is None or step.ahead is None or step.work is None:
+        if step.plan is None or step.ahead is None:
             return
-        wants = wants_of(step.plan, step.work.maps)
-        later = wants_of(step.ahead, step.work.maps)
+        wants = wants_of(step.plan, step.maps)
+        later = wants_of(step.ahead, step.maps)
         for handle in entries.values():
             handle.want(wants, step.number)
         for row in entries:

@@ -169,7 +169,9 @@ class StepRunner:
         number = next(self._numbers)
         if planned is None:
             return StepInput(number, rows, devices)
-        return StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
+        return StepInput(
+            number, rows, devices, tuple(reads), work.maps, planned.plan, planned.ahead
+        )
 
     def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
         """Book what the step waited for a ControlNet service."""

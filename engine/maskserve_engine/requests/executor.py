@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
-from maskserve_core.planning.flops import Floats, ModelWork
+from maskserve_core.planning.flops import FeatureMap, Floats
 from maskserve_core.planning.two_stream import Plan
 from maskserve_core.worker.step_scheduler import Devices
 from maskserve_engine.adapters.control_net_loader import NetFolder
@@ -149,8 +149,8 @@ class StepInput:
     """Of the worker, that compute them together."""
     reads: tuple[Read, ...] = ()
     """Of the rows that read an entry in this step, as `load` has found them."""
-    work: ModelWork | None = None
-    """At the rows' size; there is one where `plan` is."""
+    maps: tuple[FeatureMap, ...] = ()
+    """That entries have, of the model at the rows' size."""
     plan: Plan | None = None
     """How rows that read entries run each block; None: no row reads any."""
     ahead: Plan | None = None

@@ -1,0 +1,27 @@
+"""What goes between the engine's process and a rank's comes out as it went in."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from maskserve_engine.gangs.messages import packed
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (0, 4), (3, 5)])
+def test_tensors_come_out_as_they_went_in(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    sent = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).t()
+    [came] = pickle.loads(packed((sent,)))
+    assert (came.dtype, came.shape) == (sent.dtype, sent.shape)
+    assert torch.equal(came.to(torch.complex64), sent.to(torch.complex64))
+    came.zero_()  # it is the receiver's own
+
+
+def test_of_a_view_what_it_shows_is_sent() -> None:
+    whole = torch.zeros(1000, 100)
+    assert len(packed({"view": whole[3:5]})) < 2000
