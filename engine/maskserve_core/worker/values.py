@@ -29,8 +29,6 @@ RUN = "run"
 PREFIX = b"value:"
 _REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
 _OPEN, _HOST = ".open-", ".host"
-_LOOK_S = 60.0
-"""How often whoever is asked what there is looks for what has expired."""
 
 
 class Values(NamedFiles):
@@ -46,7 +44,8 @@ class Values(NamedFiles):
         self._config = config
         self._told = False
         self._held = 0, ValuesHeld()
-        self._looks_at = -math.inf
+        self._expires_at = -math.inf
+        """Of time.monotonic(): nothing expires sooner."""
         self.host = ""
         """Of those who share the folder; empty: there is none."""
         if config.folder:
@@ -143,8 +142,7 @@ class Values(NamedFiles):
         if not self.host:
             return ValuesHeld()
         with suppress(OSError):
-            if (now := time.monotonic()) >= self._looks_at:
-                self._looks_at = now + _LOOK_S
+            if time.monotonic() >= self._expires_at:
                 with self._store.alone():
                     self._expire()
             changed = self._store.folder.stat().st_mtime_ns
@@ -174,10 +172,15 @@ class Values(NamedFiles):
 
     def _expire(self) -> None:
         """End runs of routers that died."""
-        last = time.time() - self._config.expires_s
+        now = oldest = time.time()
         for mark in list(self._store.folder.glob(f"{_OPEN}*")):
-            if (self._store.marked(mark.name) or last) < last:
+            used = self._store.marked(mark.name) or now
+            if used < now - self._config.expires_s:
                 self._end(mark.name.removeprefix(_OPEN))
+            else:
+                oldest = min(oldest, used)
+        # Marks that are made or renewed from here on are younger than all of these.
+        self._expires_at = time.monotonic() + self._config.expires_s - (now - oldest)
 
     def _named_host(self) -> str:
         file = self._store.folder / _HOST

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from maskserve_core.imaging.images import (
     plain_picture,
     read_size,
 )
+from maskserve_core.worker import values as values_module
 from maskserve_core.worker.values import NO_VALUES, Values, parse
 from maskserve_harness.checkout import CHECKOUT
 
@@ -154,6 +156,24 @@ def test_what_a_killed_router_had_expires_where_no_other_run_comes(tmp_path: Pat
     os.utime(tmp_path / ".open-k-dead", (then, then))
     assert values(tmp_path, expires_s=60).held().count == 0
     assert left(tmp_path) == set()
+
+
+def test_what_has_expired_is_gone_when_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a minute later it was still there."""
+    begin = time.time()
+    now = begin
+    clock = SimpleNamespace(time=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr(values_module, "time", clock)
+    folder = values(tmp_path, expires_s=10)
+    for run, used in (("first", begin - 4), ("second", begin)):
+        folder.begin("k", run)
+        assert folder.put([run.encode()], "k", run)
+        os.utime(tmp_path / f".open-k-{run}", (used, used))
+    for after, there in ((0, 2), (5.9, 2), (6.1, 1), (9.9, 1), (10.1, 0)):
+        now = begin + after
+        assert folder.held().count == there
 
 
 def die() -> None:
