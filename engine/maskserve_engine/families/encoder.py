@@ -148,6 +148,7 @@ class Encoder(ABC):
         from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D
 
         self.facts, self.vae = facts, vae
+        self._device, self._dtype = vae.device, vae.dtype  # for each it walks all its modules
         masked = facts.semantics.masked_picture
         self.has_pieces = masked and plain_resnets(vae.encoder.down_blocks, DownEncoderBlock2D)
         """Whether the model takes a masked picture that can be encoded in pieces."""
@@ -227,12 +228,12 @@ class Encoder(ABC):
                 part = pieces.outer(box, level).slices
                 blanked = torch.from_numpy(edit_mask[part] == 0)
                 maps.append(self._on_device(_image(pixels[part]) * blanked))
-            norm = MixedNorm(template.sums, pieces, self.vae.device)
+            norm = MixedNorm(template.sums, pieces, self._device)
             maps = self._down(maps, norm)
             if template.middle is None:
                 moments = torch.from_numpy(template.moments)[None].clone()
                 return to_numpy(_laid(moments, self._finish(maps, norm), pieces)[0])
-            middle = _laid(template.middle.to(self.vae.device, copy=True), maps, pieces)
+            middle = _laid(template.middle.to(self._device, copy=True), maps, pieces)
             [found] = self._finish([middle], lambda norm, maps, level: [norm(x) for x in maps])
             return to_numpy(found[0])
 
@@ -281,7 +282,7 @@ class Encoder(ABC):
         return to_numpy(moments_of(self.vae, self._on_device(images), self.facts.latents))
 
     def _on_device(self, image: Tensor) -> Tensor:
-        return image.to(self.vae.device, self.vae.dtype)
+        return image.to(self._device, self._dtype)
 
     def _down(self, maps: list[Tensor], norm: Norm) -> list[Tensor]:
         """From the image, [1, 3, H, W] of each piece, down to the latents' resolution."""

@@ -103,10 +103,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
         count = len(rows.q_spans)
         out = _dense(*(x.unflatten(0, (count, -1)) for x in (query, key, value)))
         return out.flatten(0, 1)
-    out = torch.empty_like(query)
-    for (qb, qe), (kb, ke) in zip(rows.q_spans, rows.k_spans, strict=True):
-        out[qb:qe] = _dense(query[None, qb:qe], key[None, kb:ke], value[None, kb:ke])[0]
-    return out
+    queries, keys = ([end - begin for begin, end in own] for own in (rows.q_spans, rows.k_spans))
+    q, k, v = query[None], key[None], value[None]
+    each = zip(q.split(queries, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
+    return torch.cat([_dense(*row)[0] for row in each])
 
 
 @cache

@@ -264,10 +264,12 @@ class Engine:
         for run in self.manager.schedule():
             for _ in range(run.steps):
                 running = self.manager.running(run)
-                if running:
+                if not running:
+                    continue
+                if self.executor.devices == ALL_FREE:  # else it is told while others step
                     # Before the step: who looks meanwhile sees what is being computed.
                     self._publisher.publish(self.state)
-                    self._step_runner.step(running, run.devices)
+                self._step_runner.step(running, run.devices)
 
     def _take_commands(self) -> None:
         """Run what came in; wait for something when no row is there to run."""

@@ -42,6 +42,7 @@ class Decoder:
         from diffusers.models.unets.unet_2d_blocks import UpDecoderBlock2D
 
         self.vae, self.latents = vae, latents
+        self._device, self._dtype = vae.device, vae.dtype  # for each it walks all its modules
         self.has_pieces = plain_resnets(vae.decoder.up_blocks, UpDecoderBlock2D)
         """Whether this VAE is of a kind that can be decoded in pieces."""
 
@@ -109,7 +110,7 @@ class Decoder:
         return pixels
 
     def _scaled(self, latents: NDArray[np.float32]) -> Tensor:
-        x = torch.from_numpy(latents)[None].to(self.vae.device, self.vae.dtype)
+        x = torch.from_numpy(latents)[None].to(self._device, self._dtype)
         return to_vae(x, self.latents)
 
     def _middle(self, latents: NDArray[np.float32]) -> Tensor:
