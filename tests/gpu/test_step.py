@@ -125,15 +125,17 @@ def test_steady_steps_wait_for_nothing(kind: str) -> None:
             bench.step(rows, kind)
 
 
-@pytest.mark.parametrize("by_token", [True, False])
-def test_the_kernel_that_turns_heads_agrees_with_the_plain_path(by_token: bool) -> None:
+@pytest.mark.parametrize("streams", [0, 2])
+def test_the_kernel_that_turns_heads_agrees_with_the_plain_path(streams: int) -> None:
     pytest.importorskip("triton")
     x = torch.randn(300, 7 * 3072, device=CUDA).bfloat16()[:, : 2 * 3072]
     x = x.unflatten(-1, (2, 24, 128))
-    norms = torch.randn(*((300,) if by_token else ()), 2, 1, 128, device=CUDA)
+    norms = torch.randn(*((streams,) if streams else ()), 2, 1, 128, device=CUDA)
+    stream_of = torch.randint(streams, (300,), device=CUDA) if streams else None
     cis = torch.polar(torch.ones(300, 64), torch.randn(300, 64)).to(CUDA)
-    plain = rotate(norm_heads(x, norms), cis, x.dtype)
-    fused_heads(x, norms, cis)
+    own = norms if stream_of is None else norms[stream_of]
+    plain = rotate(norm_heads(x, own), cis, x.dtype)
+    fused_heads(x, norms, cis, stream_of)
     torch.testing.assert_close(x, plain, rtol=2**-7, atol=2**-7)
 
 

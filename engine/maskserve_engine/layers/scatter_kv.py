@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ from maskserve_engine.layers.kernels import missing_triton, operation, stand_in
 
 _VECTOR = 16
 """Bytes that a thread reads or writes at once."""
+_TILE, _LEAST, _WARPS = 1024, 128, 2
+"""Numbers that a program of the kernel writes, those of a token that it takes at least, and its
+threads by 32: of six pairs the soonest on an H200."""
 _log = logging.getLogger(__name__)
 
 
@@ -139,29 +143,32 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
 
 
 def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
-    """`scatter_kv` as one kernel for each format, and one more for each of a row's changes."""
-    most = max((len(source.changes) for source in sources if source is not None), default=0)
-    for number in range(-1, most):
-        read = [_read(source, number) for source in sources]
-        for format in dict.fromkeys(each.parts[0].format for each in read if each.parts):
+    """`scatter_kv` as one kernel for each format; where a row's parts are in one and their changes
+    in another, with a kernel more for these.
+    """
+    runs = [[] if source is None else _runs(source) for source in sources]
+    for number in range(max(map(len, runs), default=0)):
+        turn = [own[number] if number < len(own) else () for own in runs]
+        for format in dict.fromkeys(terms[0].parts[0].format for terms in turn if terms):
             chosen = [
-                each if each.parts and each.parts[0].format == format else _NOTHING for each in read
+                terms if terms and terms[0].parts[0].format == format else () for terms in turn
             ]
-            _launch(chosen, outs, slots, format, adds=number >= 0)
+            _launch(chosen, outs, slots, format, adds=number > 0)
 
 
+Terms = tuple[Change, ...]
+"""What a row's cached activations are the sum of, all of one format; the first one once."""
 _NOTHING = Change((), 0.0)
 
 
-def _read(source: KvSource | None, number: int) -> Change:
-    """What is read of a row: its parts, number -1, or one of its changes."""
-    if source is None or number >= len(source.changes):
-        return _NOTHING
-    return Change(source.parts, 0.0, source.ids) if number < 0 else source.changes[number]
+def _runs(source: KvSource) -> list[Terms]:
+    """A row's parts and their changes; those that follow one another in one format together."""
+    terms = (Change(source.parts, 1.0, source.ids), *source.changes)
+    return [tuple(run) for _, run in groupby(terms, key=lambda term: term.parts[0].format)]
 
 
 def _launch(
-    chosen: Sequence[Change],
+    chosen: Sequence[Terms],
     outs: Sequence[Tensor],
     slots: KvSlots,
     format: str,
@@ -171,20 +178,25 @@ def _launch(
     """Write, or add, what was chosen of each row; rows of which there is nothing stay as they are.
 
     Args:
-        chosen: per row; one or two parts, all of `format`, or none.
+        chosen: per row; of one or two parts, all of `format`, or none.
         outs: as of `scatter_kv`.
         slots: likewise.
         format: of what was chosen.
         adds: each row's are added, times their weight.
     """
     nothing = slots.to[:0]
+    most = max(map(len, chosen))
+    # Of every row the first term, then the second, …
+    read = [
+        own[number] if number < len(own) else _NOTHING for number in range(most) for own in chosen
+    ]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
-        """Of every row's first part, then of every row's second."""
+        """Of all first parts, then of all second ones."""
         of_parts = [
-            take(of_row.parts[number]) if of_row.parts else None
+            take(term.parts[number]) if term.parts else None
             for number in range(len(outs))
-            for of_row in chosen
+            for term in read
         ]
         return [nothing if tensor is None else tensor for tensor in of_parts]
 
@@ -193,11 +205,12 @@ def _launch(
         slots.row_of,
         slots.local,
         slots.to,
-        [slots.numbers if of_row.ids is None else of_row.ids for of_row in chosen],
+        [slots.numbers if term.ids is None else term.ids for term in read],
         each(lambda coded: coded.data),
         each(lambda coded: coded.scale),
         each(lambda coded: coded.groups),
-        [of_row.weight for of_row in chosen],
+        [term.weight for term in read],
+        most,
         format,
         adds,
     )
@@ -214,6 +227,7 @@ def _scatter_kv(
     scales: Sequence[Tensor],
     groups: Sequence[Tensor],
     weights: Sequence[float],
+    terms: int,
     format: str,
     adds: bool,
 ) -> None:
@@ -223,29 +237,33 @@ def _scatter_kv(
 
     given, width = len(ids), outs[0][0].numel()
     # The kernel is made anew for each number of addresses: those up to a power of two are enough.
-    rows = triton.next_power_of_2(given)
+    own = given // terms
+    rows = triton.next_power_of_2(own)
 
     def padded(numbers: list[Any]) -> tuple[Any, ...]:
-        return tuple(numbers + numbers[-1:] * (rows - len(numbers)))
+        of_terms = [numbers[begin : begin + own] for begin in range(0, given, own)]
+        return tuple(n for of in of_terms for n in (*of, *of[-1:] * (rows - own)))
 
     def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        # One of nothing is that of something: the kernel is made anew for each pattern of numbers
+        # that fit into 32 bits and such that do not.
         return padded([tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors])
 
     parts = [
-        padded([each.data_ptr() for each in data[:given]]),
-        padded([each.data_ptr() for each in data[-given:]]),
-        *(
-            addresses(part)
-            for tensors in (scales, groups)
-            for part in (tensors[:given], tensors[-given:])
-        ),
+        addresses(part)
+        for tensors in (data, scales, groups)
+        for part in (tensors[:given], tensors[-given:])
     ]
     step = outs[0].stride(0)
     steps = (step * outs[0].element_size(),)
     aligned = not any(at % _VECTOR for part in (addresses(outs), *parts, steps) for at in part)
-    scatter_kv_kernel[(len(to), len(outs))](
+    block = _block(width)
+    tokens = max(1, _TILE // block)
+    grid = (triton.cdiv(len(to), tokens), triton.cdiv(width, block), len(outs))
+    scatter_kv_kernel[grid](
         outs[0],
         outs[-1],
+        len(to),
         row_of,
         local,
         to,
@@ -254,13 +272,26 @@ def _scatter_kv(
         padded(list(weights)),
         step=step,
         width=width,
-        block=triton.next_power_of_2(width),
+        tokens=tokens,
+        block=block,
         rows=rows,
+        terms=terms,
         kind=format,
         group=GROUP,
         aligned=aligned,
         adds=adds,
+        num_warps=_WARPS,
     )
+
+
+def _block(width: int) -> int:
+    """Numbers of a token that a program takes: a power of two, and if it is not small for that,
+    such as leaves no thread without one.
+    """
+    import triton
+
+    whole = width & -width
+    return whole if whole >= _LEAST else int(triton.next_power_of_2(width))
 
 
 @stand_in("scatter_kv")

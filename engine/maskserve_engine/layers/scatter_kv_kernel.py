@@ -1,8 +1,8 @@
 """The kernel of `scatter_kv`, in the Triton language (the package `triton`; not the server).
 
-One program writes one token into one buffer: its keys, values or hidden states. Which row it
-belongs to is known on the device; where that row's tensors lie comes with the launch, so nothing
-has to be copied there for a block.
+One program writes some tokens, or a part of their numbers, into one buffer: keys, values or hidden
+states, with all that is added to them. Which row a token belongs to is known on the device; where
+that row's tensors lie comes with the launch, so nothing has to be copied there for a block.
 """
 
 from __future__ import annotations
@@ -23,9 +23,69 @@ def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):
 
 
 @triton.jit
+def _of(numbers, row, term: tl.constexpr, rows: tl.constexpr):
+    """A row's, of the numbers of a term."""
+    found = numbers[term * rows]
+    for i in tl.static_range(1, rows):
+        found = tl.where(row == i, numbers[term * rows + i], found)
+    return found
+
+
+@triton.jit
+def _decoded(
+    data,
+    scales,
+    groups,
+    source,
+    mine,
+    here,
+    begin,
+    like,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    """[tokens, block] numbers of stored tokens, from the number `begin` of each on and up to
+    `here`, rounded as `like`'s are; 0 for those that are not `mine`.
+    """
+    dtype: tl.constexpr = like.dtype.element_ty
+    at = begin + tl.arange(0, block)
+    inside = mine[:, None] & (at < here)[None, :]
+    if kind == "model":
+        own = _pointer(data, like.dtype, aligned) + (source * width)[:, None]
+        x = tl.load(own + at[None, :], mask=inside, other=0.0)
+    else:
+        scale = tl.load(_pointer(scales, tl.pointer_type(tl.float32), aligned) + at, at < here, 0.0)
+        scale = scale.to(dtype).to(tl.float32)
+        if kind == "int4":
+            # A byte has two numbers, the lower half first.
+            half = begin // 2 + tl.arange(0, block // 2)
+            pairs = _pointer(data, tl.pointer_type(tl.uint8), aligned)
+            pairs = pairs + (source * (width // 2))[:, None] + half[None, :]
+            pair = tl.load(pairs, mask=mine[:, None] & (half < here // 2)[None, :], other=0)
+            steps = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32) - 8.0
+            own = _pointer(groups, tl.pointer_type(tl.float16), aligned)
+            own = own + (source * (width // group))[:, None] + (at // group)[None, :]
+            each = tl.load(own, mask=inside, other=0.0).to(dtype).to(tl.float32)
+            wide = (steps * each).to(dtype).to(tl.float32)
+        elif kind == "int8":
+            stored = _pointer(data, tl.pointer_type(tl.int8), aligned) + (source * width)[:, None]
+            wide = tl.load(stored + at[None, :], mask=inside, other=0).to(tl.float32)
+        else:
+            stored = _pointer(data, tl.pointer_type(tl.float8e4nv), aligned)
+            stored = stored + (source * width)[:, None]
+            wide = tl.load(stored + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = (wide * scale[None, :]).to(dtype)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def scatter_kv_kernel(
     first,
     other,
+    count,
     row_of,
     local,
     to,
@@ -39,64 +99,59 @@ def scatter_kv_kernel(
     weights,
     step: tl.constexpr,
     width: tl.constexpr,
+    tokens: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
+    terms: tl.constexpr,
     kind: tl.constexpr,
     group: tl.constexpr,
     aligned: tl.constexpr,
     adds: tl.constexpr,
 ):
-    """Grid: (inactive tokens of all rows, buffers: 1 or 2). `ids` to `groups_b` are addresses, one
-    per row and some more, of which no token speaks; a row whose data has address 0 is left as it
-    is. `step`: from token to token in the buffers. `aligned`: all addresses and steps are multiples
-    of 16 bytes, so that threads may read and write as many at once. `adds`: what is read is added,
-    times its row's of `weights`, to what lies there.
+    """Grid: (inactive tokens of all rows, `count`, by `tokens`; numbers of one, `width`, by
+    `block`; buffers: 1 or 2). A token is the sum of its row's terms, times their weights. `ids` to
+    `weights` have `rows` numbers of each term, some more than there are rows; a term of weight 0 is
+    none, and a row without a first one is left as it is.
+    `step`: from token to token in the buffers. `aligned`: all addresses and steps are multiples of
+    16 bytes, so that threads may read and write as many at once. `adds`: the sum is added to what
+    lies there; else the first term's weight is 1.
     """
-    token = tl.program_id(0)
-    second = tl.program_id(1) == 1
-    row = tl.load(row_of + token)
-    at_ids = ids[0]
-    data = tl.where(second, data_b[0], data_a[0])
-    scales = tl.where(second, scale_b[0], scale_a[0])
-    groups = tl.where(second, groups_b[0], groups_a[0])
-    weight = tl.cast(weights[0], tl.float32)
-    for i in tl.static_range(1, rows):
-        mine = row == i
-        at_ids = tl.where(mine, ids[i], at_ids)
-        data = tl.where(mine, tl.where(second, data_b[i], data_a[i]), data)
-        scales = tl.where(mine, tl.where(second, scale_b[i], scale_a[i]), scales)
-        groups = tl.where(mine, tl.where(second, groups_b[i], groups_a[i]), groups)
-        weight = tl.where(mine, tl.cast(weights[i], tl.float32), weight)
+    begin = tl.program_id(0) * tokens
+    first_number = tl.program_id(1) * block
+    second = tl.program_id(2) == 1
     out = tl.where(second, tl.cast(other, tl.int64), tl.cast(first, tl.int64))
-    source = tl.load(tl.cast(at_ids, tl.pointer_type(tl.int64)) + tl.load(local + token))
-    out = _pointer(out, first.dtype, aligned) + tl.load(to + token) * step
-    dtype = first.dtype.element_ty
+    at = first_number + tl.arange(0, block)
+    token = begin + tl.arange(0, tokens)
+    there = token < count
+    row_of_token = tl.load(row_of + token, mask=there, other=-1)
+    number = tl.load(local + token, mask=there, other=0)
+    place = _pointer(out, first.dtype, aligned)
+    place = place + (tl.load(to + token, mask=there, other=0) * step)[:, None] + at[None, :]
 
-    at = tl.arange(0, block)
-    here = tl.where(data == 0, 0, width)  # of the token's numbers, those that are read
-    inside = at < here
-    if kind == "model":
-        x = tl.load(_pointer(data, first.dtype, aligned) + source * width + at, mask=inside)
-    else:
-        scale = tl.load(_pointer(scales, tl.pointer_type(tl.float32), aligned) + at, mask=inside)
-        scale = scale.to(dtype).to(tl.float32)
-        if kind == "int4":
-            # A byte has two numbers, the lower half first.
-            half = tl.arange(0, block // 2)
-            pairs = _pointer(data, tl.pointer_type(tl.uint8), aligned) + source * (width // 2)
-            pair = tl.load(pairs + half, mask=half < here // 2, other=0)
-            steps = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32) - 8.0
-            own = _pointer(groups, tl.pointer_type(tl.float16), aligned) + source * (width // group)
-            each = tl.load(own + at // group, mask=inside, other=0.0).to(dtype).to(tl.float32)
-            wide = (steps * each).to(dtype).to(tl.float32)
-        elif kind == "int8":
-            stored = _pointer(data, tl.pointer_type(tl.int8), aligned) + source * width
-            wide = tl.load(stored + at, mask=inside, other=0).to(tl.float32)
-        else:
-            stored = _pointer(data, tl.pointer_type(tl.float8e4nv), aligned) + source * width
-            wide = tl.load(stored + at, mask=inside, other=0.0).to(tl.float32)
-        x = (wide * scale).to(dtype)
-    if adds:
-        before = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-        x = (before + weight * x.to(tl.float32)).to(dtype)
-    tl.store(out + at, x, mask=inside)
+    # Of one row, but where another begins.
+    last = tl.minimum(begin + tokens, count) - 1
+    for row in range(tl.load(row_of + begin), tl.load(row_of + last) + 1):
+        mine = row_of_token == row
+        written = (
+            mine[:, None] & (at < tl.where(_of(weights, row, 0, rows) == 0.0, 0, width))[None, :]
+        )
+        total = tl.zeros((tokens, block), tl.float32)
+        if adds:
+            total = tl.load(place, mask=written, other=0.0).to(tl.float32)
+        for n in tl.static_range(terms):
+            data = tl.where(second, _of(data_b, row, n, rows), _of(data_a, row, n, rows))
+            scales = tl.where(second, _of(scale_b, row, n, rows), _of(scale_a, row, n, rows))
+            groups = tl.where(second, _of(groups_b, row, n, rows), _of(groups_a, row, n, rows))
+            weight = tl.cast(_of(weights, row, n, rows), tl.float32)
+            here = tl.where(weight == 0.0, 0, width)  # of a token's numbers, those that are read
+            own = tl.cast(_of(ids, row, n, rows), tl.pointer_type(tl.int64))
+            source = tl.load(own + number, mask=mine, other=0)
+            x = _decoded(
+                data, scales, groups, source, mine, here, first_number, first,
+                width, block, kind, group, aligned,
+            )  # fmt: skip
+            if n == 0 and not adds:
+                total = x
+            else:
+                total += weight * x
+        tl.store(place, total.to(first.dtype.element_ty), mask=written)

@@ -180,10 +180,13 @@ def size_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *_: Any) -> int:
+def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *others: Any) -> int:
     """Bytes of `maskserve::scatter_kv`, which reads and writes no more tokens than it places."""
+    *_, terms, _, adds = others
     stored = {size_of(each) // len(each) for each in data if len(each)}
-    return len(to) * len(outs) * (max(stored) + size_of(outs[0]) // len(outs[0]))
+    written = size_of(outs[0]) // len(outs[0])
+    placed: int = len(to) * len(outs) * (max(stored) * terms + written * (1 + adds))
+    return placed
 
 
 def place_of(frame: FrameType | None) -> str:

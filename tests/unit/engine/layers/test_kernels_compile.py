@@ -91,12 +91,14 @@ def compiled(
 def test_placing(format: str, target: int) -> None:
     rows = 4
     types: dict[str, Any] = {"first": "*bf16", "other": "*bf16"}
-    types |= dict.fromkeys(("row_of", "local", "to"), "*i64")
-    types |= dict.fromkeys(ADDRESSES, ("i64",) * rows) | {"weights": ("fp32",) * rows}
-    sizes = {"width": 3072, "block": 4096, "rows": rows, "kind": format, "group": GROUP}
+    types |= dict.fromkeys(("row_of", "local", "to"), "*i64") | {"count": "i32"}
+    sizes = {"width": 3072, "block": 1024, "tokens": 4, "rows": rows, "kind": format}
+    sizes |= {"group": GROUP}
     sizes["step"] = 3 * 3072  # among queries, keys and values
-    for aligned, adds in product((False, True), repeat=2):
-        chosen = {**sizes, "aligned": aligned, "adds": adds}
+    for terms, aligned, adds in product((1, 2), (False, True), (False, True)):
+        given = rows * terms
+        types |= dict.fromkeys(ADDRESSES, ("i64",) * given) | {"weights": ("fp32",) * given}
+        chosen = {**sizes, "aligned": aligned, "adds": adds, "terms": terms}
         made = compiled(scatter_kv_kernel, types, chosen, target)
         assert made["cubin"].startswith(b"\x7fELF")
         stores, loads = (widths(made["ptx"], what) for what in ("st", "ld"))

@@ -21,10 +21,13 @@ kernel, counts = module.scatter_kv_kernel, set()
 
 class Watched:
     def __getitem__(self, grid):
-        def launch(*args, rows, **sizes):
-            assert {len(each) for each in args if isinstance(each, tuple)} == {rows}
+        def launch(*args, rows, terms, **sizes):
+            assert {len(each) for each in args if isinstance(each, tuple)} == {rows * terms}
+            *addresses, _ = (each for each in args if isinstance(each, tuple))
+            # Of one type: Triton makes it anew for each pattern of short and long numbers.
+            assert all(at >= 2**32 for each in addresses for at in each)
             counts.add(rows)
-            kernel[grid](*args, rows=rows, **sizes)
+            kernel[grid](*args, rows=rows, terms=terms, **sizes)
         return launch
 
 
@@ -45,8 +48,9 @@ for seed, format in product(range(8), sys.argv[1:]):
             keys, values, ids = keys.take(ids), values.take(ids), None
         # Changes are of the same tokens as the entry, or of just those that the row reads.
         slope_ids, along = (ids, len(keys.data)) if row % 4 == 1 else (None, inactive)
+        of_change = "int8" if row % 5 > 2 else format  # what lifts a template's entry
         changes = tuple(
-            Change(tuple(encode(torch.randn(along, heads * head_dim).to(dtype), format)
+            Change(tuple(encode(torch.randn(along, heads * head_dim).to(dtype), of_change)
                          for _ in range(parts)), 0.25 * row - 0.5 - number, slope_ids)
             for number in range(row % 3 if seed % 2 else 0))
         dense = rows > 1 and row == draw(0, rows)
