@@ -2,10 +2,14 @@
 
 Rows are packed along the first axis without padding. Which kernel runs follows from their lengths:
 
-- all rows alike and nothing but computed tokens: one `scaled_dot_product_attention` call;
-- on CUDA, anything else: one variable-length call. (cuDNN makes a plan for every new length, up to
-  0.4 s each: it would stall at every new mask.)
+- all rows alike: one `scaled_dot_product_attention` call. Where torch's own choice for that is not
+  cuDNN, only of rows that compute all of their tokens;
+- on CUDA, anything else: one variable-length call, unless rows that keep the device busy by
+  themselves are sooner done by cuDNN (`cudnn_is_sooner`), one after the other;
 - elsewhere, or where that kernel is missing: one call per row.
+
+cuDNN makes a plan for each new pair of lengths, in some 40 ms of the host. Rows compute as many
+tokens as a bucket has (base/buckets.py), so there are few.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH = {"FA3": (9,), "FA4": (9, 10)}
 """FlashAttention of packages, by torch's names, and the compute capabilities they are made for;
 those before others are faster, or proven longer."""
+_OWN = "torch's own FlashAttention"
+_CUDNN = (9, 10)
+"""Compute capabilities for which torch's `scaled_dot_product_attention` prefers cuDNN."""
+_FILLS = 64 * 128
+"""Queries times heads that rows must have on average to be sooner done by cuDNN one by one than all
+together by FlashAttention 2: half of what an H200's multiprocessors take at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -94,9 +104,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
         [Nq, heads, head_dim] in the order of `query`.
     """
     alike = rows.q_uniform > 0 and rows.k_uniform > 0
-    one_shape = alike and rows.q_uniform == rows.k_uniform
-    if query.is_cuda and not one_shape and missing_varlen(query.device, query.dtype) is None:
-        return _varlen(query, key, value, rows)
+    if query.is_cuda and _together(query, rows, alike=alike):
+        return varlen(query, key, value, rows)
     if len(rows.q_spans) == 1:
         return _dense(query[None], key[None], value[None])[0]
     if alike:
@@ -107,6 +116,28 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
     q, k, v = query[None], key[None], value[None]
     each = zip(q.split(queries, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
     return torch.cat([_dense(*row)[0] for row in each])
+
+
+def _together(query: Tensor, rows: Segments, *, alike: bool) -> bool:
+    """Whether one variable-length call takes all rows, on CUDA."""
+    if missing_varlen(query.device, query.dtype) is not None:
+        return False
+    if alike and rows.q_uniform == rows.k_uniform:
+        return False
+    if not cudnn_is_sooner(query.device):
+        return True
+    return not alike and len(query) * query.shape[1] < len(rows.q_spans) * _FILLS
+
+
+@cache
+def cudnn_is_sooner(device: torch.device) -> bool:
+    """Whether a row by itself is sooner done by cuDNN, which torch's `scaled_dot_product_attention`
+    takes there, than by the variable-length kernel that there is: FlashAttention 2, which knows
+    nothing of what Hopper has, takes twice as long (docs/gpu.md). Others (`choose_flash`) do not.
+    """
+    major, _ = torch.cuda.get_device_capability(device)
+    own = choose_flash(major).startswith(_OWN)
+    return own and major in _CUDNN and torch.backends.cudnn.is_available()
 
 
 @cache
@@ -151,7 +182,7 @@ def choose_flash(major: int, activate: Callable[[str], object] = _activate) -> s
                 missed += f"; no {name}: {error}"
             else:
                 return f"{name}{missed}"
-    return f"torch's own FlashAttention{missed}"
+    return f"{_OWN}{missed}"
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -161,7 +192,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     ).transpose(1, 2)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(query, key, value, rows.q_ends, rows.k_ends, rows.q_longest, rows.k_longest)

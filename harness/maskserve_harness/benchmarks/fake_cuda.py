@@ -159,6 +159,7 @@ class FakeCuda:
         self._facts.append(patch.object(CudaCapture, "checks", False))
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         self._facts.append(patch.object(Tensor, "numpy", _numpy))
+        self._facts.append(patch.object(torch.backends.cudnn, "is_available", lambda: True))
         self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
         if not triton:
             self._facts.append(patch.object(kernels, "missing_triton", lambda: "not installed"))

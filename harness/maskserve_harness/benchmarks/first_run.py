@@ -2,14 +2,14 @@
 
 It is written anew as each part is known. A part that fails has a reason in place of its figures,
 and the others go on. The parts: whether tests/gpu pass; which attention is used; how fast entries
-reach the device; steps of FLUX.1-dev's size (random weights) beside what their counted FLOPs take
-at the device's published peak, with rows of one mask ratio and of several, with entries in int8 and
-as they are by default; steps of one row as CUDA graphs, also between anchors of its own; for how
-long the host asks for a step; what a step holds in memory beside what the memory table counts;
-steps that load their entries meanwhile; diffusers' own transformer in
-turn, as it is, compiled and in FP8; steps of SDXL, also of rows with anchors of their own; T5 and
-the VAE; whole edits of the demo model (`--model FOLDER`: of another) through Triton, where there is
-one.
+reach the device; attention and the placing of entries by themselves; steps of FLUX.1-dev's size
+(random weights) as a worker takes them, also between anchors of the rows' own; steps beside what
+their counted FLOPs take at the device's published peak, with rows of one mask ratio and of several,
+with entries in int8 and as they are by default; for how long the host asks for a step; what a step
+holds in memory beside what the memory table counts; steps that load their entries meanwhile;
+diffusers' own transformer in turn, as it is, compiled and in FP8; steps of SDXL, also of rows with
+anchors of their own; T5 and the VAE; whole edits of the demo model (`--model FOLDER`: of another)
+through Triton, where there is one.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
@@ -30,10 +30,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ import numpy as np
 import torch
 
 from maskserve_core.config import CacheConfig
+from maskserve_core.models.flux import OWN_STRIDES
+from maskserve_core.models.semantics import FILL
+from maskserve_core.planning.own_anchors import own_count
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.entries import encode
@@ -51,10 +55,13 @@ from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.first_run_parts import (
     RIVALS,
+    as_served,
     in_turn,
     in_words,
+    time_attention,
     time_edits,
     time_loads,
+    time_placing,
     time_rivals,
     time_stages,
 )
@@ -67,12 +74,16 @@ from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.reports import write_json
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
+SERVED = (1, 8)
+"""Rows of the batches that are stepped as a worker takes them."""
 KINDS = ("kv", "project")
 FORMAT, DEFAULT = "int8", CacheConfig().entry_format
 MIXED = (2, 4, 8)
 """Rows of batches in which each has another mask ratio."""
 EDITS = 4
 """Whole edits for each that is under way at once."""
+STEPS = 28
+"""Of an edit whose picture was never seen."""
 _UNRECORDED = 2
 """Steps of a mix before it is recorded, and with it."""
 _TESTS_S = 480
@@ -131,31 +142,69 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     return rows
 
 
-def time_recorded_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
-    """Steps of one row asked for kernel by kernel, and in turn with these as CUDA graphs, which is
-    how a worker takes them (`recorded_ms`, where there are any): dense, of a row that reads an
-    entry, and of one between anchors of its own, which leaves its text out (`NO_TEXT`).
+def time_served_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+    """Steps as a worker takes them (`ms`), recorded where they have few tokens, in turn with dense
+    ones: of rows that read an entry, and of such between anchors of their own, which leave their
+    text out (`NO_TEXT`). `of_limit` is the share of what their FLOPs allow against the dense step.
+
+    A row by itself also kernel by kernel (`asked_ms`). Of rows with anchors also a step with one
+    pass more that computes all tokens, as an anchor that is foreseen does (`anchor_ms`,
+    `anchor_of_limit`); and of one such row a whole edit of `STEPS`: how many times sooner it is
+    done than a dense one (`edit_times`).
     """
-    weights = {"ms": bench.weights}
-    graphs = Graphs.on(bench.device, bench.dtype)
-    if graphs is not None:
-        weights["recorded_ms"] = replace(bench.weights, graphs=graphs, placed_bytes=0)
+    own, served = bench.weights, as_served(bench)
     bench.fill_entry("kv")
-    found = []
-    for kind, ratio in (("kv", None), *((kind, m) for kind in ("kv", NO_TEXT) for m in RATIOS)):
-        ways = {}
-        for name, own in weights.items():
-            make = bench.anchored_row if kind == NO_TEXT else bench.row
-            row: Any = make(ratio, 0)  # type: ignore[arg-type]
-            row.recorded = name == "recorded_ms"
-            ways[name] = kept(bench, 1, stepping(bench, [row], kind), own)
-        for _ in range(_UNRECORDED):
-            for step in ways.values():
-                step()
-        took = in_turn(Timer(bench.device), ways, repeat)
-        found.append({"kind": kind, "mask_ratio": ratio, **took})
-    bench.weights, bench.batch = weights["ms"], None
+    mixes = product(SERVED, ("kv", NO_TEXT), RATIOS)
+    found = [_served_step(bench, served, *mix, repeat) for mix in mixes]
+    bench.weights, bench.batch = own, None
     return found
+
+
+def _served_step(
+    bench: Bench, served: Any, batch: int, kind: str, ratio: float, repeat: int
+) -> dict[str, Any]:
+    own, between = bench.weights, kind == NO_TEXT
+    timer, make = Timer(bench.device), bench.anchored_row if between else bench.row
+    dense: list[Any] = [bench.row(None, n) for n in range(batch)]
+    rows: list[Any] = [make(ratio, n) for n in range(batch)]
+    for row in rows:
+        row.recorded = True
+    ways = {"dense_ms": kept(bench, 1, partial(bench.step, dense, "kv"), own)}
+    ways["ms"] = kept(bench, 1, stepping(bench, rows, kind), served)
+    if batch == 1 and served.graphs is not None:
+        ways["asked_ms"] = kept(bench, 1, stepping(bench, [make(ratio, 1)], kind), own)
+    step: dict[str, Any] = {"batch": batch, "kind": kind, "mask_ratio": ratio}
+    step |= _steady(timer, ways, repeat)
+    whole, cached = (bench.flops([ratio] * batch, each) for each in ("dense", kind))
+    step["of_limit"] = round(step["dense_ms"] / step["ms"] / (whole / cached), 3)
+    if between:
+        one_more = bench.row(None, batch)
+
+        def anchor() -> None:
+            for row in rows:
+                row.step = 3
+            bench.step([*rows, one_more], "kv")
+
+        step |= _steady(timer, {"anchor_ms": kept(bench, 1, anchor, own)}, repeat)
+        cached += bench.flops([ratio], "dense")
+        share = step["dense_ms"] / step["anchor_ms"] / (whole / cached)
+        step["anchor_of_limit"] = round(share, 3)
+    if between and batch == 1:
+        anchors = own_count(STEPS, OWN_STRIDES[FILL])
+        edit = step["dense_ms"] + (anchors - 1) * step["anchor_ms"] + (STEPS - anchors) * step["ms"]
+        step["edit_times"] = round(STEPS * step["dense_ms"] / edit, 3)
+    bench.weights = own
+    return step
+
+
+def _steady(
+    timer: Timer, ways: Mapping[str, Callable[[], object]], repeat: int
+) -> dict[str, float]:
+    """Medians of milliseconds, once what is done once has been, recording among it."""
+    for _ in range(_UNRECORDED):
+        for each in ways.values():
+            each()
+    return in_turn(timer, ways, repeat)
 
 
 def time_mixed_steps(bench: Bench | UnetBench, repeat: int) -> list[dict[str, Any]]:
@@ -342,9 +391,11 @@ def main(
     find("model", make_model)
     while made:  # its memory is the next model's
         bench = made.pop()
+        find("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
+        find("placing", partial(time_placing, bench, SERVED[-1:]))
+        find("served", partial(time_served_steps, bench, args.repeat))
         find("steps", partial(steps, bench, args.repeat))
         find("mixed", partial(time_mixed_steps, bench, args.repeat))
-        find("recorded", partial(time_recorded_steps, bench, args.repeat))
         find("asked", partial(ask_for_steps, bench))
         held = find("held", partial(weigh_steps, bench))
         find("loads", partial(time_loads, bench, few))

@@ -12,7 +12,6 @@ from maskserve_harness.reports import table
 
 Report = Mapping[str, Any]
 _GIB = 2**30
-_RECORDED = ("ms", "recorded_ms")
 _COLOURS = {"dense": "0.5", "kv": "tab:orange", "project": "tab:blue"}
 
 
@@ -148,16 +147,66 @@ def _own_table(steps: Sequence[Report]) -> list[str]:
     return [table(("m", "anchor's step ms", "step between ms"), rows)]
 
 
-def _recorded_table(steps: Sequence[Report]) -> list[str]:
+def _served_table(steps: Sequence[Report]) -> list[str]:
+    columns = ("rows", "kind", "m", "dense", "step", "times", "of limit", "kernel by kernel")
     rows = [
-        (s["kind"], _ratio(s), *(f"{s[key]:.1f}" if key in s else "–" for key in _RECORDED))
+        (
+            *(s["batch"], s["kind"], _ratio(s), *_tenths(s, "dense_ms", "ms"), _times(s)),
+            *(f"{s['of_limit']:.2f}", f"{s['asked_ms']:.1f}" if "asked_ms" in s else "–"),
+        )
+        for s in steps
+    ]
+    own = [
+        (
+            *(s["batch"], _ratio(s), *_tenths(s, "ms", "anchor_ms")),
+            *(
+                f"{s['anchor_of_limit']:.2f}",
+                f"{s['edit_times']:.2f}" if "edit_times" in s else "–",
+            ),
+        )
+        for s in steps
+        if "anchor_ms" in s
+    ]
+    return [
+        "Milliseconds of steps as a worker takes them, with few tokens as CUDA graphs. *no-text*: "
+        "between anchors of the rows' own. *times*: faster than dense; *of limit*: of what the "
+        "FLOPs of both steps allow.",
+        "",
+        table(columns, rows),
+        "",
+        "A step between anchors, and one in which one more pass computes all tokens, as an anchor "
+        "that is foreseen does; *edit*: how many times sooner a picture that was never seen is "
+        "edited than by dense steps, counted from these.",
+        "",
+        table(("rows", "m", "step", "with an anchor", "of limit", "edit"), own),
+    ]
+
+
+def _attention_table(steps: Sequence[Report]) -> list[str]:
+    rows = [
+        (
+            *(s["batch"], s["queries"], s["keys"], f"{s['sdpa_ms']:.3f}"),
+            f"{s['varlen_ms']:.3f}" if "varlen_ms" in s else "–",
+        )
         for s in steps
     ]
     return [
-        "A step of one row asked for kernel by kernel, and as CUDA graphs, as a worker takes it. "
-        "*no-text*: between anchors of the row's own.",
+        "Milliseconds of one block: `scaled_dot_product_attention`, and the variable-length kernel "
+        "for the same rows.",
         "",
-        table(("kind", "m", "kernel by kernel ms", "recorded ms"), rows),
+        table(("rows", "queries each", "keys each", "as alike rows", "variable-length"), rows),
+    ]
+
+
+def _placing_table(steps: Sequence[Report]) -> list[str]:
+    rows = [
+        (s["batch"], s["format"], s["changes"], f"{s['ms']:.3f}", f"{s['gb_per_s']:.0f}")
+        for s in steps
+    ]
+    return [
+        "Milliseconds of one block's keys and values at m = 0.11, and what is read and written.",
+        "",
+        table(("rows", "entries", "changes added", "ms", "GB/s"), rows),
     ]
 
 
@@ -249,9 +298,11 @@ _FACTS: dict[str, Callable[[Any], str]] = {
 }
 """Parts of one line each."""
 _SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
+    "served": ("Steps as a worker takes them", _served_table),
+    "attention_ms": ("Attention", _attention_table),
+    "placing": ("Entries brought to their places", _placing_table),
     "steps": ("Steps", _step_table),
     "mixed": ("Steps of rows that differ", _mixed_table),
-    "recorded": ("Recorded steps", _recorded_table),
     "asked": ("For how long the host asks", _asked_table),
     "unet_steps": ("Steps of {unet}", _mixed_table),
     "unet_own": ("Steps of {unet}, with anchors of a row's own", _own_table),

@@ -1,5 +1,5 @@
-"""What a first run measures beside plain steps: loads under them, rivals, T5 and the VAE, and whole
-edits through Triton. Each says why where it cannot.
+"""What a first run measures beside plain steps: what they are made of, loads under them, rivals,
+T5 and the VAE, and whole edits through Triton. Each says why where it cannot.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from transformers import T5Config, T5EncoderModel
 
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.base.buckets import bucket
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.transfer import moved
+from maskserve_engine.cache.entries import Coded, encode
 from maskserve_engine.cache.entry_file import StoredEntry
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Loader, Mover
@@ -27,6 +33,8 @@ from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.fitting.entry_store import open_reserve
+from maskserve_engine.layers.attention import missing_varlen, segments, varlen
+from maskserve_engine.layers.scatter_kv import Change, KvSource, scatter_kv, slots_of
 from maskserve_engine.stages.quantise import quantise
 from maskserve_harness.benchmarks.edit import Site, drawn_edits, worker_of
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -40,7 +48,7 @@ WAYS = {"gathered": LinkRates(direct=0.0), "direct": LinkRates(gathered=1.0)}
 RIVALS = ("eager", "compiled", "fp8, compiled")
 _KEY, _ENDLESS = "template", 2**50
 _BUFFER = 32 * 2**20
-_ROUNDS = 3
+_ROUNDS, _CALLS = 3, 20
 _LOADS = 2
 """That rows may have at once: those of the last step and of the next."""
 _AT_ONCE = (1, 8)
@@ -49,11 +57,29 @@ Figures = dict[str, Any]
 Quantise = Callable[[Any, Any, torch.device], None]
 
 
+def as_served(bench: Bench) -> Any:
+    """The bench's weights as a worker has them: rows that may be recorded are (`FlowRow.recorded`),
+    where there are CUDA graphs.
+    """
+    graphs = Graphs.on(bench.device, bench.dtype)
+    return (
+        bench.weights if graphs is None else replace(bench.weights, graphs=graphs, placed_bytes=0)
+    )
+
+
 def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     """Steps whose entries lie on the device, steps that bring all of theirs in from files in memory
     meanwhile, and the loads by themselves; each way of the loader that there is here. On a GPU
-    loads are cut of a reserve, as in the engine.
+    loads are cut of a reserve, and steps recorded, as in the engine.
     """
+    own, bench.weights = bench.weights, as_served(bench)
+    try:
+        return _time_loads(bench, batches)
+    finally:
+        bench.weights, bench.batch = own, None
+
+
+def _time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     bench.fill_entry("kv")
     device = bench.device
     mover: Mover = HostMover()
@@ -72,7 +98,6 @@ def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
                     found.append({"way": way, "batch": batch, **told})
         finally:
             store.close()
-    bench.batch = None
     return found
 
 
@@ -91,6 +116,8 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     if way == "direct" and source.entry.file.registered is None:
         return None
     rows = [bench.row(RATIO, seed) for seed in range(batch)]
+    for row in rows:
+        row.recorded = True
     near = [row.entry for row in rows]
     wants = [(block, "kv") for block in range(bench.blocks)]
     timer, turn = Timer(bench.device), 0
@@ -163,6 +190,73 @@ def in_turn(
         each()
     took = [{name: timer.ms(each) for name, each in ways.items()} for _ in range(rounds)]
     return {name: round(statistics.median(one[name] for one in took), 3) for name in ways}
+
+
+def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]) -> list[Figures]:
+    """One block's attention of rows that leave their text out, by the variable-length kernel and by
+    `scaled_dot_product_attention`, which is what alike rows take if that is cuDNN.
+    """
+    heads, head_dim = bench.config["num_attention_heads"], bench.config["attention_head_dim"]
+    keys, found = bench.work.tokens[0] + bench.text, []
+    for batch, ratio in product(batches, ratios):
+        queries = bucket(round(ratio * bench.work.tokens[0]))
+        rows = moved(segments([queries] * batch, [keys] * batch), bench.device)
+        shapes = [(batch * each, heads, head_dim) for each in (queries, keys, keys)]
+        query, key, value = (torch.randn(s, device=bench.device).to(bench.dtype) for s in shapes)
+        of_rows = (x.view(batch, -1, heads, head_dim) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in of_rows)
+        ways: dict[str, Callable[[], object]] = {
+            "sdpa_ms": partial(F.scaled_dot_product_attention, q, k, v)
+        }
+        if bench.device.type == "cuda" and missing_varlen(bench.device, bench.dtype) is None:
+            ways["varlen_ms"] = partial(varlen, query, key, value, rows)
+        timer = Timer(bench.device)
+        ms = in_turn(timer, {name: repeated(way, _CALLS) for name, way in ways.items()}, _ROUNDS)
+        own = {name: round(each / _CALLS, 4) for name, each in ms.items()}
+        found.append({"batch": batch, "mask_ratio": ratio, "queries": queries, "keys": keys, **own})
+    return found
+
+
+def time_placing(bench: Bench, batches: Sequence[int]) -> list[Figures]:
+    """One block's cached activations brought to their places, with none to two changes added, and
+    the bytes per second of what is read and written once.
+    """
+    width, tokens = bench.weights.width, round((1.0 - RATIO) * bench.work.tokens[0])
+    found = []
+    for batch, changes, format in product(batches, range(3), ("int8", "int4")):
+
+        def coded(format: str = format) -> Coded:
+            return encode(torch.randn(tokens, width, device=bench.device).to(bench.dtype), format)
+
+        spans = [(n * tokens, (n + 1) * tokens) for n in range(batch)]
+        slots = moved(slots_of(spans), bench.device)
+        sources = [
+            KvSource(
+                (coded(), coded()), None,
+                tuple(Change((coded(), coded()), 0.25) for _ in range(changes)),
+            )
+            for _ in range(batch)
+        ]  # fmt: skip
+        outs = torch.empty(2, batch * tokens, width, device=bench.device, dtype=bench.dtype)
+        call = partial(scatter_kv, sources, outs.unbind(), slots)
+        ms = in_turn(Timer(bench.device), {"ms": repeated(call, _CALLS)}, _ROUNDS)["ms"] / _CALLS
+        read = sum(part.nbytes for source in sources for part in source.parts) * (1 + changes)
+        per_s = round((read + outs.nbytes) / 1e6 / ms, 1)
+        step = {"batch": batch, "format": format, "changes": changes}
+        found.append({**step, "ms": round(ms, 4), "gb_per_s": per_s})
+    return found
+
+
+def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
+    """So many calls one after the other, of which a device runs one while the host asks for the
+    next.
+    """
+
+    def calls() -> None:
+        for _ in range(times):
+            call()
+
+    return calls
 
 
 def time_rivals(

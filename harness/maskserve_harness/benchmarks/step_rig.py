@@ -397,12 +397,15 @@ class Bench:
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""
-        cached = [self.work.row_at(m, self.text) for m in ratios]
-        dense = self.work.step_flops(cached, "dense")
+        return self.flops(ratios, "dense") / self.flops(ratios, kind)
+
+    def flops(self, ratios: Sequence[float], kind: str) -> float:
+        """Of a step of a batch with these mask ratios."""
+        rows = [self.work.row_at(m, self.text) for m in ratios]
         if kind == NO_TEXT:
-            cached = [replace(each, text=0.0, text_read=each.text) for each in cached]
+            rows = [replace(each, text=0.0, text_read=each.text) for each in rows]
             kind = "kv"
-        return dense / self.work.step_flops(cached, kind)
+        return self.work.step_flops(rows, kind)
 
     def _pooled(self) -> torch.Tensor | None:
         width = self.config.get("pooled_projection_dim")

@@ -18,8 +18,10 @@ from maskserve_harness.benchmarks.first_run_parts import (
     answer_of,
     inputs_of,
     rival_of,
+    time_attention,
     time_edits,
     time_loads,
+    time_placing,
     time_rivals,
 )
 from maskserve_harness.benchmarks.step import rest_time
@@ -49,7 +51,7 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
         for batch in batches
         for ratio in first_run.RATIOS
     }
-    assert all(row["ms"] > 0 for row in report["recorded"])
+    assert all(row["ms"] > 0 for row in report["served"])
     for row in report["steps"]:
         assert 0 < row["limit_ms"] < row["dense_limit_ms"]
         assert min(row["ms"], row["dense_ms"]) > 0
@@ -110,19 +112,42 @@ def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() 
         assert 0 < step["asked_ms"] <= step["ms"]
 
 
-def test_steps_of_one_row_are_timed_as_a_worker_takes_them(tmp_path: Path) -> None:
+def test_steps_are_timed_as_a_worker_takes_them(tmp_path: Path) -> None:
     bench = Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8", steps=8)
-    found = first_run.time_recorded_steps(bench, 1)
-    assert [(step["kind"], step["mask_ratio"]) for step in found] == [
-        ("kv", None),
-        *((kind, ratio) for kind in ("kv", "no-text") for ratio in first_run.RATIOS),
+    found = first_run.time_served_steps(bench, 1)
+    assert [(step["batch"], step["kind"], step["mask_ratio"]) for step in found] == [
+        (batch, kind, ratio)
+        for batch in first_run.SERVED
+        for kind in ("kv", "no-text")
+        for ratio in first_run.RATIOS
     ]
-    assert all(step["ms"] > 0 and "recorded_ms" not in step for step in found)  # on a CPU
-    found[0]["recorded_ms"] = 2.25
-    report = {"hardware": "x", "command": "y", "date": "z", "torch": "2", "recorded": found}
+    assert all(step["ms"] > 0 and "asked_ms" not in step for step in found)  # on a CPU
+    assert [("anchor_ms" in step) for step in found] == [s["kind"] == "no-text" for s in found]
+    assert sum("edit_times" in step for step in found) == len(first_run.RATIOS)
+    found[0]["asked_ms"] = 2.25
+    report = {"hardware": "x", "command": "y", "date": "z", "torch": "2", "served": found}
     write_page(report, tmp_path / "run.json")
     page = (tmp_path / "run.md").read_text(encoding="utf-8")
-    assert f"| kv | dense | {found[0]['ms']:.1f} | 2.2 |" in page
+    assert f"| 1 | kv | 0.05 | {found[0]['dense_ms']:.1f} | {found[0]['ms']:.1f} |" in page
+    assert f"| {found[0]['of_limit']:.2f} | 2.2 |" in page
+
+
+def test_what_steps_are_made_of_is_timed_by_itself(tmp_path: Path) -> None:
+    bench = Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8")
+    attention = time_attention(bench, (1, 2), (0.2,))
+    assert [(s["batch"], s["queries"], s["keys"]) for s in attention] == [
+        (1, 56, 272),
+        (2, 56, 272),
+    ]
+    assert all(s["sdpa_ms"] > 0 and "varlen_ms" not in s for s in attention)  # on a CPU
+    placing = time_placing(bench, (2,))
+    assert len(placing) == 6
+    assert all(s["ms"] > 0 < s["gb_per_s"] for s in placing)
+    report = {"hardware": "x", "command": "y", "date": "z", "torch": "2", "placing": placing}
+    write_page({**report, "attention_ms": attention}, tmp_path / "run.json")
+    page = (tmp_path / "run.md").read_text(encoding="utf-8")
+    assert "| 2 | 56 | 272 |" in page
+    assert "| 2 | int4 | 2 |" in page
 
 
 def test_without_a_gpu_it_says_what_to_do(

@@ -26,24 +26,24 @@ DENSE = Counted(4608, 59.5e12, 14.9e12, 23.8e9, 27e9, 15.4e9, 553)
 
 def test_a_step_takes_its_flops_its_bytes_or_its_host() -> None:
     computes = Counted(0, 1e14, 0.0, 1e9, 1e9, 0.0, 100)
-    assert step_ms(H100, computes, BF16, "FA2", GIVEN) == pytest.approx(1e3 * 1e14 / 593.4e12)
-    assert step_ms(H100, computes, FP8, "FA2", GIVEN) == pytest.approx(1e3 * 1e14 / 1187.4e12)
+    assert step_ms(H100, computes, BF16, "cuDNN", GIVEN) == pytest.approx(1e3 * 1e14 / 593.4e12)
+    assert step_ms(H100, computes, FP8, "cuDNN", GIVEN) == pytest.approx(1e3 * 1e14 / 1187.4e12)
     reads = Counted(0, 1e9, 0.0, 18e9, 5e9, 4e9, 100)
     bandwidth = 0.7 * 3.35e12
-    assert step_ms(H100, reads, BF16, "FA2", GIVEN) == pytest.approx(1e3 * 27e9 / bandwidth)
+    assert step_ms(H100, reads, BF16, "cuDNN", GIVEN) == pytest.approx(1e3 * 27e9 / bandwidth)
     unpacks = 27e9 + 9e9 * 3
-    assert step_ms(H100, reads, INT8, "FA2", GIVEN) == pytest.approx(1e3 * unpacks / bandwidth)
+    assert step_ms(H100, reads, INT8, "cuDNN", GIVEN) == pytest.approx(1e3 * unpacks / bandwidth)
     waits = reads._replace(launches=10**5)
-    assert step_ms(H100, waits, BF16, "FA2", GIVEN) == pytest.approx(600.0)
+    assert step_ms(H100, waits, BF16, "cuDNN", GIVEN) == pytest.approx(600.0)
     attends = Counted(0, 0.0, 1e14, 0.0, 0.0, 0.0, 0)
-    assert step_ms(H100, attends, BF16, "FA3", GIVEN) < step_ms(H100, attends, BF16, "FA2", GIVEN)
+    assert step_ms(H100, attends, BF16, "FA3", GIVEN) < step_ms(H100, attends, BF16, "cuDNN", GIVEN)
 
 
 def test_a_card_is_offered_what_it_holds() -> None:
     assert {each.form for each in offered(RTX_4090) if each.model == "FLUX.1"} == {FP8, INT8, NF4}
     assert {each.attention for each in offered(RTX_4090)} == {"FA2"}
     assert {(e.form, e.attention) for e in offered(H100) if e.model == "FLUX.1"} == {
-        (form, kernel) for form in FORMS for kernel in ("FA2", "FA3")
+        (form, kernel) for form in FORMS for kernel in ("cuDNN", "FA3")
     }
 
 
@@ -69,4 +69,4 @@ def test_a_step_between_own_anchors_multiplies_no_text_and_moves_more() -> None:
     own = flux_own(hit, 0.11)
     assert own.products < 0.55 * hit.products
     assert own.others > hit.others
-    assert own.launches == hit.launches + 57
+    assert own.launches == hit.launches  # the change is added as the entry is placed

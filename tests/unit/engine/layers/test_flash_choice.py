@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from maskserve_engine.layers.attention import choose_flash
+from maskserve_engine.layers import attention
+from maskserve_engine.layers.attention import choose_flash, segments
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,29 @@ def test_torch_knows_them_by_these_names() -> None:
     told = choose_flash(9)
     assert "no FA3: No module named" in told
     assert "no FA4: No module named" in told
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "cudnn", "together"),
+    [
+        ([480], 24, True, False),
+        ([480], 24, False, True),
+        ([480] * 8, 24, True, False),  # one call, of cuDNN
+        ([480, 448], 24, True, False),  # one after the other
+        ([224, 208], 24, True, True),  # too few to keep a device busy by themselves
+        ([4608, 448], 24, False, True),
+        ([4608, 4608], 24, False, False),  # all tokens: torch's own choice, whatever it is
+    ],
+)
+def test_rows_that_fill_a_device_are_cudnns_where_that_is_sooner(
+    queries: list[int],
+    heads: int,
+    cudnn: bool,
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "missing_varlen", lambda *_: None)
+    monkeypatch.setattr(attention, "cudnn_is_sooner", lambda _: cudnn)
+    rows = segments(queries, [4608] * len(queries))
+    query = torch.empty(sum(queries), heads, 128, device="meta")
+    assert attention._together(query, rows, alike=len(set(queries)) == 1) is together
