@@ -349,7 +349,7 @@ class ControlsConfig(Table, frozen=True):
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Of a service on a GPU: bytes of its device through which residuals go to denoisers of its
     host's GPUs (CUDA's IPC). What has no room or cannot be read there passes host memory, as all
-    does with 0. Not run on a GPU so far."""
+    does with 0. Tried between processes of one GPU, not of several."""
 
 
 class NodesConfig(Table, frozen=True):

@@ -6,7 +6,8 @@ first: so nobody waits for an event of a process that may have been killed. A pl
 when its row asks for the same slot again, or is closed: by then the denoiser has read it
 (`OpenedBlock.settle`). One whose session ended has not said so, and its places rest for a while.
 
-Where the block cannot be opened, or is full, residuals go by slots. Not run on a GPU so far.
+Where the block cannot be opened, or is full, residuals go by slots. Tried between processes
+of one GPU, not of several.
 """
 
 from __future__ import annotations
