@@ -1,7 +1,8 @@
 """At which steps an edit's row renews what it keeps of its own: its anchors, the row's one clock.
 
-An edit that reads no template computes all tokens there, and leaves what the steps between read.
-Beside a row that reads a template it is what the ControlNets find that is renewed.
+An edit that reads no template computes all tokens there, and leaves what the steps between read;
+one that reads a template its text and ring. What ControlNets find beside a template is renewed by
+a clock of theirs.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
 
 
 def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:
-    """What an edit keeps of its own beside a template's entries: its text, which steps between
-    anchors then leave out, and what its dense first steps find of the inactive tokens, which lifts
-    the entries. None: nothing.
+    """What an edit keeps of its own beside a template's entries: its text and ring, which steps
+    between anchors then leave out, and what its dense first steps find of the inactive tokens,
+    which lifts the entries. None: nothing.
 
     Args:
         config: of the worker.

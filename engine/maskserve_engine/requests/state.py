@@ -66,8 +66,8 @@ class EditWork:
     still_flops: float = 0.0
     """Of its references' keys and values, which it makes once if its template has none."""
     renewed: Totals | None = None
-    """As `counted`, of a step that reads a template and renews what it keeps beside that, where the
-    others leave out a ring; None: it is as any other."""
+    """As `counted`, of a step that reads a template and renews what it keeps beside that; None: it
+    keeps nothing there."""
     inner_tokens: int = 0
     ring_tokens: int = 0
     """Of one pass, as of `TokenCounts`."""
@@ -198,7 +198,7 @@ class StepTally:
     skipped: int = 0
     """Of them those that left all blocks but the first out."""
     dense: list[int] = field(default_factory=list)
-    """Those that computed all tokens."""
+    """Those that read nothing, or computed an anchor beside their own tokens."""
     text: int = 0
     """Those that computed the text, of their own tokens or of what they foresaw."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)

@@ -303,8 +303,8 @@ class FlowRow:
     ring: FlowRing | None = None
     """None: its steps compute it as they do the mask's tokens, or it has anchors of its own."""
     own: OwnAnchors | None = None
-    """Of its first pass: what its own dense steps leave, or, of a row that reads a template, the
-    text alone."""
+    """Of its first pass: what its anchors leave; of a row that reads a template, of text and ring,
+    and what lifts the entries."""
     entry: Entry | None = None
     """What the next step reads; None: it computes all tokens."""
     frozen: bool = False
