@@ -90,16 +90,25 @@ def narrow_vae(vae: AutoencoderKL) -> AutoencoderKL:
 
 
 def loss_of(
-    model: nn.Module, batch: Batch, sampler: DDIMScheduler, generator: torch.Generator
+    model: nn.Module,
+    batch: Batch,
+    sampler: DDIMScheduler,
+    generator: torch.Generator,
+    *,
+    base: bool = False,
 ) -> torch.Tensor:
-    """v-prediction loss, mostly of the masked region."""
+    """v-prediction loss, mostly of the masked region; of a `base` model, which is told of no mask,
+    of the whole picture.
+    """
     clean, count = batch.clean, len(batch.clean)
     times = (sample_times(count, generator) * 1000).long().clamp_max(999)
     noise = torch.randn(clean.shape, generator=generator)
     mixed = sampler.add_noise(clean, noise, times)
-    inputs = torch.cat([mixed, batch.mask, batch.masked], dim=1)
+    inputs = mixed if base else torch.cat([mixed, batch.mask, batch.masked], dim=1)
     with torch.autocast("cpu", torch.bfloat16):
         answer = model(inputs, times, batch.prompt, return_dict=False)[0]
     error = (answer.float() - sampler.get_velocity(clean, noise, times)).square().mean(dim=1)
+    if base:
+        return error.mean()
     weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * batch.mask[:, 0]
     return (error * weight).sum() / weight.sum()

@@ -84,15 +84,23 @@ class State:
         return 0.0 if a == b else (b - now) / (a - b)
 
     def parabola(self, through: Sequence[tuple[float, Tensor]]) -> tuple[Tensor, float]:
-        """What lies now on the one through three points, each with its sigma; and how many times as
-        long the way between the first two is as that between the last.
+        """What lies now on the one through three points, each with its sigma; and as of
+        `parabola`.
         """
-        now, at = self.sigma**self.power, [sigma**self.power for sigma, _ in through]
-        shares = [
-            math.prod((now - other) / (own - other) for other in at if other != own) for own in at
-        ]
-        found = sum(share * x for share, (_, x) in zip(shares, through, strict=True))
-        return torch.as_tensor(found), (at[0] - at[1]) / (at[1] - at[2])
+        each = [(sigma**self.power, x) for sigma, x in through]
+        return parabola(self.sigma**self.power, each)
+
+
+def parabola(now: float, through: Sequence[tuple[float, Tensor]]) -> tuple[Tensor, float]:
+    """What lies at `now` on the one through three points; and how many times as long the way
+    between the first two is as that between the last.
+    """
+    at = [own for own, _ in through]
+    shares = [
+        math.prod((now - other) / (own - other) for other in at if other != own) for own in at
+    ]
+    found = sum(share * x for share, (_, x) in zip(shares, through, strict=True))
+    return torch.as_tensor(found), (at[0] - at[1]) / (at[1] - at[2])
 
 
 def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:

@@ -1,5 +1,6 @@
 """diffusers' UNet whose tokens and maps outside of a mask lie on the line through two dense calls,
-the slow way: all of everything is computed, and what was not to be computed is put aside.
+or whose tokens bend from it, the slow way: all of everything is computed, and what was not to be
+computed is put aside.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from tests.support.foretold_flux import parabola
 
 
 class Ahead:
@@ -82,6 +85,7 @@ class ForetoldUnet:
         halo: positions round the box of the active tokens that are convolved at each step.
         shape: (height, width) of the latents.
         ahead: calls that are dense besides, and computed first; None: none.
+        bends: whether tokens leave the line as three calls show.
     """
 
     def __init__(
@@ -92,7 +96,10 @@ class ForetoldUnet:
         halo: int,
         shape: tuple[int, int],
         ahead: Ahead | None = None,
+        *,
+        bends: bool = False,
     ) -> None:
+        self.bends = bends
         self.dense, self.step, self.timestep = dense, -1, 0.0
         self.ahead, self.looks = ahead, False
         self.last: tuple[Tensor, Tensor, float] | None = None
@@ -117,15 +124,21 @@ class ForetoldUnet:
     def anchor(self) -> bool:
         return self.looks or self.step in self.dense
 
-    def line(self, name: str, now: Tensor) -> Tensor:
-        """What stands for a tensor: at an anchor itself, else what the last two foretell."""
+    def line(self, name: str, now: Tensor, *, bends: bool = False) -> Tensor:
+        """What stands for a tensor: at an anchor itself, else what the last two foretell, or three
+        where it bends.
+        """
         seen = self.seen.setdefault(name, [])
         if self.anchor:
             seen.append((self.timestep, now.clone()))
             return now
         (before, first), (last, second) = (seen * 2)[-2:] if len(seen) < 2 else seen[-2:]
         times = 0.0 if before == last else (last - self.timestep) / (before - last)
-        return second + times * (second - first)
+        straight: Tensor = second + times * (second - first)
+        if not bends or len(seen) < 3:
+            return straight
+        curve, share = parabola(self.timestep, seen[-3:])
+        return straight + share * (curve - straight)
 
     def _hook(self, model: Any) -> None:
         from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -169,7 +182,8 @@ class ForetoldUnet:
 
     def _tokens(self, name: str) -> Any:
         def hook(_: Any, __: Any, out: Tensor) -> Tensor:
-            foretold, idle = self.line(name, out), self.idle[out.shape[1]]
+            foretold = self.line(name, out, bends=self.bends)
+            idle = self.idle[out.shape[1]]
             return torch.where(idle[:, None], foretold, out)
 
         return hook
@@ -177,7 +191,7 @@ class ForetoldUnet:
     def _stack(self, name: str) -> Any:
         def hook(_: Any, args: Any, named: Any, out: Any) -> Any:
             x = args[0] if args else named["hidden_states"]
-            changed = x + self.line(name, out[0] - x)
+            changed = x + self.line(name, out[0] - x, bends=self.bends)
             idle = self.idle[x.shape[2] * x.shape[3]].view(x.shape[2:])
             return (torch.where(idle, changed, out[0]),)
 

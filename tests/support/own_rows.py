@@ -21,8 +21,9 @@ def plan(
     ring: bool = False,
     format: str = "model",
     foresees: bool = False,
+    bends: bool = False,
 ) -> OwnPlan:
-    return OwnPlan(frozenset(anchors), format, text, ring, foresees=foresees)
+    return OwnPlan(frozenset(anchors), format, text, ring, bends=bends, foresees=foresees)
 
 
 def row_of(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:

@@ -56,7 +56,9 @@ CONTROL = ControlFacts(
 )
 _STRIDE = 7
 OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25}
-_OWN_EVENLY_OVER = 0.75
+_OWN_GROWTH = {FILL: 1.0, INPAINT: 1.7}
+"""The more noise there is, the faster does a base model's picture round the mask change with it."""
+_OWN_EVENLY_OVER = {FILL: 0.75, INPAINT: 0.85}
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, as they are counted on a device without memory
 (`bench kernel_table`)."""
@@ -479,7 +481,9 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         control=CONTROL,
         own_stride=OWN_STRIDES[semantics],
         leaves_text=False,  # none stands among the tokens
-        own_evenly_over=_OWN_EVENLY_OVER,
+        own_growth=_OWN_GROWTH[semantics],
+        own_bends=semantics == INPAINT,
+        own_evenly_over=_OWN_EVENLY_OVER[semantics],
         own_over_template=True,
         dense_sides=True,
         strength_rounds_up=False,

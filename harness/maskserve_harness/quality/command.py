@@ -17,9 +17,7 @@ FluxInpaintPipeline.
 With --own edits whose rows have anchors of their own are compared, with rivals that must be worse.
 
     python scripts/bench eval_quality --own --n 2 --json own.json
-    python scripts/bench eval_quality --own --model assets/models/demo-unet --base
-
-With --base the model is made of an inpainting UNet: one that paints from the prompt alone.
+    python scripts/bench eval_quality --own --model assets/models/demo-unet
 
 A model that sees the source as reference (train_demo_edit.py) gets edits that name what to change
 (demo_model/reference_edits.py), and is held against its dense rows: one anchor or more, dense first
@@ -42,7 +40,6 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -66,7 +63,6 @@ from maskserve_harness.quality.published import missing, published
 from maskserve_harness.quality.report import draw_worst, plot_frontier, plot_rim, table
 from maskserve_harness.quality.rivals import first_block_cache
 from maskserve_harness.quality.systems import Rig
-from maskserve_harness.quality.unet_base import write_base
 from maskserve_harness.reports import about, write_json
 
 CROP_MARGIN = 2
@@ -86,7 +82,6 @@ def parse() -> argparse.Namespace:
     add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
     add("--choices", nargs="+", help="by the names that are printed; default: all")
     add("--wordless", action="store_true", help="prime templates without a word")
-    add("--base", action="store_true", help="of an inpainting UNet its base model (--own)")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
     add("--stride", type=float, help="`[cache] own_anchors` of rows with a ControlNet")
     add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
@@ -281,9 +276,7 @@ def main() -> int:
     if args.adapters and not args.own:
         return judge_adapters(args)
     if args.own:
-        with TemporaryDirectory() as made:
-            folder = write_base(args.model, Path(made) / "base") if args.base else args.model
-            return compare_own(folder, args)
+        return compare_own(args.model, args)
     rig = Rig(args.model, args.steps, wordless=args.wordless)
     classes = classes_of(rig.adapter.facts, args.classes, args.n)
     if args.frontier and rig.adapter.facts.semantics.reference:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from maskserve_core.contracts.request import Lora
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.own_anchors import own_plan
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
@@ -145,3 +147,17 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
         found = sink.final().latents
         assert np.abs(found - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
     idle(engine)
+
+
+def test_anchors_of_a_base_model_are_nearest_where_there_is_most_noise(
+    tiny_unets: dict[str, Path],
+) -> None:
+    """Evenly far apart those of trained ones kept 37 dB, and so 44."""
+    config = config_of(tiny_unets["sd-base"])
+    adapter, own = load_adapter(config), load_encoder(config)
+    plan = own_plan(config, adapter, job(own, 1, "base", num_inference_steps=20))
+    assert plan is not None
+    assert plan.bends
+    gaps = [later - sooner for sooner, later in pairwise(sorted(plan.anchors))]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 2 * gaps[0]

@@ -14,7 +14,7 @@ import pytest
 
 from maskserve_core.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnReader
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
@@ -109,13 +109,15 @@ def test_rows_do_not_depend_on_their_batch(adapter: UnetAdapter, encoder: Encode
 
 
 @pytest.mark.parametrize(
-    ("halo", "seed", "foresees"),
-    [(0, 0, False), (2, 1, False), (ALL, 2, True), (0, 3, True)],
+    ("halo", "seed", "foresees", "bends"),
+    [(0, 0, False, False), (2, 1, False, False), (ALL, 2, True, True), (0, 3, True, False)],
 )
 def test_it_is_the_pipeline_whose_others_are_foretold(
-    folder: Path, encoder: Encoder, halo: int, seed: int, foresees: bool
+    folder: Path, encoder: Encoder, halo: int, seed: int, foresees: bool, bends: bool
 ) -> None:
-    """Between anchors tokens and maps outside lie on lines; a row that holds them is far off."""
+    """Between anchors tokens and maps outside lie on lines, from which tokens may bend; a row that
+    holds them is far off.
+    """
     from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLInpaintPipeline
 
     xl = (folder / "text_encoder_2").exists()
@@ -130,17 +132,20 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
     prepared = adapter.prepare(job).prepared
     active, blend, ahead, own = prepared.active.levels, prepared.inputs.start.blend, None, plan
     if foresees:
-        steps, dense, own = {1: 4, 4: 6}, {0}, partial(plan, 4, 6, foresees=True)
+        steps, dense, own = {1: 4, 4: 6}, {0}, partial(plan, 4, 6, foresees=True, bends=bends)
         inside = None if blend is None else blend.mask[0] > 0
         ahead = Ahead(pipeline.scheduler, steps, case.settings.guidance_scale, inside)
-    ForetoldUnet(pipeline.unet, active, dense, halo or 1, job.moments.shape[1:], ahead)
+    size = job.moments.shape[1:]
+    ForetoldUnet(pipeline.unet, active, dense, halo or 1, size, ahead, bends=bends)
     expected = diffusers_edit(pipeline, case.pixels, case.mask, case.prompt, case.settings,
                               case.seed, output_type="latent")[0].numpy()  # fmt: skip
     found = result(adapter, job, own(*dense))
     assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
-    for rival in (replace(own(*dense), power=0.0), replace(own(*dense), foresees=not foresees)):
+    mine, off = own(*dense), np.abs(computed(adapter, job, found - expected)).max()
+    rivals = [replace(mine, power=0.0), replace(mine, foresees=not foresees)]
+    for rival in [*rivals, *([replace(mine, bends=False)] if bends else [])]:
         apart = np.abs(computed(adapter, job, result(adapter, job, rival) - expected)).max()
-        assert apart > 1e-3, rival
+        assert apart > 10 * off, rival
 
 
 def test_what_was_foreseen_without_an_adapter_is_forgotten_with_it(
@@ -191,9 +196,12 @@ def test_what_is_counted_of_a_step_is_what_torch_counts(
     assert found == work.batch_flops(adapter.counted(job, own), kinds, None)
 
 
-def test_what_is_booked_is_what_is_held(adapter: UnetAdapter, encoder: Encoder) -> None:
+@pytest.mark.parametrize("own", [plan(0, 2), plan(0, 3, 5, foresees=True, bends=True)])
+def test_what_is_booked_is_what_is_held(
+    adapter: UnetAdapter, encoder: Encoder, own: OwnPlan
+) -> None:
     """At most: rings and answers lie three and two times there, once two anchors are taken."""
-    job, own = make_job(encoder, 7, guidance_scale=7.5), plan(0, 2, text=False)
+    job, own = make_job(encoder, 7, guidance_scale=7.5), replace(own, text=False)
     row = row_of(adapter, job, own)
     run(adapter, [row], [own])
     kept = sum(each.nbytes for each in row.anchors)
