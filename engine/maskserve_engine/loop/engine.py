@@ -200,7 +200,9 @@ class Engine:
         """Refuse new edits from now on; accepted ones go on."""
 
         def drain() -> None:
-            self.manager.draining = True
+            self.manager.refusal = Overloaded(
+                "the worker is draining; send the edit to another or try again later"
+            )
 
         self._inbox.put(drain)
 
@@ -235,7 +237,7 @@ class Engine:
     @property
     def state(self) -> State:
         """`loading`, `ready`, `draining`, `stopped` or `failed`."""
-        if self._state == "ready" and self.manager.draining:
+        if self._state == "ready" and self.manager.refusal is not None:
             return "draining"
         return self._state
 
@@ -308,7 +310,6 @@ class Engine:
         """Take no more commands; answer those that came in meanwhile. Whatever fails, the record
         says that it is over.
         """
-        self.manager.draining = True
         try:
             self._inbox.close()
         finally:

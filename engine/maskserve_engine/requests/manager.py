@@ -17,7 +17,6 @@ from maskserve_core.errors import (
     DeadlineExceeded,
     EngineFailed,
     MaskserveError,
-    Overloaded,
     guarded,
 )
 from maskserve_core.worker.loading import Kind, Loadable, Loaded
@@ -103,7 +102,8 @@ class RequestManager:
             DoneInTime(in_time, books),
             *(() if primings is None or ways is None else (TemplateHere(primings, ways, adapter),)),
         )
-        self.draining = False
+        self.refusal: MaskserveError | None = None
+        """Why no edit is taken in any more."""
         self.again = math.inf
         """When `schedule` has something to decide even if nothing happens until then, on
         time.monotonic's clock."""
@@ -114,10 +114,8 @@ class RequestManager:
     def accept(self, edit: RequestState) -> None:
         """Take an edit in, or answer at once why not."""
         try:
-            if self.draining:
-                raise Overloaded(
-                    "the worker is draining; send the edit to another or try again later"
-                )
+            if self.refusal is not None:
+                raise self.refusal
             self._start(edit)
         except Exception as error:
             if self.edits.get(edit.request_id) is None:  # no other edit has this id
@@ -138,7 +136,7 @@ class RequestManager:
             self.end(request_id, DeadlineExceeded("its deadline passed while the edit waited"))
         for edit in self.late.overdue():
             self._park(edit)
-        if not len(self.scheduler) and not self.draining:
+        if not len(self.scheduler) and self.refusal is None:
             self._audit()
         decision = self.scheduler.schedule(now, self.executor.devices)
         for ticket in decision.expired:
@@ -164,10 +162,10 @@ class RequestManager:
         """Prime a template that nobody edits yet; its state: `primed`, `priming` or `absent`.
 
         Raises:
-            Overloaded: the worker is draining.
+            MaskserveError: nothing is taken in any more (`refusal`).
         """
-        if self.draining:
-            raise Overloaded("the worker is draining")
+        if self.refusal is not None:
+            raise self.refusal
         if self.primings is None:
             return "absent"
         if self.primings.cache.wants(job) == "absent":
@@ -217,6 +215,8 @@ class RequestManager:
             self.output.send(edit.sink, Failed(error, edit.timeline()))
 
     def end_all(self, error: MaskserveError) -> None:
+        """End all edits with an error, and those that are still to come."""
+        self.refusal = error
         for request_id in list(self.edits):
             self.end(request_id, error)
         if self.primings is not None:

@@ -337,6 +337,22 @@ def test_an_engine_that_cannot_tell_its_status_has_failed_and_says_so(
     health.close()
 
 
+def test_an_edit_that_comes_in_as_the_engine_fails_is_told_so(
+    config: Config, encoder: Encoder
+) -> None:
+    engine = load_engine(config)
+
+    def broken() -> Any:
+        raise RuntimeError("what rows hold cannot be told")
+
+    engine.manager.rows = broken  # type: ignore[method-assign]
+    sink = Sink()
+    engine.submit(job(encoder, 1, cache="off"), sink)  # before the first turn, which fails
+    engine.start()
+    assert isinstance(sink.error(), EngineFailed)
+    engine.close(1.0)
+
+
 def test_an_engine_that_cannot_write_its_record_leaves_none_that_says_it_is_well(
     config: Config, encoder: Encoder, tmp_path: Path
 ) -> None:
