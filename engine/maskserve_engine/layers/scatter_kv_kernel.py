@@ -111,10 +111,9 @@ def scatter_kv_kernel(
     """Grid: (inactive tokens of all rows, `count`, by `tokens`; numbers of one, `width`, by
     `block`; buffers: 1 or 2). A token is the sum of its row's terms, times their weights. `ids` to
     `weights` have `rows` numbers of each term, some more than there are rows; a term of weight 0 is
-    none, and a row without a first one is left as it is.
-    `step`: from token to token in the buffers. `aligned`: all addresses and steps are multiples of
-    16 bytes, so that threads may read and write as many at once. `adds`: the sum is added to what
-    lies there; else the first term's weight is 1.
+    none, and a row that has none is left as it is. `step`: from token to token in the buffers.
+    `aligned`: all addresses and steps are multiples of 16 bytes, so that threads may read and write
+    as many at once. `adds`: the sum is added to what lies there; else the first term's weight is 1.
     """
     begin = tl.program_id(0) * tokens
     first_number = tl.program_id(1) * block
@@ -132,9 +131,10 @@ def scatter_kv_kernel(
     last = tl.minimum(begin + tokens, count) - 1
     for row in range(tl.load(row_of + begin), tl.load(row_of + last) + 1):
         mine = row_of_token == row
-        written = (
-            mine[:, None] & (at < tl.where(_of(weights, row, 0, rows) == 0.0, 0, width))[None, :]
-        )
+        held = 0.0
+        for n in tl.static_range(terms):
+            held += tl.abs(tl.cast(_of(weights, row, n, rows), tl.float32))
+        written = mine[:, None] & (at < tl.where(held == 0.0, 0, width))[None, :]
         total = tl.zeros((tokens, block), tl.float32)
         if adds:
             total = tl.load(place, mask=written, other=0.0).to(tl.float32)

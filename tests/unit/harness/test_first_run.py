@@ -150,6 +150,15 @@ def test_what_steps_are_made_of_is_timed_by_itself(tmp_path: Path) -> None:
     assert "| 2 | int4 | 2 |" in page
 
 
+def test_parts_are_asked_for_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    asked = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "1", "--only", "gb_per_s"]
+    assert first_run.main([*asked, "--json", str(file)], sent=2**20) == 0
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert "gb_per_s" in found
+    assert not {"tests_passed", "steps", "served", "edits"} & found.keys()
+
+
 def test_without_a_gpu_it_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,10 +48,12 @@ for seed, format in product(range(8), sys.argv[1:]):
             keys, values, ids = keys.take(ids), values.take(ids), None
         # Changes are of the same tokens as the entry, or of just those that the row reads.
         slope_ids, along = (ids, len(keys.data)) if row % 4 == 1 else (None, inactive)
-        of_change = "int8" if row % 5 > 2 else format  # what lifts a template's entry
+        of_change = "int8" if row > 3 else format  # what lifts a template's entry
+        # The first of a row's changes may weigh nothing beside one that does.
+        weights = [(0.25 * row - 0.5 - number) * (row != 5 or number) for number in range(2)]
         changes = tuple(
             Change(tuple(encode(torch.randn(along, heads * head_dim).to(dtype), of_change)
-                         for _ in range(parts)), 0.25 * row - 0.5 - number, slope_ids)
+                         for _ in range(parts)), weights[number], slope_ids)
             for number in range(row % 3 if seed % 2 else 0))
         dense = rows > 1 and row == draw(0, rows)
         inactive = 0 if dense else inactive
