@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.models.facts import own_rule, text_shares
+from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.entry_bytes import FORMATS
+from maskserve_core.routing.estimate import pricing_of
 from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.loop.engine import Engine
@@ -56,3 +61,19 @@ def edit(engine: Engine, each: EditJob) -> FinalEvent:
     sink = Sink()
     engine.submit(each, sink)
     return sink.final()
+
+
+def priced_by_flops(engine: Engine, asked: EditJob, steps: int) -> Pricing:
+    """What a router is told of an engine's edits that are made with so many steps: nothing but
+    their FLOPs, a nanosecond each.
+    """
+    config, adapter = engine.config, engine.adapter
+    return pricing_of(
+        adapter.work(*asked.moments.shape[1:]),
+        CostModel("test", Line(0.0, 1e-9)),
+        FORMATS["int4"],
+        text=len(asked.conditioning["prompt_embeds"]),
+        anchors=1,
+        text_shares=text_shares(config, adapter.facts, steps, shared=False),
+        leaves_ring=own_rule(config, adapter.facts).ring,
+    )

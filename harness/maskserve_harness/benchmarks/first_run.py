@@ -16,8 +16,7 @@ through Triton, where there is one.
 Beside the JSON lies a page with plots, gpu-first-run.md.
 
 Some parts alone: `--only served attention_ms`. On a card that does not hold the whole model, with
-fewer blocks: `--blocks 4 8`. A rehearsal on any
-machine, which says nothing of a GPU:
+fewer blocks: `--blocks 4 8`. A rehearsal on any machine, which says nothing of a GPU:
 
     python scripts/bench first_run --device cpu --preset demo --json rehearsal.json
 """

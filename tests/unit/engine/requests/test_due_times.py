@@ -19,12 +19,8 @@ from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.reuse_levels import LEVELS, ReuseLevel, levels_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
-from maskserve_core.models.facts import own_rule, text_shares
 from maskserve_core.models.semantics import FILL
-from maskserve_core.planning.cost_model import CostModel, Line
-from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing import Edit, WorkerView
-from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.triton.after_steps import AfterSteps
 from maskserve_core.triton.call import bounded
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
@@ -37,7 +33,7 @@ from maskserve_engine.requests.own_anchors import plan_beside
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
 from tests.fakes.jobs import config_of
-from tests.support.engines import edit, job, make_engine
+from tests.support.engines import edit, job, make_engine, priced_by_flops
 from tests.support.sink import Sink
 
 
@@ -381,15 +377,7 @@ def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
         12, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring,
         cached_levels=levels, other_levels=LEVELS[FILL, "dense"],
     )  # fmt: skip
-    pricing = pricing_of(
-        adapter.work(*asked.moments.shape[1:]),
-        CostModel("test", Line(0.0, 1e-9)),
-        FORMATS["int4"],
-        text=len(asked.conditioning["prompt_embeds"]),
-        anchors=1,
-        text_shares=text_shares(anchoring.config, facts, 12, shared=False),
-        leaves_ring=own_rule(anchoring.config, facts).ring,
-    )
+    pricing = priced_by_flops(anchoring, asked, 12)
     least = min(level.work for level in state.levels)
     assert WorkerView("w", pricing, 1, 1).least_share(seen) == pytest.approx(least, rel=0.02)
     assert least > 1.2 * levels[-1].work

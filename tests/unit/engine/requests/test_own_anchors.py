@@ -12,10 +12,6 @@ import pytest
 import torch
 
 from maskserve_core.config import CacheConfig
-from maskserve_core.models.facts import own_rule, text_shares
-from maskserve_core.planning.cost_model import CostModel, Line
-from maskserve_core.planning.entry_bytes import FORMATS
-from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import own_anchors
@@ -27,7 +23,7 @@ from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of
-from tests.support.engines import accept, edit, job, make_engine
+from tests.support.engines import accept, edit, job, make_engine, priced_by_flops
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
 
@@ -250,21 +246,13 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
     engine: Engine, encoder: Encoder
 ) -> None:
     asked = job(encoder, 40, "priced", num_inference_steps=20)
-    adapter, facts = engine.adapter, engine.adapter.facts
+    adapter = engine.adapter
     own = plan_beside(engine.config, adapter, asked, 0)
     assert own is not None
     work, tokens = adapter.work(*asked.moments.shape[1:]), adapter.tokens(asked)
     between, at_anchors = (adapter.counted(asked, own, anchor=each) for each in (False, True))
     counted = EditWork.of(asked, adapter).with_own(own, between, work, at_anchors)
-    pricing = pricing_of(
-        work,
-        CostModel("test", Line(0.0, 1e-9)),
-        FORMATS["int4"],
-        text=len(asked.conditioning["prompt_embeds"]),
-        anchors=1,
-        text_shares=text_shares(engine.config, facts, 20, shared=False),
-        leaves_ring=own_rule(engine.config, facts).ring,
-    )
+    pricing = priced_by_flops(engine, asked, 20)
     asks = Edit(20, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring)
     active = asks.active(pricing.rings.template, pricing.rings.ahead)
     priced, _ = pricing.row(active, tokens.total, cached=True)
@@ -284,17 +272,8 @@ def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it
     own = own_plan(engine.config, engine.adapter, asked)
     assert own is not None
     state.go(Route("cached", "own", own=own, dense_steps=len(own.anchors)), engine.adapter)
-    work, tokens = engine.adapter.work(*asked.moments.shape[1:]), engine.adapter.tokens(asked)
-    facts = engine.adapter.facts
-    pricing = pricing_of(
-        work,
-        CostModel("test", Line(0.0, 1e-9)),
-        FORMATS["int4"],
-        text=len(asked.conditioning["prompt_embeds"]),
-        anchors=1,
-        text_shares=text_shares(engine.config, facts, 20, shared=False),
-        leaves_ring=own_rule(engine.config, facts).ring,
-    )
+    tokens = engine.adapter.tokens(asked)
+    pricing = priced_by_flops(engine, asked, 20)
     view = WorkerView("w", pricing, 1, 1, templates={})
     asks = Edit(
         20, tokens.active, tokens.total, own_steps=len(own.anchors), inner_tokens=tokens.inner,
