@@ -34,7 +34,9 @@ class Pool:
         self.config = config
         self.workers: dict[str, Worker] = {}
         self._changed = changed
-        self._polls: dict[str, asyncio.Task[None]] = {}
+        self._polls: dict[Worker, asyncio.Task[None]] = {}
+        """Of one that is retired for as long as it finishes what it holds, even where its address
+        has come back as another worker."""
         self._resolver: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -93,12 +95,13 @@ class Pool:
         for address in sorted(wanted - set(self.workers)):
             log.info("worker %s is new", address)
             worker = self.workers[address] = Worker(address, self.config)
-            self._polls[address] = asyncio.create_task(self._keep_polling(worker))
+            self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
         for address in sorted(set(self.workers) - wanted):
             log.info("worker %s is no longer among the workers", address)
             task = asyncio.create_task(self._retire(self.workers.pop(address)))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+        self._changed()
 
     async def _retire(self, worker: Worker) -> None:
         """Let a worker that is no longer wanted finish what it holds."""
@@ -106,7 +109,9 @@ class Pool:
         end = time.monotonic() + self.config.faults.drain_grace_s
         while worker.sent and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self._polls.pop(worker.address).cancel()
+        self._polls.pop(worker).cancel()
+        told = f"[{EngineFailed.code}] the worker is no longer among those of the configuration"
+        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, told))
         await worker.upstream.close()
 
     # How they are.
@@ -135,7 +140,7 @@ class Pool:
             why = "its engine does not step"
             if worker.ready and not was_ready:
                 log.info("worker %s serves %s", worker.address, status.model)
-            if worker.ready:
+            if worker.ready or was_ready:
                 self._changed()
         if worker.misses >= self.config.workers.misses and worker.up:
             self._lost(worker, why or "no answer")

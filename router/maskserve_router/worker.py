@@ -39,6 +39,7 @@ _MOST_BYTES = 4 * 2**20
 _MOST_ROWS = 10_000
 """Rows that a record lists; each takes some microseconds at every poll."""
 _MOST_NODES = 100
+_MOST_DEVICES = 1024
 _MOST_STEPS = 100_000
 _MOST_TOKENS = 10**9
 _MOST_LOAD_S = 86_400.0
@@ -68,6 +69,7 @@ def _check_status(status: PolledStatus) -> None:
             raise ValueError(f"not a status: {name} is {value}")
 
     within("max_rows", status.max_rows, 1, _MOST_ROWS)
+    within("devices", status.devices, 1, _MOST_DEVICES)
     within("max_waiting", status.max_waiting, 0, 10**9)
     within("age_s", status.told_age_s, 0.0, 86_400.0)
     within("in_flight", status.in_flight, 0, 10**9)
@@ -76,6 +78,8 @@ def _check_status(status: PolledStatus) -> None:
         within("steps_left", row.steps_left, 0, _MOST_STEPS)
         within("total_tokens", row.total_tokens, 0, _MOST_TOKENS)
         within("active_tokens", row.active_tokens, 0, row.total_tokens)
+        within("dense_share", row.dense_share, 0.0, 1.0)
+        within("adapter_bytes", row.adapter_bytes, 0, 2**50)
         for _, share in row.controls:
             within("a control's share", share, 0.0, 1.0)
     within("the number of nodes", len(status.nodes), 0, _MOST_NODES)
@@ -94,6 +98,8 @@ def _check_status(status: PolledStatus) -> None:
         within("served.token_pixels", served.token_pixels, 1, served.native_resolution)
         within("served.num_inference_steps", served.num_inference_steps, 1, _MOST_STEPS)
         within("served.mask_ring", served.mask_ring, 0, 2**16)
+        within("served.own_stride", served.own_stride, 0.0, 1.0)
+        within("served.own_ring", served.own_ring, 0, 2**16)
 
 
 class WorkerEpoch(NamedTuple):

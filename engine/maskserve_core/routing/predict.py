@@ -57,8 +57,10 @@ def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> dict[str, lis
 
     Args:
         edits: in the order in which they get places.
-        workers: that any of them may go to, with the rows that each has.
+        workers: that any of them may go to, with the rows that each has; of none, nobody gets any.
     """
+    if not workers:
+        return {}
     free: list[tuple[float, int]] = []
     for number, worker in enumerate(workers):
         profile = worker.profile

@@ -161,11 +161,13 @@ def row(**changed: Any) -> dict[str, Any]:
     [
         {"max_rows": 0},
         {"max_rows": 10**12},
+        {"devices": 0},
         {"max_waiting": -1},
         {"age_s": -1},
         {"running": [row()] * 10_001},
         {"running": [row(steps_left=-1)]},
         {"waiting": [row(active_tokens=5)]},
+        {"waiting": [row(dense_share=-1.0)]},
         {"served": {"native_resolution": 0, "token_pixels": 16, "num_inference_steps": 4}},
         {"worker": "x" * 2**23},
     ],
