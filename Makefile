@@ -10,6 +10,10 @@ STAMP := $(VENV)/.installed
 PIP_FLAGS ?=
 MODEL ?= assets/models/demo
 WORKERS ?= 1
+# What all draws of the tests come from: a number, or `fresh` for another one in each run.
+SEED ?= 0
+SHARD ?= 1
+SHARDS ?= 8
 PYTEST_FLAGS ?=
 # What torch itself pins, each build of it another version: never in constraints.txt.
 BY_TORCH := triton|cuda-[a-z-]+|nvidia-(cu|nccl|nv)[a-z0-9-]*
@@ -21,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 MODELS := .mypy_cache/models
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-units test-e2e test-full compose-test check lint types installs bench bench-full \
+.PHONY: help setup demo page test test-units test-e2e test-full test-slow compose-test check lint types installs bench bench-full \
 	serve constraints clean
 
 help: ## list the targets
@@ -32,6 +36,7 @@ help: ## list the targets
 	@echo '  PIP_FLAGS="…"          flags for pip, such as an index with another build of torch'
 	@echo '  MODEL=… WORKERS=…      what `make serve` serves'
 	@echo '  JOBS=2                 cores that `make test` may use'
+	@echo '  SEED=0                 what the tests draw by; `fresh` is another in each run'
 
 setup: $(STAMP) ## make .venv with everything that is needed
 
@@ -60,18 +65,23 @@ demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 # imported already.
 test: $(STAMP) ## the tests, with a real Triton
 	$(MAKE) -j2 test-e2e test-units
-	$(if $(GPU),$(PY) -m pytest tests/gpu $(PYTEST_FLAGS))
+	$(if $(GPU),$(PY) -m pytest tests/gpu --seed $(SEED) $(PYTEST_FLAGS))
 
 test-units: $(STAMP)
 	OMP_NUM_THREADS=1 nice -n 5 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit \
-		tests/contract tests/triton $(if $(GPU),,tests/gpu) $(PYTEST_FLAGS)
+		tests/contract tests/triton $(if $(GPU),,tests/gpu) --seed $(SEED) $(PYTEST_FLAGS)
 
 # A file runs in one process, where its Triton is (tests/e2e/conftest.py says which share one).
 test-e2e: $(STAMP)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e --seed $(SEED) $(PYTEST_FLAGS)
 
 test-full: $(STAMP) ## the tests, slow ones too
-	MASKSERVE_FULL=1 $(MAKE) test
+	MASKSERVE_FULL=1 $(MAKE) test SEED=fresh
+
+# What every other run leaves out; a night takes one shard after the other.
+test-slow: $(STAMP) ## one of SHARDS shards of the slow tests: SHARD=1, SHARD=2, …
+	OMP_NUM_THREADS=1 MASKSERVE_FULL=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/unit tests/e2e \
+		--slow-shard $(SHARD)/$(SHARDS) --seed fresh $(PYTEST_FLAGS)
 
 compose-test: $(STAMP) ## the containers: build, up, edit, kill a worker, down (needs Docker)
 	MASKSERVE_COMPOSE=required $(PY) -m pytest --slow tests/e2e/test_compose.py $(PYTEST_FLAGS)

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.covering import leave_some_to_slow_runs
+from tests.support.draws import SEED_VARIABLE, drawing
 from tests.support.examples import examples
+from tests.support.shards import shard_of, split
 
 # Of what is imported and collected, millions of objects, nothing goes before the end: no look
 # through it is worth its time, neither now nor in any test.
@@ -33,7 +37,7 @@ settings.register_profile(
     examples(
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-        derandomize=False,  # as Hypothesis has it where it sees a CI
+        derandomize=False,  # as Hypothesis has it where it sees a CI; --seed has a say
     ),
 )
 settings.load_profile("maskserve")
@@ -43,6 +47,67 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", help="run the tests marked slow (or set MASKSERVE_FULL=1)"
     )
+    parser.addoption(
+        "--slow-shard",
+        metavar="I/N",
+        help="run one of N shards of the slow tests, no others",
+    )
+    parser.addoption(
+        "--products",
+        choices=("mkl", "onednn"),
+        help="whose products the CPU computes in the tests' processes (default: as it is served)",
+    )
+    parser.addoption(
+        "--seed",
+        default="0",
+        metavar="N",
+        help="what all draws come from: a number from 0 to 2³¹ - 1, or `fresh` (default 0)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Settles the seed, before pytest-xdist hands options on and Hypothesis reads its own."""
+    given = config.getoption("--seed")
+    if given == "fresh":
+        given = str(secrets.randbelow(2**31))
+    if not (given.isdecimal() and int(given) < 2**31):
+        raise pytest.UsageError(f"--seed takes a number from 0 to 2³¹ - 1, or `fresh`: {given!r}")
+    config.option.seed = os.environ[SEED_VARIABLE] = given
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = given
+    if products := config.getoption("--products"):
+        from maskserve_engine.layers import onednn
+
+        # As on another processor; is_faster() asks the host once.
+        onednn.is_faster = cache(lambda: products == "onednn")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: --seed {config.option.seed}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"drawn by --seed {config.option.seed}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    case = getattr(request, "param_index", 0)
+    with drawing(f"{request.node.nodeid} {fixturedef.argname} {case}"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with drawing(item.nodeid):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,8 +117,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder in FOLDERS:
             item.add_marker(getattr(pytest.mark, folder))
     leave_some_to_slow_runs(items)
+    shard = config.getoption("--slow-shard")
+    if shard:
+        items[:], others = split(items, *shard_of(shard), HERE / "e2e")
+        config.hook.pytest_deselected(items=others)
     _skip(items, "gpu", _no_cuda)
-    if not (config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
+    if not (shard or config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
         _skip(items, "slow", lambda: "slow: runs with --slow or MASKSERVE_FULL=1")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.covering import covering, leave_some_to_slow_runs
 from tests.support.examples import examples
+from tests.support.shards import shard_of, split
 
 
 class Item:
@@ -88,3 +91,31 @@ def test_what_is_slow_anyway_covers_nothing() -> None:
     leave_some_to_slow_runs(items)
     taken = [item for item in items if not item.get_closest_marker("slow")]
     assert [tuple(item.callspec.params.values()) for item in taken] == [(0, 1), (1, 0)]
+
+
+@dataclass
+class Case:
+    path: Path
+    slow: bool = True
+
+    def get_closest_marker(self, name: str) -> bool:
+        return self.slow and name == "slow"
+
+
+def test_shards_have_each_slow_case_once_and_files_of_servers_whole() -> None:
+    e2e, unit = Path("tests/e2e"), Path("tests/unit")
+    cases = [Case(e2e / f"{n % 5}.py") for n in range(40)] + [
+        Case(unit / "x.py") for _ in range(11)
+    ]
+    quick = [Case(unit / "x.py", slow=False)]
+    shards = [split([*quick, *cases], number, 3, e2e)[0] for number in (1, 2, 3)]
+    assert sorted(id(case) for shard in shards for case in shard) == sorted(map(id, cases))
+    files = [{case.path for case in shard if case.path.parent == e2e} for shard in shards]
+    assert sum(map(len, files)) == 5
+    assert [sum(case.path.parent == unit for case in shard) for shard in shards] == [4, 4, 3]
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", ""])
+def test_a_shard_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match="--slow-shard takes"):
+        shard_of(text)

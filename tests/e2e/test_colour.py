@@ -12,6 +12,7 @@ from PIL import Image, ImageCms
 from tests.fakes.pictures import blob_mask, encode, scene, sixteen_bit_png
 from tests.fakes.profiles import cmyk_profile, rgb_profile
 from tests.support.calls import Grpc, edit_inputs, pixels
+from tests.support.draws import fresh_rng
 
 SIZE = (45, 61)
 SCENE, MASK = scene(*SIZE), blob_mask(*SIZE)
@@ -21,7 +22,7 @@ WIDE = rgb_profile(((0.68, 0.32), (0.265, 0.69), (0.15, 0.06)), 2.2)
 
 @pytest.mark.parametrize("output_format", ["png", "webp", "jpeg"])
 def test_transparency_of_a_source_is_kept_outside_the_mask(grpc: Grpc, output_format: str) -> None:
-    rng, mask = np.random.default_rng(), blob_mask(45, 61)
+    rng, mask = fresh_rng(), blob_mask(45, 61)
     alpha = rng.integers(0, 256, (45, 61), np.uint8)
     source = encode(np.dstack((scene(45, 61), alpha)))
     image, _ = grpc.edit(edit_inputs(source, mask, output_format=output_format))
@@ -36,7 +37,7 @@ def test_transparency_of_a_source_is_kept_outside_the_mask(grpc: Grpc, output_fo
 
 
 def test_16_bits_of_a_source_are_kept_outside_the_mask(grpc: Grpc) -> None:
-    samples = np.random.default_rng().integers(0, 2**16, (45, 61, 3), np.uint16)
+    samples = fresh_rng().integers(0, 2**16, (45, 61, 3), np.uint16)
     source, mask = sixteen_bit_png(samples), blob_mask(45, 61)
     image, _ = grpc.edit(edit_inputs(source, mask))
     _, _, rows, told = pypng.Reader(bytes=image).read()

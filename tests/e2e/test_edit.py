@@ -35,6 +35,7 @@ from tests.support.calls import (
     stream,
     tensors,
 )
+from tests.support.draws import fresh_rng
 
 FINAL_KEYS = {
     "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",
@@ -234,7 +235,7 @@ def test_the_encoder_takes_what_waits_together(worker: WorkerProcess) -> None:
     """Triton gives it all that came while it was busy; each still gets what it gets alone."""
     from maskserve_harness.benchmarks.direct import request_of
 
-    rng = np.random.default_rng()
+    rng = fresh_rng()
 
     def inputs(side: int, prompt: str) -> list[triton_grpc.InferInput]:
         pixels = rng.integers(0, 256, (side, side, 3), dtype=np.uint8)

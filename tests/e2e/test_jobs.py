@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import random
-import secrets
 import threading
 import urllib.error
 import urllib.request
@@ -25,6 +23,7 @@ from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, pixels
+from tests.support.draws import fresh_random
 
 
 @pytest.mark.timeout(900)
@@ -37,7 +36,7 @@ def test_jobs_outlive_routers_that_are_killed(
     """
     jobs = {"database": str(tmp_path / "jobs.sqlite"), "lease_s": 1.0, "running": 2}
     site = RouterSite([worker.grpc_url], tmp_path, {"jobs": jobs})
-    draw = random.Random(secrets.randbits(32))
+    draw = fresh_random()
     source, where = encode(scene(64, 64)), encode(blob_mask(64, 64))
     picture, mask = (base64.b64encode(each).decode() for each in (source, where))
     asked = {

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, eventually, pixels
+from tests.support.draws import fresh_rng, fresh_seed
 
 KEYS = {"one": "key-of-one", "two": "key-of-two"}
 SIDE = 64
@@ -151,7 +151,7 @@ def test_a_background_is_as_transparent_as_it_was_or_opaque(
     client: openai.OpenAI, background: str
 ) -> None:
     """Outside the mask the alpha comes back bit for bit."""
-    alpha = np.random.default_rng().integers(0, 256, (SIDE, SIDE), np.uint8)
+    alpha = fresh_rng().integers(0, 256, (SIDE, SIDE), np.uint8)
     outside = blob_mask(SIDE, SIDE) == 0
     answer = client.images.edit(
         image=("a.png", encode(np.dstack([scene(SIDE, SIDE), alpha]))),
@@ -425,7 +425,7 @@ def test_what_open_webui_sends_is_an_edit(
         said = {"model": model, "prompt": "a red star", "n": "1", "response_format": "b64_json"}
         for name, value in said.items():
             form.add_field(name, value)
-        name = f"{uuid.uuid4()}.png"
+        name = f"{fresh_seed()}.png"
         form.add_field(field, io.BytesIO(cut_out()), filename=name, content_type="image/png")
         url = f"http://{router.http_url}/v1/images/edits?api-version=2026-01-01"
         headers = {"Authorization": f"Bearer {KEYS['one']}"}

@@ -51,6 +51,7 @@ from tests.support.calls import (
     tensors,
     texts,
 )
+from tests.support.draws import fresh_rng
 from tests.support.faults.cluster_faults import Cluster, Fault, faults, try_fault
 from tests.support.faults.judged_load import LOST, WRONG, known_edits
 
@@ -601,7 +602,7 @@ def test_hostile_bodies_stop_here(router: RouterSite, http_client: Http) -> None
             name, number = url.split(":")
             with socket.create_connection((name, int(number)), timeout=30) as noise:
                 try:
-                    noise.sendall(os.urandom(4096))
+                    noise.sendall(fresh_rng().bytes(4096))
                     noise.settimeout(0.2)
                     noise.recv(1000)
                 except OSError:

@@ -7,7 +7,6 @@ their own (`pip install s3fs 'moto[s3,server]'`), whose Python MASKSERVE_S3_PYTH
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import requests
 
 from maskserve_harness.checkout import CHECKOUT
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 
 PYTHON = os.environ.get("MASKSERVE_S3_PYTHON", "")
@@ -82,7 +82,7 @@ def put(server: str, url: str, content: bytes) -> subprocess.CompletedProcess[by
 
 
 def test_a_picture_is_an_object_byte_for_byte(server: str) -> None:
-    content = secrets.token_bytes(3_000_000)
+    content = fresh_rng().bytes(3_000_000)
     done = put(server, "s3://answers/of-one/2026/a b@2x.png", content)
     assert done.returncode == 0, done.stderr
     assert done.stdout == content

@@ -25,6 +25,7 @@ from maskserve_harness.demo_model.scenes import PHOTOS
 from tests.fakes.pictures import encode
 from tests.support.calls import Grpc, edit_inputs, pixels
 from tests.support.clone import Clone
+from tests.support.draws import fresh_rng
 from tests.support.page import (
     chromium,
     is_edit,
@@ -42,7 +43,7 @@ NATIVE = 128
 
 def photograph(width: int, height: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """[H, W, 3] with the grain of its size and a blue circle on it, and where that is."""
-    grain = np.random.default_rng().normal(0, 4, (height, width, 1)).astype(np.float32)
+    grain = fresh_rng().normal(0, 4, (height, width, 1)).astype(np.float32)
     with Image.open(PHOTOS / "coffee.jpg") as photo:
         sized = photo.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
     centre = (0.275 * width, 0.3 * height)

@@ -36,6 +36,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import encode, scene
+from tests.support.draws import fresh_seed
 from tests.support.eventually import eventually
 
 pytestmark = [
@@ -238,7 +239,7 @@ def nothing_left(site: Site) -> Iterator[None]:
 
 
 def a_seed() -> int:
-    return int(np.random.default_rng().integers(2**31))
+    return fresh_seed()
 
 
 def hosts_of(meta: dict[str, Any]) -> tuple[set[str], set[str]]:

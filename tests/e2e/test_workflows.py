@@ -41,6 +41,7 @@ from maskserve_core.workflows.run import seed_of
 from maskserve_harness.router_site import RouterSite
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.pictures import encode, scene
+from tests.support.draws import fresh_rng, fresh_seed
 from tests.support.eventually import eventually
 from tests.support.workflows import DRAWN, interpret, plans_of_every_kind, run_one
 
@@ -423,7 +424,7 @@ def moments(count: int) -> list[Any]:
 def test_what_a_killed_server_had_alone_runs_again(
     site: Site, folder: Path, what: str, after: int | None
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     after = after or int(rng.integers(1, 20))
     [plan] = [plan for plan in plans_of_every_kind() if plan.name == "tries"]
     asked = {"image": SOURCE, "mask": two_regions()}
@@ -457,7 +458,7 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
     workers, nodes = site.supervisor.workers, site.supervisor.services[-1]
     servers = [process.pid for process in (*workers, nodes)]
     settings = {
-        "seed": int(np.random.default_rng().integers(2**31)), "num_inference_steps": 200,
+        "seed": fresh_seed(), "num_inference_steps": 200,
         "reproducible": True, "cache": "off",
     }  # fmt: skip
     asked: dict[str, Any] = {
@@ -527,7 +528,7 @@ def test_a_kept_result_is_good_on_every_worker_of_the_host(site: Site) -> None:
 
         def following(worker: Client, scope: str, image: bytes | None = None) -> bytes:
             named = {} if image else {"template_id": first.result_template_id}
-            name = f"{scope}!{os.urandom(4).hex()}"
+            name = f"{scope}!{fresh_seed()}"
             made = worker.edit(
                 image, two_regions(), "a blue heart", request_id=name, **named, **asked
             )
@@ -544,7 +545,7 @@ def test_values_that_are_lost_are_made_again(site: Site, folder: Path) -> None:
     """All that lies in files is removed under a run, twice."""
     [plan] = [plan for plan in plans_of_every_kind() if plan.name == "tries"]
     asked = {"image": SOURCE, "mask": two_regions()}
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = fresh_seed()
     settings = {"seed": seed, "reproducible": True, "progress": True}
     seen, lost = set[str](), 0
     for event in site.stream("tries", **asked, settings=settings):

@@ -1,6 +1,6 @@
 """How many examples Hypothesis draws: some in `make test` and CI, all of them in `make test-full`.
 
-Each run draws others, so what a short run leaves out the next ones see.
+They are drawn by the run's seed (tests/support/draws.py).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from maskserve_core.workflows.pictures import PictureNodes
 from maskserve_core.workflows.values import Judgement, NamedValue, parts_of
 from maskserve_core.workflows.wire import PLACED, RECORD, NodeResult, NodeTask, laid_out, picked_up
 from tests.fakes.pb_utils import FakeTriton
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 
 Ask = Callable[..., Any]
@@ -65,7 +66,7 @@ def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
 
 @pytest.mark.parametrize("node", ["invert", "split", "outline", "compose", "crop", "best"])
 def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node: str) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     drawn = rng.integers(0, 256, (24, 32, 3), np.uint8)
     white = np.zeros((24, 32), np.uint8)
     white[2:9, 3:9] = white[14:20, 20:30] = 255
@@ -103,7 +104,7 @@ def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node
 
 
 def test_a_picture_passes_as_its_pixels_and_a_mask_as_a_png(ask: Ask) -> None:
-    drawn = np.random.default_rng().integers(0, 256, (24, 32, 3), np.uint8)
+    drawn = fresh_rng().integers(0, 256, (24, 32, 3), np.uint8)
     white = np.zeros((24, 32), np.uint8)
     white[2:9, 3:9] = 255
     given = {"picture": encode_png(drawn), "mask": encode_png(white)}

@@ -29,6 +29,7 @@ from maskserve_core.triton.together import Together, batched, view_item
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
 from tests.fakes.pb_utils import FakeTriton, Request
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 from tests.support.stage_server import StageServer
 
@@ -148,7 +149,7 @@ def site(api: FakeTriton, config: Config, opened: ExitStack) -> Site:
 
 
 def to_encode(api: FakeTriton, asked: bytes = b'{"prompt":"a star"}') -> Request:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     height, width = rng.integers(8, 24, 2)
     given = {
         "REQUEST": asked,
@@ -160,7 +161,7 @@ def to_encode(api: FakeTriton, asked: bytes = b'{"prompt":"a star"}') -> Request
 
 
 def to_decode(api: FakeTriton, channels: int = 3) -> Request:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     latents = rng.uniform(0, 255, (channels, 5, 7)).astype(np.float32)
     if not channels:
         latents = np.zeros((0, 0, 0), np.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import socket
@@ -19,6 +18,7 @@ from maskserve_harness.router_site import RouterSite
 from maskserve_harness.soaking.load import Load
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
+from tests.support.draws import fresh_rng
 from tests.support.faults.judged_load import (
     PATIENCE_S,
     Customer,
@@ -131,7 +131,7 @@ async def _random_bytes(cluster: Cluster) -> None:
     for _ in range(50):
         for url in (cluster.site.http_url, cluster.site.grpc_url):
             with suppress(OSError), _connect(url) as connection:
-                connection.sendall(os.urandom(4096))
+                connection.sendall(fresh_rng().bytes(4096))
         await asyncio.sleep(0.02)
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 
 from maskserve_engine.base.mailbox import OutputThread
@@ -30,6 +29,7 @@ from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weight
 from tests.fakes.jobs import config_of, guided
 from tests.support import examples
 from tests.support.covering import is_unet
+from tests.support.draws import fresh_rng
 from tests.support.engines import job
 from tests.support.sink import Sink
 
@@ -155,7 +155,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     """Dense and cached ones, some with a negative prompt, of templates that are primed meanwhile;
     they leave when they are done or are cancelled.
     """
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     sinks: dict[str, Sink] = {}
     reads, led = False, loop.engine.adapter.facts.true_cfg
     turns, most = (24, 12) if isinstance(loop.engine.adapter, FluxAdapter) else (12, 5)

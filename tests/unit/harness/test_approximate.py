@@ -1,8 +1,10 @@
-"""A start from an earlier result, small: what must be the whole edit, and what must not."""
+"""A start from an earlier result, small: what must be the whole edit, and what must not.
+
+A start packs its rows at another step than the whole edit did, so kernels get other shapes: the
+results are equal as of docs/design.md §8, and not bit by bit.
+"""
 
 from __future__ import annotations
-
-import torch
 
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
@@ -20,4 +22,5 @@ def test_a_start_is_the_whole_edit_at_step_0_and_from_its_own_state_alone() -> N
         (trial.noised(others, step), step, False),
     ):
         for made, whole in zip(trial.started(latents, begin), results, strict=True):
-            assert torch.equal(made, whole) == same
+            bound = 1e-4 * max(1.0, float(whole.abs().max()))
+            assert (float((made - whole).abs().max()) <= bound) == same

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from maskserve_harness.benchmarks.due_times import (
@@ -19,6 +18,7 @@ from maskserve_harness.benchmarks.due_times import (
     simulated,
     summary,
 )
+from tests.support.draws import fresh_rng
 
 TIMES = {side: Times((side / 1e3, side / 1.8e3), 0.02, 0.03, 0.01) for side in DUE}
 """Seconds."""
@@ -58,7 +58,7 @@ def test_the_error_is_that_of_rounds_and_not_of_edits() -> None:
 
 
 def test_all_sizes_come_equally_often() -> None:
-    drawn = sides(4 * len(DUE), np.random.default_rng())
+    drawn = sides(4 * len(DUE), fresh_rng())
     assert [drawn.count(side) for side in DUE] == [4] * len(DUE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from maskserve_core.models.flux import flux_work
@@ -24,11 +23,12 @@ from maskserve_engine.start.assembly import load_engine
 from maskserve_harness.benchmarks.profile_costs import Point, fitted, main, parse
 from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.jobs import config_of
+from tests.support.draws import fresh_rng
 
 
 def test_the_fit_finds_the_law_and_one_without_exchanges_does_not() -> None:
     line, exchange = Line(0.004, 2e-15), ExchangeCosts(3e11, 4e-5)
-    work, rng, points = flux_work(FLUX_DEV, 64, 64), np.random.default_rng(), []
+    work, rng, points = flux_work(FLUX_DEV, 64, 64), fresh_rng(), []
     for ratio in (0.1, 0.3, 1.0):
         kind, row = ("dense" if ratio == 1.0 else "kv"), work.row_at(ratio, 512.0)
         times = seconds_by_degree(work, row, kind, line, exchange)

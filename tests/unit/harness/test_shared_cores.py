@@ -12,10 +12,11 @@ from maskserve_core.worker.gangs.work import GangPolicy
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_harness.simulator.gangs import Fixed, simulate
 from maskserve_harness.simulator.shared_cores import Machine, StagedEdit
+from tests.support.draws import fresh_rng
 
 
 def tickets(count: int, steps: int = 5) -> list[Ticket]:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     at = np.cumsum(rng.exponential(0.4, count))
     made = []
     for number, arrival in enumerate(at):

@@ -22,6 +22,7 @@ from maskserve_core.adapters.lora_header import (
 )
 from maskserve_core.adapters.lora_plan import plan_of
 from tests.fakes.loras import LAYERS, WIDTH, Arrays, lora
+from tests.support.draws import fresh_rng
 
 DEMO = Path(__file__).parents[4] / "assets" / "models" / "demo"
 DEMO_UNET = DEMO.with_name("demo-unet")
@@ -152,7 +153,7 @@ def test_values_are_finite(dtype: Any, bad: float) -> None:
 def test_files_that_are_no_safetensors_are_refused() -> None:
     raw = saved(lora())
     head = 8 + int.from_bytes(raw[:8], "little")
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     hostile = [
         b"",
         b"\x01",
@@ -176,7 +177,7 @@ def test_no_change_of_a_header_breaks_its_reader() -> None:
     """One byte of the header is another: it is read or refused, and no place lies outside."""
     raw = bytearray(saved(lora()))
     head = 8 + int.from_bytes(raw[:8], "little")
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for _ in range(500):
         changed = bytearray(raw)
         changed[int(rng.integers(head))] = int(rng.integers(256))

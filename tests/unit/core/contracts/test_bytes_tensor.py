@@ -8,10 +8,11 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from maskserve_core.contracts import bytes_tensor
+from tests.support.draws import fresh_rng
 
 
 def test_elements_are_packed_as_tritonclient_packs_them() -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for _ in range(20):
         elements = [rng.bytes(int(rng.integers(0, 400))) for _ in range(int(rng.integers(1, 9)))]
         raw = bytes_tensor.pack(elements)

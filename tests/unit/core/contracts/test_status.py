@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served
 from maskserve_core.worker.status import RowStatus, StatusReader, StatusWriter, WorkerStatus
+from tests.support.draws import fresh_random, fresh_rng
 from tests.support.examples import examples
 
 ROW = RowStatus("edit-1", "cached", 103, 4096, 17, "0f" * 32, 3)
@@ -222,7 +222,9 @@ def test_a_damaged_file_gives_a_true_record_or_none(
     reader.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"maskstat", os.urandom(4096), bytes(4096)])
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"maskstat", fresh_rng(__name__).bytes(4096), bytes(4096)]
+)
 def test_a_foreign_file_gives_none(tmp_path: Path, content: bytes):
     (tmp_path / "s").write_bytes(content)
     reader = StatusReader(tmp_path / "s")
@@ -250,7 +252,7 @@ def test_a_writer_without_a_folder_raises_and_leaves_nothing(tmp_path: Path):
 
 def _write_until_killed(path: str) -> None:
     writer = StatusWriter(path)
-    rng = random.Random(os.getpid())
+    rng = fresh_random("writer")
     while True:
         writer.write(large(rng.randrange(10**6)))
 

@@ -19,6 +19,7 @@ from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.draws import fresh_rng
 
 SIZE = (40, 56)
 SCENE, MASK = scene(*SIZE), encode(blob_mask(*SIZE))
@@ -93,7 +94,7 @@ def test_a_block_too_long_for_a_jpeg_is_left_out() -> None:
 
 
 def test_nonsense_is_left_out_or_stays_as_it_is() -> None:
-    rng, whole = np.random.default_rng(), camera()
+    rng, whole = fresh_rng(), camera()
     for _ in range(2000):
         broken = bytearray(whole[: int(rng.integers(len(whole) + 1))])
         for _ in range(int(rng.integers(1, 9))):

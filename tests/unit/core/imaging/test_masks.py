@@ -28,6 +28,7 @@ from maskserve_core.imaging.masks import (
     selected,
 )
 from tests.fakes.pictures import encode
+from tests.support.draws import fresh_rng
 from tests.support.examples import examples
 
 small = st.integers(1, 24)
@@ -349,7 +350,7 @@ def test_every_weight_lies_inside_active_tokens(
 
 @pytest.mark.parametrize("side", [1, 4, 8, 16])
 def test_component_boxes_are_scipys(side: int) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for _ in range(20):
         mask = np.zeros((int(rng.integers(8, 90)), int(rng.integers(8, 90))), np.uint8)
         for _ in range(int(rng.integers(1, 9))):

@@ -22,6 +22,7 @@ from maskserve_core.imaging.preprocess import DECODED_PIXELS, PreparedEdit, prep
 from tests.fakes.corpus.encoding import GREY, GREY_ALPHA, RGB, RGBA, png
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
+from tests.support.draws import fresh_rng
 
 FACTS = replace(FILL_FACTS, native_resolution=64)
 SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (64, 65)]
@@ -89,7 +90,7 @@ def test_a_mask_of_one_pixel_changes_one_pixel(prepare: Prepare, at: tuple[int, 
 
 @pytest.mark.parametrize("output_format", ["png", "webp"])
 def test_holes_in_a_mask_stay_as_they_were(prepare: Prepare, output_format: str) -> None:
-    mask = (np.random.default_rng().random((45, 61)) < 0.3).astype(np.uint8) * np.uint8(255)
+    mask = (fresh_rng().random((45, 61)) < 0.3).astype(np.uint8) * np.uint8(255)
     source = scene(45, 61)
     answer = finish(prepare(encode(source), mask, output_format=output_format), (250, 3, 120))
     check_outside(answer, source, mask)
@@ -244,7 +245,7 @@ def test_a_source_of_16_bits_keeps_them_outside_the_mask(
     prepare: Prepare, kind: str, interlaced: bool, orientation: int
 ) -> None:
     colour, channels = FINE[kind]
-    samples = np.random.default_rng().integers(0, 2**16, (40, 61, channels), np.uint16)
+    samples = fresh_rng().integers(0, 2**16, (40, 61, channels), np.uint16)
     exif = Image.Exif()
     exif[0x0112] = orientation
     said = ((b"eXIf", exif.tobytes()[6:]),)
@@ -262,7 +263,7 @@ def test_a_source_of_16_bits_keeps_them_outside_the_mask(
 def test_16_bits_are_mixed_grow_and_are_left_out_where_nothing_holds_them(
     prepare: Prepare,
 ) -> None:
-    samples = np.random.default_rng().integers(0, 2**16, (40, 60, 3), np.uint16)
+    samples = fresh_rng().integers(0, 2**16, (40, 60, 3), np.uint16)
     file, mask = png(samples, RGB, 16), blob_mask(40, 60)
     done = prepare(file, mask, mask_feather=6)
     weights = np.asarray(source_and_weights(done.context, done.request)[1])[..., None] / 255
@@ -276,7 +277,7 @@ def test_16_bits_are_mixed_grow_and_are_left_out_where_nothing_holds_them(
 
 
 def test_16_bit_sources_of_equal_high_bytes_are_two_templates(prepare: Prepare) -> None:
-    samples = np.random.default_rng().integers(0, 2**16, (64, 64, 3), np.uint16)
+    samples = fresh_rng().integers(0, 2**16, (64, 64, 3), np.uint16)
     high = (samples >> 8).astype(np.uint8)
     files = [png(samples, RGB, 16), png(samples ^ 1, RGB, 16), encode(high)]
     done = [prepare(file, blob_mask(64, 64)).request for file in files]

@@ -18,6 +18,7 @@ from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.imaging.view import see, window_round
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import encode, scene
+from tests.support.draws import fresh_rng
 
 sides = st.integers(1, 5000)
 
@@ -70,7 +71,7 @@ def test_when_there_is_a_window(
 
 def test_edits_near_one_another_share_their_window() -> None:
     """A brush of 200 pixels, moved over a photograph of 12 megapixels by up to 100 pixels."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     shared = 0
     for _ in range(200):
         y, x = (int(n) for n in rng.integers(600, 2200, 2))

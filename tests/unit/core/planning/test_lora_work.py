@@ -29,6 +29,7 @@ from maskserve_engine.layers.low_rank import Factors
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.support import cached_rows
+from tests.support.draws import fresh_rng
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 
@@ -72,7 +73,7 @@ def test_a_dense_step_of_flux_adds_what_torch_counts(layers: str) -> None:
     before = counted(run)
     names = layers_of(model)
     if layers == "some":
-        names = list(np.random.default_rng().choice(names, len(names) // 2, replace=False))
+        names = list(fresh_rng().choice(names, len(names) // 2, replace=False))
     base = flux_work(TINY_FLUX, 8, 12)
     added = flux.lora_work(base, with_lora(model, names))
     row = base.row_at(1.0, text)
@@ -103,7 +104,7 @@ def test_a_dense_step_of_a_unet_adds_what_torch_counts(config: dict[str, Any], l
 
     before, names = counted(run), list(unet_places(model))
     if layers == "some":
-        names = list(np.random.default_rng().choice(names, len(names) // 2, replace=False))
+        names = list(fresh_rng().choice(names, len(names) // 2, replace=False))
     base = unet_work(config, height, width, guidance=True)
     added = unet.lora_work(base, with_lora(model, names))
     row = base.row_at(1.0, text)
@@ -122,7 +123,7 @@ def test_a_cached_step_adds_what_torch_counts(
     config = config_of(folder)
     encoder, adapter = load_encoder(config), load_adapter(config)
     draw = random_case if net == "fill" else unet_case
-    job = encode_case(encoder, draw(np.random.default_rng(), num_inference_steps=3), "r")
+    job = encode_case(encoder, draw(fresh_rng(), num_inference_steps=3), "r")
     places: Any = adapter
     factors = {
         name: Factors(torch.randn(2, *inner), torch.randn(out, 2, *[1] * len(inner[1:])))

@@ -11,6 +11,7 @@ import pytest
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.work import GangPlan, Work, blocks
 from maskserve_core.worker.step_scheduler import Ticket
+from tests.support.draws import fresh_random
 
 LOST = "device"
 """The name of what stands for a device that is lost."""
@@ -74,7 +75,7 @@ def check(plan: GangPlan, now: float, works: list[Work], devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_no_device_idles_while_an_edit_could_run(devices: int) -> None:
-    rng = random.Random()
+    rng = fresh_random()
     degrees = devices.bit_length()
     for _ in range(1500):
         now, works, taken = 100.0, list[Work](), 0
@@ -151,7 +152,7 @@ class Trial:
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_every_edit_ends_and_none_waits_for_ever(devices: int) -> None:
     """An edit that waits is helped after `patience`, one per fifth of it or per step."""
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(20):
         edits = rng.randint(2, 25)
         longest, longest_step = Trial(rng, devices, edits).run()

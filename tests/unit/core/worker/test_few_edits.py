@@ -8,6 +8,7 @@ import random
 from maskserve_core.worker.gangs.few_edits import FewEdits
 from maskserve_core.worker.gangs.work import Work
 from maskserve_core.worker.step_scheduler import Ticket
+from tests.support.draws import fresh_random
 
 DEVICES = 4
 
@@ -57,7 +58,7 @@ def most_in_time(works: list[Work], gangs: dict[str, tuple[int, float]]) -> int:
 
 def test_of_few_edits_the_best_list_is_found() -> None:
     """Not at every draw: a search ends after so many places, mostly with the best one."""
-    rng, missed = random.Random(), 0
+    rng, missed = fresh_random(), 0
     for _ in range(25):
         works = [edit(rng, str(number)) for number in range(3)]
         if rng.random() < 0.5:

@@ -31,6 +31,7 @@ from maskserve_core.imaging.images import (
 from maskserve_core.worker import values as values_module
 from maskserve_core.worker.values import NO_VALUES, Values, parse
 from maskserve_harness.checkout import CHECKOUT
+from tests.support.draws import fresh_rng
 
 LIMITS = LimitsConfig()
 
@@ -234,7 +235,7 @@ def test_small_values_and_those_of_no_run_go_as_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3), (1, 1)])
 def test_plain_pictures_are_what_their_png_is(shape: tuple[int, ...]) -> None:
-    pixels = np.random.default_rng().integers(0, 256, shape, np.uint8)
+    pixels = fresh_rng().integers(0, 256, shape, np.uint8)
     plain, png = b"".join(plain_picture(pixels)), encode_png(pixels)
     assert as_file(memoryview(plain)) == png == as_file(png)
     for read in (decode_image, decode_mask):

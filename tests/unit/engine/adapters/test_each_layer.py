@@ -24,6 +24,7 @@ from tests.fakes.jobs import Case, config_of, encode_case, random_case, toleranc
 from tests.fakes.loras import Arrays, write
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import VARIANTS
+from tests.support.draws import fresh_rng
 from tests.support.text_loras import served
 
 pytestmark = [
@@ -59,7 +60,7 @@ def layers_of(net: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
 
 def one_layer(name: str, layer: nn.Linear | nn.Conv2d, part: str) -> Arrays:
     """A LoRA of it, of the size of its own weights."""
-    rng, (out, *inner) = np.random.default_rng(), layer.weight.shape
+    rng, (out, *inner) = fresh_rng(), layer.weight.shape
     down = rng.standard_normal((3, *inner)) / np.prod(inner) ** 2.0
     up = rng.standard_normal((out, 3, *([1] * (len(inner) - 1)))) * 2.0
     return {
@@ -75,7 +76,7 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
     config = config_of(folder, model={"outside_noise": "edit"})
     encoder, adapter = load_encoder(config), load_adapter(config)
     asked = {"num_inference_steps": 2, "strength": 1.0, "guidance_scale": 2.0}
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     while True:
         case = random_case(rng, **asked) if flux else unet_case(rng, **asked)
         if case.mask.mean() > 40:

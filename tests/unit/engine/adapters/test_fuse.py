@@ -17,6 +17,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.loras import lora, write
 from tests.fakes.pipelines import diffusers_latents
+from tests.support.draws import fresh_rng
 from tests.support.text_loras import of_text
 
 FLUX = {
@@ -64,7 +65,7 @@ def fill(tmp_path: Path, tiny_fill: Path) -> tuple[Config, Any]:
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 def test_edits_equal_diffusers_with_the_same_loras_fused(fill: tuple[Config, Any]) -> None:
     config, pipe = fill
-    case = random_case(np.random.default_rng(), strength=1.0, num_inference_steps=3)
+    case = random_case(fresh_rng(), strength=1.0, num_inference_steps=3)
     encoder, adapter = load_encoder(config), load_adapter(config)
     job = encode_case(encoder, case, "r")
     row = adapter.dense_row(job)
@@ -83,7 +84,7 @@ def test_a_unet_s_layers_change_as_counted_and_the_folder_does_not(
     tensors = drawn(plain, UNET, "unet.")
     conv = "down_blocks.0.resnets.0.conv1"
     out, inner, *kernel = plain.get_submodule(conv).weight.shape
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     down = rng.standard_normal((2, inner, *kernel)).astype(np.float32)
     up = rng.standard_normal((out, 2, 1, 1)).astype(np.float32)
     tensors |= {f"unet.{conv}.lora_A.weight": down, f"unet.{conv}.lora_B.weight": up}

@@ -14,6 +14,7 @@ from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_engine.adapters.lora_file import read_lora
 from tests.fakes.loras import Arrays, lora, write
+from tests.support.draws import fresh_rng
 from tests.support.lora_oracle import assert_same, by_diffusers, deltas, read
 
 FLUX = {
@@ -131,7 +132,7 @@ def test_alphas_of_single_layers_and_rank_stabilised_ones_are_peft_s(
 
 
 def _convolution(rank: int) -> Arrays:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     name = "unet.down_blocks.1.resnets.0.conv2"
     return {
         f"{name}.lora_A.weight": rng.standard_normal((rank, 64, 3, 3)).astype("f4"),

@@ -22,6 +22,7 @@ from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import AdapterStore, file_facts
 from maskserve_core.config import Config, ModelConfig
 from tests.fakes.loras import Arrays, lora, write
+from tests.support.draws import fresh_rng
 from tests.support.lora_oracle import assert_same, by_diffusers, deltas, read
 
 KOHYA = ("lora_down", "lora_up")
@@ -298,13 +299,9 @@ def of_published(base: BaseLayers) -> dict[str, Arrays]:
     found = {}
     for name, layers in base.published.items():
         shapes = [base.shape("denoiser", layer) for layer in layers]
-        down = np.random.default_rng().standard_normal((2, *shapes[0][1:])).astype("f4")
+        down = fresh_rng().standard_normal((2, *shapes[0][1:])).astype("f4")
         rows = sum(shape[0] for shape in shapes)
-        up = (
-            np.random.default_rng()
-            .standard_normal((rows, 2, *([1] * (down.ndim - 2))))
-            .astype("f4")
-        )
+        up = fresh_rng().standard_normal((rows, 2, *([1] * (down.ndim - 2)))).astype("f4")
         spelled = f"lora_unet_{flat(name)}"
         found[name] = {f"{spelled}.lora_down.weight": down, f"{spelled}.lora_up.weight": up}
     return found

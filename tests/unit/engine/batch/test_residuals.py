@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
@@ -18,6 +17,7 @@ from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_harness.benchmarks.step_rig import Bench
+from tests.support.draws import fresh_rng
 
 BLOCKS = (3, 4)
 KINDS = ("kv", "project", "dense")
@@ -35,7 +35,6 @@ class Given:
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    torch.seed()
     with torch.inference_mode():
         yield
 
@@ -100,7 +99,7 @@ def test_a_dense_row_equals_diffusers_with_controlnet_samples(bench: Bench) -> N
 
 def test_zeros_change_no_byte_and_others_change_their_own_row_alone(bench: Bench) -> None:
     ratios = (0.2, None, 0.4)
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for _ in range(6):
         kinds = [str(each) for each in rng.choice(KINDS, sum(BLOCKS))]
         plain = outputs(bench, rows(bench, ratios, 5), kinds)

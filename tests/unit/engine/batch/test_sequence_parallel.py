@@ -36,6 +36,7 @@ from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolera
 from tests.fakes.pipelines import diffusers_latents
 from tests.fakes.tiny_model import with_heads
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
+from tests.support.draws import fresh_seed
 from tests.support.ranks import CPU, Rank, by_ranks
 
 pytestmark = pytest.mark.spread("model", "seed")
@@ -348,7 +349,7 @@ def test_heads_that_do_not_divide(
     """Dense rows and cached ones of one token and of many, in one batch, whatever their formats and
     kinds. Of heads half as wide as int4's groups of channels, ranks cut what they have decoded.
     """
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = fresh_seed()
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     model = Model(tiny_fill, tmp_path / "model", heads, width)

@@ -21,6 +21,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from tests.fakes.jobs import config_of, tolerance
 from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.support.draws import fresh_rng
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.sink import Sink
 
@@ -132,7 +133,7 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
 def test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached(
     tiny_fill: Path, encoder: Encoder, seed: int
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     asked = job(encoder, int(rng.integers(2**31)), "first", cache="require")
     counts = load_adapter(config_of(tiny_fill)).tokens(asked)
     ratio = counts.active / counts.total
@@ -185,7 +186,7 @@ def test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else(
 
 def test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean() -> None:
     """Floored, not rounded, it would be off by up to one and by half a step in the mean."""
-    x = torch.from_numpy(np.random.default_rng().uniform(-1, 1, (512, 4 * GROUP)))
+    x = torch.from_numpy(fresh_rng().uniform(-1, 1, (512, 4 * GROUP)))
     coded = encode(x.float(), "int4")
     assert coded.scale is not None
     assert coded.groups is not None

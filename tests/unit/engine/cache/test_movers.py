@@ -27,6 +27,7 @@ from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.reserve import Block
 from tests.fakes.cuda_runtime import Runtime
 from tests.fakes.entries import NOTE, random_entry
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.each_value
@@ -187,7 +188,7 @@ def part(seed: int, format: str) -> tuple[Coded, Coded]:
 
 def arrives_right(mover: CudaMover, cuda: Cuda, format: str) -> bool:
     """Whether two parts moved one after the other are what a row is to read of them."""
-    ids = np.sort(np.random.default_rng().permutation(300)[:200])
+    ids = np.sort(fresh_rng().permutation(300)[:200])
     sources = [part(seed, format) for seed in range(2)]
     moved = [arrival.get() for arrival in [mover.move(source, ids) for source in sources]]
     assert not cuda.default.done  # it is the model's stream that waits, and not the host
@@ -281,7 +282,7 @@ def raw(x: Tensor) -> Tensor:
 def test_what_the_device_reads_by_itself_is_what_a_row_is_to_read(
     cuda: Cuda, stored: Stored, format: str, tokens: int | None
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     ids = None if tokens is None else rng.permutation(300)[:tokens]
     entries = [stored.entry(seed, format) for seed in range(3)]
     moved = [stored.mover.move(there.blocks[1].part("kv"), ids) for there, _ in entries]
@@ -297,7 +298,7 @@ def test_what_the_device_reads_by_itself_is_what_a_row_is_to_read(
 def test_what_is_moved_lies_in_the_block_that_was_taken_for_it(cuda: Cuda, stored: Stored) -> None:
     """By either way, and of all blocks of the entry."""
     there, entry = stored.entry(0)
-    ids = np.random.default_rng().permutation(300)[:200]
+    ids = fresh_rng().permutation(300)[:200]
     for way in (LinkRates(1.0, 0.0), LinkRates(1.0, 1e9)):
         stored.mover.rates = way
         load = Load(there, "host", Selection([ids]))
@@ -337,7 +338,7 @@ def test_the_way_that_is_done_sooner_is_taken(cuda: Cuda, stored: Stored, tokens
 
 def test_heads_of_whole_tensors_are_cut_on_the_device(cuda: Cuda, stored: Stored) -> None:
     there, entry = stored.entry(0)
-    ids = np.sort(np.random.default_rng().permutation(300)[:200])
+    ids = np.sort(fresh_rng().permutation(300)[:200])
     for levels in ([ids], [np.arange(300)]):
         load = Load(there, "host", Selection(levels, heads=(1, 3, 4)))
         arrival = stored.mover.move(load.parts(2, "kv"), levels[0])

@@ -18,6 +18,7 @@ from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.registered import Registered, Registrar, on_tmpfs
 from tests.fakes.cuda_runtime import CPU, Passed, Runtime
 from tests.fakes.entries import ANCHORS, NOTE, random_entry
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 
 
@@ -48,7 +49,7 @@ def registered(registrar: Registrar, file: OpenFile) -> Registered:
 def test_the_whole_file_is_registered_as_it_is(
     tmp_path: Path, registrar: Registrar, runtime: Runtime
 ) -> None:
-    content = np.random.default_rng().bytes(10_000)
+    content = fresh_rng().bytes(10_000)
     file = file_of(tmp_path / "file", content)
     (tmp_path / "file").unlink()  # evicted before it was registered
     held = registered(registrar, file)

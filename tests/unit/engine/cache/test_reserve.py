@@ -18,15 +18,19 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.reserve import ALIGN, Block, Reserve
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import NOTE, same
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 
 CPU = torch.device("cpu")
+Piece = tuple[str, int, int, int]
+"""A stream, bytes, a segment, and where in it they begin."""
 
 
 class CachingAllocator:
     """What torch does, for pieces of over 1 MB: a request takes the smallest free piece of its
     stream that is long enough, and leaves the rest of it free; where there is none, memory is asked
-    of the driver, and where that has none left all whole free pieces go back to it.
+    of the driver, and where that has none left all whole free pieces go back to it. A request may
+    fail even then, as parts of pieces are free and no piece is whole.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -35,7 +39,7 @@ class CachingAllocator:
         """By stream: (bytes, segment, begin)."""
         self._segments: list[int] = []
 
-    def take(self, nbytes: int, stream: str) -> tuple[str, int, int, int]:
+    def take(self, nbytes: int, stream: str) -> Piece | None:
         for _ in range(2):
             fits = [piece for piece in self._free[stream] if piece[0] >= nbytes]
             if fits:
@@ -55,9 +59,11 @@ class CachingAllocator:
                 self.left -= nbytes
                 self._segments.append(nbytes)
                 self._free[stream].append((nbytes, len(self._segments) - 1, 0))
-        raise MemoryError
+        return None
 
-    def give(self, piece: tuple[str, int, int, int]) -> None:
+    def give(self, piece: Piece | None) -> None:
+        if piece is None:
+            return
         stream, size, segment, begin = piece
         pieces = self._free[stream]
         for other in list(pieces):  # whole again with its neighbours
@@ -74,7 +80,7 @@ def test_churn_stays_in_the_reserve_where_torch_gives_memory_back() -> None:
     """Entries of two sizes, loads of any, 4,000 of them in four fifths of a card; the oldest entry
     goes where there is no room, as in the store.
     """
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     card = 2000 * ALIGN
     reserve, naive = Reserve(card * 4 // 5, CPU), CachingAllocator(card)
     entries: list[tuple[Block, Any]] = []
@@ -89,8 +95,8 @@ def test_churn_stays_in_the_reserve_where_torch_gives_memory_back() -> None:
             naive.give(entries.pop(0)[1])
             evicted += 1
             block = reserve.take(size, stays=stays)
-        own = naive.take(size, "model" if stays else "loader")
-        (entries if stays else loads).append((block, own))
+        piece = naive.take(size, "model" if stays else "loader")
+        (entries if stays else loads).append((block, piece))
         while len(loads) > rng.integers(2, 5):
             naive.give(loads.pop(int(rng.integers(len(loads))))[1])
         del block

@@ -19,6 +19,7 @@ from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.store import Handle, Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
+from tests.support.draws import fresh_rng
 
 SIZE = random_entry(0).nbytes
 SOME = Selection([np.array([1, 5, 7, 20])])
@@ -244,7 +245,7 @@ def test_a_damaged_file_is_dropped_counted_and_never_read(
         raw.clear()
     else:
         first, last = (8, data) if damage == "names" else (data, len(raw))
-        raw[np.random.default_rng().integers(first, last)] ^= 4
+        raw[fresh_rng().integers(first, last)] ^= 4
     path.write_bytes(raw)
     again = Store(MemoryTier(0), folders[:1], None, Loader(HostMover()))
     again.fetch("k", ANCHORS)

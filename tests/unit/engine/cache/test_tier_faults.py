@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from maskserve_engine.cache.loader import HostMover, Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
+from tests.support.draws import fresh_random, fresh_rng
 from tests.support.examples import WHOLE
 
 ROOT = Path(__file__).parents[4]
@@ -111,7 +111,7 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 def test_a_writer_that_is_killed_leaves_nothing_half_visible(tmp_path: Path) -> None:
     expected = random_entry(0, ANCHORS[0], **BIG)  # type: ignore[arg-type]
     pauses = (0.01, 0.05, 0.11)
-    for pause in pauses if WHOLE else [random.choice(pauses)]:
+    for pause in pauses if WHOLE else [fresh_random().choice(pauses)]:
         with start(WRITER, tmp_path) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"
@@ -201,7 +201,7 @@ def test_tokens_are_read_from_a_file_as_from_memory(tmp_path: Path, format: str)
     stored = tier.open("k", ANCHORS[0])
     assert stored is not None
     tier.evict("k")
-    dice = np.random.default_rng()
+    dice = fresh_rng()
     some = np.sort(dice.choice(3000, 1000, replace=False))
     for ids in (None, np.arange(100, 2900), some, dice.permutation(some), np.array([2999, 0, 7])):
         for block, whole in zip(stored.blocks, entry.blocks, strict=True):

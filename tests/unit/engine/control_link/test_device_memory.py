@@ -31,6 +31,7 @@ from tests.fakes.control_nets import random_net
 from tests.fakes.cuda_ipc import FakeIpc
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.control_service import Service, over_tcp
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ class Site:
 
     def jobs(self, adapters: str = "exact") -> list[EditJob]:
         """Two with control; its version is the service's."""
-        rng, jobs = np.random.default_rng(), []
+        rng, jobs = fresh_rng(), []
         for name in ("a", "b"):
             case = random_case(rng, num_inference_steps=STEPS, strength=1.0, adapters=adapters)
             picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
@@ -228,7 +229,7 @@ def test_places_of_a_session_that_ended_rest_for_a_while(
 
 
 def test_places_never_overlap_and_none_is_lost(ipc: FakeIpc) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     block, held = LentBlock(2**14, CPU), dict[tuple[str, int], list[tuple[int, torch.Tensor]]]()
     whole, full = block.free(), 0
     for row in "abc":

@@ -45,6 +45,7 @@ from tests.fakes.tiny_unet import samplers
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
 from tests.support.covering import is_unet
+from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("model", sort=is_unet)
 
@@ -204,7 +205,7 @@ def model(
 
 @pytest.mark.each_value
 def test_a_row_equals_the_pipeline_whose_net_is_as_late(model: Model) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = model.case(rng)
     job = model.job(rng, case)
     service = model.service.denoiser()
@@ -218,7 +219,7 @@ def test_a_row_equals_the_pipeline_whose_net_is_as_late(model: Model) -> None:
 
 def test_rows_of_a_mixed_batch_are_as_alone(model: Model) -> None:
     """Fast and exact, dense and cached; one joins late, and two controls begin and end."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     first = model.case(rng)
     service = model.service.denoiser()
     made = []
@@ -246,7 +247,7 @@ def test_rows_of_a_mixed_batch_are_as_alone(model: Model) -> None:
 
 def test_no_step_waits_behind_the_first_one(model: Model) -> None:
     """Where residuals come within a step."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     service = model.service.denoiser()
     row = model.row(model.job(rng, model.case(rng)), service, "fast")
     served = row_of[id(row)][1]
@@ -273,7 +274,7 @@ def _all_there(served: Any) -> bool:
 
 def test_what_an_ask_ahead_cannot_have_costs_the_row_alone(model: Model) -> None:
     """Its batch-mate asks anew, and is exact in that step."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     first = model.case(rng)
     jobs = [
         model.job(rng, replace(model.case(rng), pixels=first.pixels, mask=first.mask), name)
@@ -312,7 +313,7 @@ def test_looking_ahead_moves_no_row(tiny_unets: dict[str, Path], name: str) -> N
     loaded, encoder = load_adapter(config), load_encoder(config)
     assert isinstance(loaded, UnetAdapter)
     adapter = UnetAdapter(loaded.facts, loaded.model, samplers()[name], exact_vae=loaded.exact_vae)
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = unet_case(rng, num_inference_steps=5, strength=1.0)
     job = adapter.prepare(encode_case(encoder, case, "r"))
     plain, watched = adapter.dense_row(job), adapter.dense_row(job)

@@ -30,6 +30,7 @@ from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.control_service import DirectCalls, Service, over_tcp
+from tests.support.draws import fresh_rng
 from tests.support.engines import edit
 from tests.support.eventually import eventually
 
@@ -75,7 +76,7 @@ class Site:
         self, adapters: str = "exact", num_inference_steps: int = 4
     ) -> tuple[EditJob, EditJob]:
         """One with control, one without."""
-        rng = np.random.default_rng()
+        rng = fresh_rng()
         steps = num_inference_steps
         case = random_case(rng, num_inference_steps=steps, strength=1.0, adapters=adapters)
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)

@@ -47,6 +47,7 @@ from maskserve_engine.requests.executor import DenseRowSpec, StepInput
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.control_service import DirectCalls, Service, over_tcp
+from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,7 +76,7 @@ def attached(service: Service) -> Attached:
 
 
 def test_tensors_come_as_they_were_sent() -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     shapes = [tuple(rng.integers(1, 40, rng.integers(1, 4)).tolist()) for _ in range(12)]
     shapes += [(0, 4), (700, 3000)]  # more than a socket holds
     sent = [torch.randn(shape).to(DTYPES[at % 3]) for at, shape in enumerate(shapes)]
@@ -171,7 +172,7 @@ def test_the_address_says_by_which_way(service: str, here: bool) -> None:
 def test_edits_are_the_same_bytes_by_either_way(
     service: Service, tiny_inpaint: Path, adapters: str
 ) -> None:
-    config, rng = config_of(tiny_inpaint), np.random.default_rng()
+    config, rng = config_of(tiny_inpaint), fresh_rng()
     encoder, adapter = load_encoder(config), load_adapter(config)
     jobs = []
     for name in ("a", "b"):

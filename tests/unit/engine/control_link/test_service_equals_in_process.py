@@ -21,6 +21,7 @@ from tests.support import own_rows
 from tests.support.cached_rows import Primed, cached
 from tests.support.control_service import Service
 from tests.support.covering import is_unet
+from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("model", sort=is_unet)
 
@@ -124,7 +125,7 @@ def model(
 
 @pytest.mark.parametrize("entries", [False, True])
 def test_a_mixed_batch_is_the_same_bytes_with_a_service(model: Model, entries: bool) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     jobs = model.jobs(rng)
     primed = Primed(model.adapter, model.encoder, jobs[0]) if entries else None
     here = model.run(model.rows(jobs, None, primed))
@@ -143,7 +144,7 @@ def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast:
     """Asked one step ahead, steps between are others; what is foreseen is asked for as it is
     needed, and the edit ends.
     """
-    jobs = model.jobs(np.random.default_rng())
+    jobs = model.jobs(fresh_rng())
     plans = [own_rows.plan(0, 2, model.adapter.steps(job) - 1, foresees=True) for job in jobs]
 
     def run(service: ControlService | None) -> list[Any]:
@@ -168,7 +169,7 @@ def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast:
 
 def test_denoisers_share_a_service_and_none_sees_the_others_rows(model: Model) -> None:
     """Their steps alternate, so that a batch of one is interrupted by the other's."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     sets = [model.jobs(rng)[:3] for _ in range(2)]
     expected = [model.run(model.rows(jobs, None, None)) for jobs in sets]
     services = [model.service.denoiser() for _ in sets]

@@ -26,6 +26,7 @@ from maskserve_router.measure import Measure
 from maskserve_router.turns import Turns
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.fakes.pictures import encode
+from tests.support.draws import fresh_rng
 from tests.support.engines import edit, make_engine
 
 ANYBODY = KeyRing((), 1).client({})
@@ -80,7 +81,7 @@ def engine(tiny_unets: dict[str, Path], encoder: Encoder) -> Iterator[Engine]:
 def test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached(
     engine: Engine, encoder: Encoder, name: str
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = unet_case(rng, strength=1.0)
     pixels = rng.integers(0, 256, (*SIDE, 3), dtype=np.uint8)
     case = replace(case, pixels=pixels, mask=masks()[name])
@@ -105,7 +106,7 @@ def test_flux_caches_them(tiny_fill: Path) -> None:
     config = config_of(tiny_fill)
     mask = np.zeros((32, 48), np.uint8)
     mask[:8] = 255
-    case = random_case(np.random.default_rng(), strength=1.0)
+    case = random_case(fresh_rng(), strength=1.0)
     pixels = np.zeros((*mask.shape, 3), np.uint8)
     job = encode_case(load_encoder(config), replace(case, pixels=pixels, mask=mask), "e")
     assert not load_adapter(config).tokens(job).cover_a_side

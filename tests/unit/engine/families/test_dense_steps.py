@@ -24,6 +24,7 @@ from maskserve_router.measure import Measure
 from maskserve_router.turns import Turns
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.pictures import encode
+from tests.support.draws import fresh_rng
 from tests.support.engines import edit, make_engine
 
 pytestmark = pytest.mark.each_value
@@ -78,7 +79,7 @@ def engines(tiny_inpaint: Path, encoder: Encoder) -> Iterator[dict[int, Engine]]
 def test_a_base_models_edit_begins_dense_where_it_has_a_prompt_or_covers_a_side(
     engines: dict[int, Engine], encoder: Encoder, mask: str, prompt: str
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = random_case(rng, strength=1.0, num_inference_steps=STEPS, cache="require")
     pixels = rng.integers(0, 256, (*SIDE, 3), dtype=np.uint8)
     asked = encode_case(

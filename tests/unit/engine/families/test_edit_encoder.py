@@ -30,6 +30,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.support.covering import is_unet
+from tests.support.draws import fresh_rng
 from tests.support.text_loras import of_text, served
 
 pytestmark = pytest.mark.spread("model", sort=is_unet)
@@ -83,7 +84,7 @@ def test_what_is_kept_is_what_would_be_made(
     tiny_unets: dict[str, Path],
 ) -> None:
     folder = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[model]
-    config, rng = config_of(folder), np.random.default_rng()
+    config, rng = config_of(folder), fresh_rng()
     encoder = load_encoder(config)
     kept = make(encoder, config, prompt_bytes=budget, template_bytes=budget)
     pictures = [random_case(rng).pixels for _ in range(3)]
@@ -110,7 +111,7 @@ def test_what_is_kept_is_what_would_be_made(
 
 
 def test_what_an_edit_still_reads_outlives_its_eviction(make: Make, tiny_fill: Path) -> None:
-    config, rng = config_of(tiny_fill), np.random.default_rng()
+    config, rng = config_of(tiny_fill), fresh_rng()
     encoder = load_encoder(config)
     one, other = random_case(rng), random_case(rng)
     size = encoder.template(one.pixels).nbytes
@@ -129,7 +130,7 @@ def test_equal_prompts_of_different_lengths_never_share(make: Make, tiny_fill: P
     one, other = (make(load_encoder(config), config) for config in (short, long))
     assert one._key("a red star") != other._key("a red star")
     other._prompts = one._prompts  # as if one process kept those of both
-    case = random_case(np.random.default_rng())
+    case = random_case(fresh_rng())
     for kept, length in ((one, 16), (other, 32), (one, 16)):
         found, _ = kept.encode(edit_of(case, "a red star"), case.pixels, case.mask)
         assert found.conditioning["prompt_embeds"].shape[0] == length
@@ -140,7 +141,7 @@ def test_prompts_with_loras_are_kept_apart(tmp_path: Path, make: Make, tiny_fill
     config, [one, two] = served(tmp_path, tiny_fill, files)
     encoder = load_encoder(config)
     kept, fresh = make(encoder, config), make(encoder, config, prompt_bytes=0)
-    case = random_case(np.random.default_rng())
+    case = random_case(fresh_rng())
     plain = replace(case, settings=EditSettings())
     mixes = [(), (one,), (two,), (one, two), (structs.replace(one, scale=0.5),)]
     pooled = []
@@ -162,7 +163,7 @@ def test_prompts_with_loras_are_kept_apart(tmp_path: Path, make: Make, tiny_fill
 
 
 def test_private_prompts_are_kept_for_their_key_alone(make: Make, tiny_fill: Path) -> None:
-    config, case = config_of(tiny_fill), random_case(np.random.default_rng())
+    config, case = config_of(tiny_fill), random_case(fresh_rng())
     kept = make(load_encoder(config), config)
 
     def how(name: str, *, private: bool) -> str:
@@ -178,7 +179,7 @@ def test_private_prompts_are_kept_for_their_key_alone(make: Make, tiny_fill: Pat
 
 def test_the_empty_prompt_is_one_of_them(tmp_path: Path, tiny_fill: Path) -> None:
     encoder = EditEncoder.load(structs.replace(config_of(tiny_fill), runtime_dir=str(tmp_path)))
-    case = random_case(np.random.default_rng())
+    case = random_case(fresh_rng())
     found, report = encoder.encode(edit_of(case, ""), case.pixels, case.mask)
     assert report.prompt == "kept"
     written = PromptFile(tmp_path).read()
@@ -191,7 +192,7 @@ def test_a_template_without_an_edit_is_encoded_once(make: Make, tiny_fill: Path)
     """So is one that is primed: its masked picture is the picture itself."""
     config = config_of(tiny_fill)
     encoder = load_encoder(config)
-    case = random_case(np.random.default_rng())
+    case = random_case(fresh_rng())
     nothing = np.zeros_like(case.mask)
     found, _ = make(encoder, config).encode(edit_of(case, ""), case.pixels, nothing)
     same(found, encoder.encode(case.pixels, nothing, ""))
@@ -208,7 +209,7 @@ def test_a_masked_picture_is_encoded_round_its_mask(make: Make) -> None:
     """And is nearly what all of it gives; exact edits have all of it encoded."""
     config = config_of(DEMO_MODEL)
     encoder = load_encoder(config)
-    kept, rng, errors = make(encoder, config), np.random.default_rng(), []
+    kept, rng, errors = make(encoder, config), fresh_rng(), []
     scenes = held_out_edits(200)
     for number in rng.choice(len(scenes), 16, replace=False):
         scene = scenes[number]
@@ -241,7 +242,7 @@ def test_pieces_that_see_everything_give_all_of_the_masked_picture(
     """Their norms and their place are right: nothing is left but rounding."""
     encoder = load_encoder(config_of({"fill": tiny_fill, **tiny_unets}[model]))
     assert encoder.has_pieces
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     pixels = rng.integers(0, 256, (64, 48, 3), dtype=np.uint8)
     factor = encoder.facts.vae_scale_factor
     size = (64 // factor, 48 // factor)
@@ -255,7 +256,7 @@ def test_pieces_that_see_everything_give_all_of_the_masked_picture(
 
 
 def test_everything_masked_is_encoded_as_a_whole(make: Make, tiny_fill: Path) -> None:
-    config, case = config_of(tiny_fill), random_case(np.random.default_rng())
+    config, case = config_of(tiny_fill), random_case(fresh_rng())
     encoder = load_encoder(config)
     kept, mask = make(encoder, config), np.full_like(case.mask, 255)
     edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
@@ -272,7 +273,7 @@ def test_an_edit_looks_the_same_whether_its_masked_picture_was_encoded_in_pieces
     """The bar: 45 dB in the mask of what the demo model paints, 40 dB in the worst of masks."""
     config = config_of(DEMO_MODEL, model={"torch_threads": 1}, cache={"enabled": False})
     direct = Direct(config)
-    kept, rng, found = make(direct.encoder, config), np.random.default_rng(), []
+    kept, rng, found = make(direct.encoder, config), fresh_rng(), []
     for number in rng.choice(96, 5, replace=False):
         scene = held_out_edits(int(number) + 1)[-1]
         mask = scene.mask * np.uint8(255)
@@ -313,7 +314,7 @@ def test_edits_encoded_together_are_as_each_alone(
     tiny_unets: dict[str, Path],
 ) -> None:
     folder = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[model]
-    config, rng = config_of(folder), np.random.default_rng()
+    config, rng = config_of(folder), fresh_rng()
     encoder = load_encoder(config)
     stages = structs.replace(config.stages, vae_batches="on")
     config = structs.replace(config, stages=stages, runtime_dir=str(tmp_path))
@@ -359,7 +360,7 @@ def test_one_thread_alone_asks_the_tokenizers(
         return own(encoder, prompt)
 
     monkeypatch.setattr(TextEncoder, "read_of", read_of)
-    case = random_case(np.random.default_rng())
+    case = random_case(fresh_rng())
     kept.encode(edit_of(case), case.pixels, case.mask)
     kept.close()
     assert len(asked) == 1
@@ -380,7 +381,7 @@ def near(found: Encoded, expected: Encoded) -> None:
 def test_one_whose_lora_is_gone_harms_no_other(tmp_path: Path, make: Make, tiny_fill: Path) -> None:
     config, [lora] = served(tmp_path, tiny_fill, {"one": of_text("text_encoder", rank=2)})
     encoder = load_encoder(config)
-    kept, rng = make(encoder, config), np.random.default_rng()
+    kept, rng = make(encoder, config), fresh_rng()
     gone = structs.replace(lora, version="0" * 16)
     cases = [random_case(rng) for _ in range(3)]
     work = [
@@ -410,7 +411,7 @@ def test_prompts_that_fail_together_go_alone(
         return alone(prompts)
 
     encoder.encode_prompts = one_at_a_time
-    cases = [random_case(np.random.default_rng()) for _ in range(2)]
+    cases = [random_case(fresh_rng()) for _ in range(2)]
     work = [
         ToEncode(edit_of(case, f"{number} stars"), case.pixels, case.mask)
         for number, case in enumerate(cases)
@@ -426,7 +427,7 @@ def test_what_is_cut_of_a_prompt_is_told(
     model: str, make: Make, tiny_fill: Path, tiny_unets: dict[str, Path]
 ) -> None:
     folder = {"fill": tiny_fill, **tiny_unets}[model]
-    config, rng = config_of(folder), np.random.default_rng()
+    config, rng = config_of(folder), fresh_rng()
     encoder = load_encoder(config)
     edits, case = make(encoder, config), random_case(rng)
     long = " ".join(rng.choice(WORDS, 600))

@@ -23,6 +23,7 @@ from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.covering import is_unet
+from tests.support.draws import fresh_rng
 from tests.support.engines import edit, job, make_engine
 
 pytestmark = pytest.mark.spread("family", sort=is_unet)
@@ -33,7 +34,7 @@ FLUX, TILED = ("fill", "inpaint"), "tiled sd-base"
 @pytest.fixture(params=[*FLUX, *VARIANTS, TILED])
 def family(request: pytest.FixtureRequest) -> tuple[Adapter, Encoder, EditJob]:
     """An adapter, its encoder and a random edit with all that the family can draw."""
-    name, rng = request.param, np.random.default_rng()
+    name, rng = request.param, fresh_rng()
     if name in FLUX:
         config = config_of(request.getfixturevalue(f"tiny_{name}"))
     else:

@@ -1,14 +1,14 @@
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from maskserve_engine.layers.gelu import gelu
+from tests.support.draws import fresh_rng
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
     """[64, 96] of every size that activations have, and some that they have not."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     drawn = rng.standard_normal((64, 96)) * 10.0 ** rng.uniform(-3, 2, (64, 96))
     drawn[0, :4] = 0.0, -0.0, 6e4, -6e4
     return torch.from_numpy(drawn).to(dtype)

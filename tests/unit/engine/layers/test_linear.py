@@ -79,7 +79,6 @@ def merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    torch.seed()
     with torch.inference_mode():
         yield
 

@@ -31,6 +31,7 @@ from tests.fakes.tiny_unet import EACH_SORT
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS
 from tests.support.covering import is_unet
+from tests.support.draws import fresh_rng
 from tests.support.frozen_tokens import Frozen, Recorded, first_blocks, flux_hooks, unet_hooks
 
 pytestmark = [
@@ -67,7 +68,6 @@ class Model:
         self.net.disable_adapters()
 
     def _lora(self, name: str) -> LowRankSet:
-        torch.seed()
         rank, alpha = int(torch.randint(1, 5, ())), int(torch.randint(1, 5, ()))
         places: Any = self.adapter
         self.net.add_adapter(
@@ -169,7 +169,7 @@ MIXES: tuple[Asked, ...] = (
     indirect=["model"],
 )
 def test_a_row_equals_the_pipeline_with_its_loras(model: Model, loras: Asked) -> None:
-    case = model.case(np.random.default_rng())
+    case = model.case(fresh_rng())
     expected = model.oracle(case, loras)
     assert np.abs(model.alone(case, loras) - expected).max() <= tolerance(expected)
     if loras:
@@ -179,7 +179,7 @@ def test_a_row_equals_the_pipeline_with_its_loras(model: Model, loras: Asked) ->
 @pytest.mark.parametrize("model", [*MODELS, "reference"], indirect=True)
 def test_rows_with_other_loras_share_a_batch(model: Model) -> None:
     """Each is as it is by itself, and one without any is bit for bit what it is among its like."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     mixes = (*MIXES, [(0, 1.0)], [(0, 1.0)], [(1, 0.3), (0, 2.0)])
     cases = [model.case(rng) for _ in mixes]
     if not model.flux:  # rows of a UNet share a batch at equal size
@@ -199,7 +199,7 @@ def test_rows_with_other_loras_share_a_batch(model: Model) -> None:
 
 
 def test_a_scale_of_nothing_is_no_lora_bit_for_bit(model: Model) -> None:
-    case = model.case(np.random.default_rng())
+    case = model.case(fresh_rng())
     assert np.array_equal(model.alone(case, [(0, 0.0)]), model.alone(case, []))
 
 
@@ -208,7 +208,7 @@ def test_with_all_tokens_active_a_cached_row_with_loras_equals_a_dense_one(
     model: Model, kind: str
 ) -> None:
     """The template was primed without any: nothing of it is read."""
-    job = encode_case(model.encoder, model.case(np.random.default_rng()), "r")
+    job = encode_case(model.encoder, model.case(fresh_rng()), "r")
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     loras = ((model.sets[0], 0.7), (model.sets[2], -0.4))
     replay = Replay(model.adapter)
@@ -227,7 +227,7 @@ def test_with_all_tokens_active_a_cached_row_with_loras_equals_a_dense_one(
 )
 def test_cached_rows_with_other_loras_share_a_batch(model: Model, kind: str) -> None:
     """Cached and dense rows, with one LoRA, two, the same one, and none: each as by itself."""
-    case = model.case(np.random.default_rng())
+    case = model.case(fresh_rng())
     jobs = [encode_case(model.encoder, replace(case, seed=n), str(n)) for n in range(6)]
     mixes = ([(0, 1.0)], [(1, -0.6)], [], [(0, 0.4), (2, 0.5)], [(0, 1.0)], [(2, 1.0)])
     template = cached_rows.Primed(model.adapter, model.encoder, jobs[0])
@@ -303,7 +303,7 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
     hooks keep as the same net without LoRAs has made them of the template. Where nothing keeps
     them, as where LoRAs change what stands for them, the answer is another one.
     """
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     while True:  # until the picture has more tokens than the mask
         job = encode_case(model.encoder, model.case(rng, guidance_scale=1.0), "r")
         job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
@@ -356,7 +356,7 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
 
 def test_a_row_takes_its_loras_between_two_steps(model: Model) -> None:
     """Oracle: all steps without, and then all with, each as the pipelines have them."""
-    case = model.case(np.random.default_rng())
+    case = model.case(fresh_rng())
     job = encode_case(model.encoder, case, "r")
     row = model.adapter.dense_row(job)
     model.adapter.step([row], None)

@@ -15,8 +15,9 @@ from maskserve_engine.batch.row_updates import FusedLowRank, Tiles, tables
 from maskserve_engine.layers.linear import PlainLinear
 from maskserve_engine.layers.low_rank import LowRankSet, Update, low_rank
 from maskserve_engine.layers.shrink_expand import Part, slices_of
+from tests.support.draws import fresh_seed
 
-torch.seed()
+torch.manual_seed(fresh_seed("program"))
 dtype = getattr(torch, sys.argv[1])
 draw = lambda low, high: int(torch.randint(low, high, ()))
 host = torch.device("cpu")
@@ -102,8 +103,9 @@ from maskserve_engine.batch.row_updates import FusedLowRankConv, Tiles, tables
 from maskserve_engine.layers.low_rank import Factors, LowRankConv, Place, low_rank_conv
 from maskserve_engine.layers.low_rank import LowRankSet, low_rank_set
 from maskserve_engine.layers.shrink_expand import slices_of
+from tests.support.draws import fresh_seed
 
-torch.seed()
+torch.manual_seed(fresh_seed("program"))
 dtype = getattr(torch, sys.argv[1])
 draw = lambda low, high: int(torch.randint(low, high, ()))
 host = torch.device("cpu")

@@ -17,6 +17,7 @@ from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of
+from tests.support.draws import fresh_seed
 from tests.support.engines import edit, job, make_engine
 from tests.support.sink import Sink
 
@@ -43,7 +44,7 @@ def engine(folder: Path, tmp_path: Path) -> Any:
 
 
 def seed() -> int:
-    return int(np.random.default_rng().integers(2**31))
+    return fresh_seed()
 
 
 def test_edits_are_those_of_a_cached_worker_that_run_dense(

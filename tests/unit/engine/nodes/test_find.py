@@ -17,12 +17,13 @@ from maskserve_core.workflows.asked import AskedNode
 from maskserve_core.workflows.pictures import encode_mask, read_mask
 from maskserve_engine.nodes.find import FindNodes
 from tests.fakes.tiny_nodes import build_find
+from tests.support.draws import fresh_rng
 
 
 def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path: Path) -> None:
     build_find(tmp_path)
     config = config_of({"nodes": {"find": str(tmp_path)}, "model": {"device": "cpu"}})
-    nodes, rng = FindNodes(config), np.random.default_rng()
+    nodes, rng = FindNodes(config), fresh_rng()
     pictures = [rng.integers(0, 256, (24, 40, 3), dtype=np.uint8) for _ in range(2)]
     names = ["a star", "a rather long name of a blue heart", "x"]
     model: Any = CLIPSegForImageSegmentation.from_pretrained(tmp_path).eval()
@@ -59,7 +60,7 @@ def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path
 def test_three_rows_of_pixels_are_no_channels(tmp_path: Path) -> None:
     build_find(tmp_path)
     config = config_of({"nodes": {"find": str(tmp_path)}, "model": {"device": "cpu"}})
-    pixels = np.random.default_rng().integers(0, 256, (3, 40, 3), dtype=np.uint8)
+    pixels = fresh_rng().integers(0, 256, (3, 40, 3), dtype=np.uint8)
     nodes = FindNodes(config)
     processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
     seen: list[Any] = []

@@ -15,6 +15,7 @@ from maskserve_core.workflows.node_folders import node_folders
 from maskserve_core.workflows.pictures import read_mask
 from maskserve_engine.nodes.registry import open_nodes
 from tests.fakes.tiny_nodes import build_grounded
+from tests.support.draws import fresh_rng
 from tests.support.workflows import run_one
 
 
@@ -27,7 +28,7 @@ def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
     loaded: dict[str, Any] = {}
     nodes = open_nodes("grounding-dino", config, loaded)
     loaded["segment"] = open_nodes("sam", config, {})
-    pixels = np.random.default_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
+    pixels = fresh_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
     asked = {"picture": encode_png(pixels), "name": "A red star"}
     seen = [
         read_mask(run_one(nodes, "find", asked, {"threshold": threshold})["mask"], config.limits)

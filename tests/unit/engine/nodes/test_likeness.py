@@ -12,6 +12,7 @@ from maskserve_core.config_file import config_of
 from maskserve_core.imaging.images import encode_png
 from maskserve_engine.nodes.likeness import LikenessNodes
 from tests.fakes.tiny_nodes import build_likeness
+from tests.support.draws import fresh_rng
 from tests.support.workflows import run_one
 
 
@@ -22,7 +23,7 @@ def test_a_picture_is_like_a_text_by_the_cosine_of_both(tmp_path: Path) -> None:
         CLIPModel.from_pretrained(tmp_path).eval(),
         CLIPProcessor.from_pretrained(tmp_path),
     )
-    pixels = np.random.default_rng().integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    pixels = fresh_rng().integers(0, 256, (40, 50, 3), dtype=np.uint8)
     cosines = []
     for text in ("a red star", "a blue heart", "x", "a very long text " * 40):
         inputs = {"picture": encode_png(pixels), "text": text}

@@ -21,6 +21,7 @@ from maskserve_engine.nodes.registry import open_nodes
 from maskserve_engine.nodes.segment import SegmentNodes, check_clicks
 from tests.fakes.pictures import encode, scene
 from tests.fakes.tiny_nodes import build_segment, build_segment_2
+from tests.support.draws import fresh_rng
 
 SIZE = (48, 80)
 KINDS = {
@@ -112,7 +113,7 @@ def test_boxes_are_the_masks_of_each_and_take_the_memory_of_one(
     three: 48 MB each at 12 megapixels.
     """
     picture, nodes = scene(*SIZE), nodes_of(folder)
-    rng, largest = np.random.default_rng(), 0
+    rng, largest = fresh_rng(), 0
     corners = rng.integers(0, 20, (37, 2))
     boxes = np.hstack([corners, corners + rng.integers(8, 28, (37, 2))]).tolist()
     each = [nodes.in_boxes(picture, [box]) for box in boxes]

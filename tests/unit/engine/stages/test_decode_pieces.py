@@ -31,6 +31,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import config_of
 from tests.support.covering import is_unet
+from tests.support.draws import fresh_rng, fresh_seed
 
 pytestmark = pytest.mark.spread("model", sort=is_unet)
 
@@ -48,7 +49,7 @@ def random_box(rng: np.random.Generator, size: tuple[int, int]) -> PixelBox:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_planned_pieces_cover_what_is_wanted_and_count_nothing_twice(seed: int) -> None:
-    rng = np.random.default_rng([seed, int(np.random.default_rng().integers(2**31))])
+    rng = np.random.default_rng([seed, fresh_seed()])
     size = (int(rng.integers(4, 70)), int(rng.integers(4, 70)))
     boxes = [random_box(rng, size) for _ in range(int(rng.integers(1, 17)))]
     pieces = plan_pieces(boxes, size, halos=(2, 2, 2), spread=int(rng.integers(4)))
@@ -76,7 +77,7 @@ def test_with_the_norms_of_the_edit_itself_pieces_are_its_whole_decode(
     """And a halo as wide as what convolutions read: nothing else may differ."""
     decoder = load_decoder(config_of({"fill": tiny_fill, **tiny_unets}[model]))
     assert decoder.has_pieces
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for _ in range(6):
         # Cells of one latent each: what a box leaves of one is exact, no share of its sum.
         size = (int(rng.integers(6, 17)), int(rng.integers(6, 17)))
@@ -93,7 +94,7 @@ def test_with_the_norms_of_the_edit_itself_pieces_are_its_whole_decode(
 def test_the_norms_of_the_edit_itself_are_group_norms(tiny_fill: Path) -> None:
     """Whatever is counted inside of pieces and whatever outside."""
     decoder = load_decoder(config_of(tiny_fill))
-    rng, size = np.random.default_rng(), (16, 16)
+    rng, size = fresh_rng(), (16, 16)
     latents = rng.standard_normal((decoder.latents.channels, *size), dtype=np.float32)
     middle, template = decoder._middle(latents), decoder.sums(latents)
     pieces = Pieces(
@@ -187,7 +188,7 @@ class Edits:
         facts = load_facts(str(model), config.model.native_resolution)
         self.plain = load_decoder(config)
         self.decoder = EditDecoder(self.plain, facts, self.config)
-        self.rng = np.random.default_rng()
+        self.rng = fresh_rng()
         self.pixels = self.rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)
         self.moments = load_encoder(config).moments(self.pixels)
         self.mask = np.zeros((64, 64), np.uint8)

@@ -23,6 +23,7 @@ from maskserve_engine.stages.latents import Posterior, to_model, to_vae
 from maskserve_engine.stages.vae import is_tiled, load_vae
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
+from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.each_value
 
@@ -89,7 +90,7 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
     assert is_tiled(vae, (side // 2, 8), space) == (tiles == "on")
     assert not is_tiled(vae, (space.tile // 2, 8), space)
 
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     pixels = rng.integers(0, 256, (side, 16, 3), dtype=np.uint8)
     found = Vaes(facts, vae).moments(pixels)
     image = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255.0 * 2.0 - 1.0

@@ -26,6 +26,7 @@ from maskserve_harness.benchmarks.direct import request_of
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
+from tests.support.draws import fresh_rng
 from tests.support.stage_server import StageServer
 
 TIMES = {"ENCODED": "ms", "META": "timings_ms"}
@@ -93,7 +94,7 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
 ) -> None:
     folder = {"fill": tiny_fill, **tiny_unets}.get(model)
     folder = folder or build_tiny_qwen_image(tmp_path / "model", EDIT)
-    api, config, rng = FakeTriton(), config_of(folder), np.random.default_rng()
+    api, config, rng = FakeTriton(), config_of(folder), fresh_rng()
     made: dict[str, dict[str, Any]] = {}
     for name in ("own", "service"):
         at = replace(config, runtime_dir=str(tmp_path / name))

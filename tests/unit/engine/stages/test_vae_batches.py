@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from maskserve_core.config import StagesConfig
 from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
+from tests.support.draws import fresh_rng
 
 FULL = 1024 * 1024
 
 
 def test_pictures_of_one_size_go_together_as_far_as_there_is_room() -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     choices = [(256, 256), (512, 512), (512, 256), (256, 512), (1024, 1024), (2048, 1024)]
     for _ in range(200):
         sizes = {

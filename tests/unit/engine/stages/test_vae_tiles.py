@@ -20,6 +20,7 @@ from maskserve_engine.fitting.memory import image_bytes
 from maskserve_engine.stages.vae import in_tiles, is_tiled
 from tests.fakes.jobs import Case, config_of, encode_case
 from tests.fakes.pipelines import diffusers_edit
+from tests.support.draws import fresh_rng
 
 NATIVE = 128
 """Of the model here; its VAE's tiles have 64 pixels a side."""
@@ -41,7 +42,7 @@ def test_latents_and_pixels_are_the_vaes_own_in_tiles(tiny_fill: Path) -> None:
     vae.enable_tiling()
     decoder, encoder = load_decoder(tiled(tiny_fill)), load_encoder(tiled(tiny_fill))
     whole = load_decoder(config_of(tiny_fill))
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for size in ((16, 16), (32, 24), (9, 27)):
         latents = rng.standard_normal((4, *size), dtype=np.float32)
         with torch.inference_mode():
@@ -70,7 +71,7 @@ def test_edits_are_the_pipelines_with_tiling(tiny_fill: Path) -> None:
     pipeline: Any = FluxFillPipeline.from_pretrained(tiny_fill)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.vae.enable_tiling()
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     pixels = rng.integers(0, 256, (NATIVE, NATIVE - 32, 3), dtype=np.uint8)
     mask = np.zeros(pixels.shape[:2], np.uint8)
     mask[30:100, 20:70] = 255

@@ -27,6 +27,7 @@ from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.facts import FILL_FACTS
 from tests.support.cached_rows import assert_equal
+from tests.support.draws import fresh_rng
 
 WIDTH, HEADS, BLOCKS, TEXT_IN, SHIFT = 16, 2, 3, 6, 0.7
 FACTS = replace(FILL_FACTS, family="toy", semantics=INPAINT, guidance="none", true_cfg=True)
@@ -264,7 +265,7 @@ def run(replay: Replay, rows: Sequence[Any], kinds: Sequence[str] = ()) -> None:
 
 
 def test_rows_of_any_mix_are_the_pipelines(adapter: ToyAdapter) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     jobs = [job(rng, number, soft=number > 1) for number in range(4)]
     rows = [adapter.dense_row(each) for each in jobs]
     run(Replay(adapter), rows)
@@ -277,7 +278,7 @@ def test_rows_of_any_mix_are_the_pipelines(adapter: ToyAdapter) -> None:
 def test_with_every_token_active_cached_rows_are_dense(
     adapter: ToyAdapter, kinds: Sequence[str]
 ) -> None:
-    rng, replay = np.random.default_rng(), Replay(adapter)
+    rng, replay = fresh_rng(), Replay(adapter)
     jobs = [job(rng, number, whole=number < 2, soft=number % 2 == 1) for number in range(4)]
     rows: list[Any] = []
     for each in jobs:

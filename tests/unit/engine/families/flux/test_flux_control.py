@@ -24,6 +24,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import CHANNELS, random_net
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
+from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("folder")
 
@@ -113,7 +114,7 @@ def asked_of(net: str, rng: np.random.Generator) -> dict[str, Any]:
 @pytest.mark.parametrize("net", list(NETS))
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_dense_row_equals_the_pipeline(inpaint: Model, net: str, whole: bool) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = large_case(rng, num_inference_steps=6, strength=float(rng.choice([1.0, 0.7])))
     asked = asked_of(net, rng)
     asked |= {"start": 0.0, "end": 1.0} if whole else {"start": 0.2, "end": 0.7}
@@ -125,7 +126,7 @@ def test_a_dense_row_equals_the_pipeline(inpaint: Model, net: str, whole: bool) 
 
 def test_several_nets_sum_as_in_the_pipeline(inpaint: Model) -> None:
     """Of equal depths: where these differ, diffusers drops the deeper net's last blocks."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = large_case(rng, num_inference_steps=5, strength=1.0)
     controls = (
         inpaint.control(rng, case, "plain", scale=0.8),
@@ -188,7 +189,7 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
 def test_fill_and_nets_of_unequal_depth_equal_the_classes_called_by_hand(
     fill: Model, names: tuple[str, ...]
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = large_case(rng, num_inference_steps=3, strength=1.0)
     controls = tuple(
         fill.control(rng, case, net, scale=0.7, mode=1 if net == "union" else None) for net in names
@@ -204,7 +205,7 @@ def test_fill_and_nets_of_unequal_depth_equal_the_classes_called_by_hand(
 
 
 def test_a_control_that_never_acts_is_as_none_bit_for_bit(inpaint: Model) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = large_case(rng, num_inference_steps=4, strength=1.0)
     plain = inpaint.alone(inpaint.job(case))
     for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
@@ -213,7 +214,7 @@ def test_a_control_that_never_acts_is_as_none_bit_for_bit(inpaint: Model) -> Non
 
 
 def test_steps_outside_start_and_end_are_as_without_bit_for_bit(inpaint: Model) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = large_case(rng, num_inference_steps=4, strength=1.0)
     job = inpaint.job(case, (inpaint.control(rng, case, "plain", start=0.5),))
     controlled, without = inpaint.row(job), inpaint.adapter.dense_row(job)
@@ -225,7 +226,7 @@ def test_steps_outside_start_and_end_are_as_without_bit_for_bit(inpaint: Model) 
 
 
 def test_rows_with_and_without_control_do_not_change_one_another(fill: Model) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     asked: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"), (), ("union",))
     jobs = []
     for i, names in enumerate(asked):

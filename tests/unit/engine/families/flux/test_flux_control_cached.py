@@ -29,6 +29,7 @@ from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds, refreshed
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run
+from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("folder")
 
@@ -43,7 +44,7 @@ def controlled_job(
     encoder: Encoder, name: str, *asked: str, seen: bool = False, **settings: Any
 ) -> EditJob:
     """A random edit; `seen`: its mask is, by some latents."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = random_case(rng, num_inference_steps=5, strength=1.0, **settings)
     if seen:
         mask = case.mask.copy()

@@ -30,6 +30,7 @@ from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import own_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
+from tests.support.draws import fresh_seed
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
 pytestmark = pytest.mark.spread("folder")
@@ -108,7 +109,7 @@ def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     """Each step reads another entry, and plans change. In the second round nearly all steps were
     recorded in the first.
     """
-    seed = int(np.random.default_rng().integers(1 << 30))
+    seed = fresh_seed()
     rng = np.random.default_rng(seed)
     jobs = jobs_of(encoder, seed, 5)
     capture = Replayed()
@@ -181,7 +182,7 @@ def test_steps_between_a_rows_own_anchors_are_recorded(
     folder: Path, encoder: Encoder, text: bool
 ) -> None:
     """Its anchors, which keep what they compute, are not; rows beside it neither then."""
-    seed = int(np.random.default_rng().integers(1 << 30))
+    seed = fresh_seed()
     capture = Replayed()
     plain, own = adapter_of(folder, None), adapter_of(folder, capture)
     jobs = jobs_of(encoder, seed, 3)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.step_rig import Bench
+from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("folder")
 
@@ -49,7 +49,7 @@ class Run:
 
 def test_rows_are_where_they_would_be_if_every_step_placed_their_keys_anew(bench: Bench) -> None:
     """Rows join, leave and turn to other entries, and plans change: bit for bit the same."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     bench.fill_entry("both")
     entries = [bench.entry]
     bench.fill_entry("both")

@@ -35,6 +35,7 @@ from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
 from tests.support import own_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
+from tests.support.draws import fresh_rng, fresh_seed
 from tests.support.foretold_unet import Ahead, ForetoldNet, ForetoldUnet
 
 pytestmark = pytest.mark.spread("model", "served")
@@ -130,7 +131,7 @@ def picture(rng: np.random.Generator, case: Case) -> NDArray[np.uint8]:
 def test_a_dense_row_equals_the_pipeline(
     model: Model, nets: tuple[str, ...], guidance: float
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = large_case(rng, num_inference_steps=5, strength=1.0, guidance_scale=guidance)
     controls = tuple(
         ControlInput(net, picture(rng, case), float(rng.uniform(0.3, 1.2)), start, end)
@@ -144,7 +145,7 @@ def test_a_dense_row_equals_the_pipeline(
 def test_a_control_that_never_acts_and_steps_outside_are_as_without_bit_for_bit(
     model: Model,
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     case = large_case(rng, num_inference_steps=4, strength=1.0)
     plain = model.alone(model.job(case))
     for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
@@ -160,7 +161,7 @@ def test_a_control_that_never_acts_and_steps_outside_are_as_without_bit_for_bit(
 
 
 def test_rows_with_and_without_control_do_not_change_one_another(model: Model) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     first = large_case(rng)
     jobs = []
     for i, names in enumerate(((), ("one",), ("two", "one"), (), ("one",))):
@@ -199,7 +200,7 @@ def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
     """Of two rows at once, one guided; each with its own prompt's length, timestep and picture."""
     net = random_unet_net(model.adapter.model, 3, mid_block_type=middle)
     own = model.adapter.control_net(net)
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     first, rows, expected = large_case(rng), [], []
     for guidance in (1.0, 4.0):
         case = large_case(rng, num_inference_steps=3, strength=1.0, guidance_scale=guidance)
@@ -273,7 +274,7 @@ def controlled_jobs(
 def test_with_all_tokens_active_a_cached_row_equals_a_dense_one(
     served: Model, kind: str, refresh: int
 ) -> None:
-    [job] = controlled_jobs(served, np.random.default_rng(), [("one", "two")], guidance_scale=5.0)
+    [job] = controlled_jobs(served, fresh_rng(), [("one", "two")], guidance_scale=5.0)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     replay = Replay(served.adapter)
     row = cached_row(served, replay, job, refresh)
@@ -288,7 +289,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     """What is kept of a step serves that step exactly; and a net that keeps nothing says the same
     beside a cached row as beside a dense one, bit for bit.
     """
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     [job] = controlled_jobs(served, rng, [("one", "two")], guidance_scale=guidance)
     row = cached_row(served, Replay(served.adapter), job, 100)
     assert row.control is not None
@@ -323,7 +324,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
 
 def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
     """The last step keeps nothing, so the last anchor lies before it."""
-    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    rng, replay = fresh_rng(), Replay(served.adapter)
     [job] = controlled_jobs(served, rng, [("one",)], guidance_scale=1.0, num_inference_steps=5)
     row = cached_row(served, replay, job, 3)
     assert row.steps in (5, 6)
@@ -346,7 +347,7 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
 def test_cached_rows_with_and_without_control_do_not_change_one_another(
     served: Model, refresh: int
 ) -> None:
-    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    rng, replay = fresh_rng(), Replay(served.adapter)
     jobs = controlled_jobs(served, rng, ((), ("one",), ("two", "one"), ()))
     primed = [Primed(served.adapter, served.encoder, job) for job in jobs]
 
@@ -410,7 +411,7 @@ def test_it_is_the_pipeline_whose_nets_foresee(
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_with_own_anchors_at_each_step_it_is_dense(served: Model, guidance: float) -> None:
     asked = {"guidance_scale": guidance, "num_inference_steps": 5}
-    [job] = controlled_jobs(served, np.random.default_rng(), [("one", "two")], **asked)
+    [job] = controlled_jobs(served, fresh_rng(), [("one", "two")], **asked)
     own = own_rows.plan(*range(served.adapter.steps(job)))
     row = anchored(served, job, own)
     own_rows.run(served.adapter, [row], [own])
@@ -421,7 +422,7 @@ def test_with_own_anchors_at_each_step_it_is_dense(served: Model, guidance: floa
 
 def test_between_own_anchors_nets_compute_the_active_tokens_alone(served: Model) -> None:
     """Whatever runs beside the row."""
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = fresh_seed()
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     jobs = controlled_jobs(served, rng, (("one",), (), ("two", "one")), num_inference_steps=6)
@@ -449,7 +450,7 @@ def test_a_step_that_failed_and_is_tried_again_does_the_same(
     served: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch whose step fails is tried again row by row; what its nets kept half is not read."""
-    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    rng, replay = fresh_rng(), Replay(served.adapter)
     [job] = controlled_jobs(served, rng, [("one", "two")])
     primed = Primed(served.adapter, served.encoder, job)
     row, other = (with_nets(served, cached(replay, job, primed), job, 2) for _ in range(2))
@@ -476,7 +477,7 @@ def test_a_step_that_failed_and_is_tried_again_does_the_same(
 
 
 def test_a_cached_row_whose_control_never_acts_is_as_without_bit_for_bit(served: Model) -> None:
-    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    rng, replay = fresh_rng(), Replay(served.adapter)
     [job] = controlled_jobs(served, rng, [("one",)])
     plain = result(replay, cached_row(served, replay, replace(job, controls=())), "kv")
     for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
@@ -486,7 +487,7 @@ def test_a_cached_row_whose_control_never_acts_is_as_without_bit_for_bit(served:
 
 def test_rows_with_control_never_write_entries(served: Model) -> None:
     replay = Replay(served.adapter)
-    [job] = controlled_jobs(served, np.random.default_rng(), [("one", "two")])
+    [job] = controlled_jobs(served, fresh_rng(), [("one", "two")])
     primed = Primed(served.adapter, served.encoder, job)
     parts = [c.data for e in primed.entries for b in e.blocks for p in PARTS for c in b.part(p)]
     before = [data.clone() for data in parts]
@@ -496,7 +497,7 @@ def test_rows_with_control_never_write_entries(served: Model) -> None:
 
 def test_a_tile_takes_its_part_of_what_is_added(tiny_unets: dict[str, Path]) -> None:
     """With a tile over the whole picture a row is what it is without one."""
-    folder, rng = tiny_unets[next(iter(VARIANTS))], np.random.default_rng()
+    folder, rng = tiny_unets[next(iter(VARIANTS))], fresh_rng()
     model = Model(folder, outside_noise="template", halo=2)
     [job] = controlled_jobs(model, rng, [("one",)])
     whole = replace(job, edit_mask=np.full_like(job.edit_mask, 255))

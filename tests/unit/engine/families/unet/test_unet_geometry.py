@@ -19,6 +19,7 @@ from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.tile import Frame, TileBox, tile_of
 from maskserve_harness.counted import tile_bytes
 from maskserve_harness.published_models import SD21, SDXL
+from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("seed")
 
@@ -111,7 +112,7 @@ def in_picture(reads: set[tuple[int, int]], size: tuple[int, int]) -> set[tuple[
 
 
 def test_what_a_tile_reads_and_gives_is_where_the_picture_has_it() -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     sizes = [(18, 22), (9, 11), (5, 6)]
     rows, columns = np.sort(rng.integers(0, 18, 2)), np.sort(rng.integers(0, 22, 2))
     mask = np.zeros(sizes[0], np.uint8)
@@ -135,7 +136,7 @@ def test_what_a_tile_reads_and_gives_is_where_the_picture_has_it() -> None:
 
 @pytest.mark.parametrize("halo", [1, 4])
 def test_boxes_of_buckets_hold_those_that_are_needed(halo: int) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     sizes = level_sizes(128, 96, 3)
     shapes = set()
     for _ in range(60):

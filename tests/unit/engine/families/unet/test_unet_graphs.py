@@ -23,6 +23,7 @@ from maskserve_engine.families.unet.rows import CachedRest
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
+from tests.support.draws import fresh_seed
 from tests.support.examples import WHOLE
 from tests.support.own_rows import plan, row_of, run
 from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
@@ -114,7 +115,7 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
     """Beside rows without tiles; in the second round nearly all steps were recorded in the first.
     Tiles of equal shapes lie elsewhere and read other entries.
     """
-    seed = int(np.random.default_rng().integers(1 << 30))
+    seed = fresh_seed()
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
     jobs = [
         job_of(encoder, seed + i // 2 * 2, at=i, **(guided if i < 2 else {})) for i in range(ROWS)
@@ -141,7 +142,7 @@ def test_steps_between_own_anchors_are_recorded(folder: Path, encoder: Encoder) 
     """Beside a dense row; anchors, whose rows keep what they compute, are not. What lies round the
     tile is another at each step.
     """
-    seed = int(np.random.default_rng().integers(1 << 30))
+    seed = fresh_seed()
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
     jobs = [job_of(encoder, seed, at=at, **guided) for at in range(3)]
     plans = [plan(0, 2), None, plan(0, 3, foresees=True)]
@@ -201,7 +202,7 @@ def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
 def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     folder: Path, encoder: Encoder, mixed: bool
 ) -> None:
-    seed = int(np.random.default_rng().integers(1 << 30))
+    seed = fresh_seed()
     rng = np.random.default_rng(seed)
     guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
     jobs = [job_of(encoder, seed + i, **(guided if i < 2 else {})) for i in range(ROWS)]

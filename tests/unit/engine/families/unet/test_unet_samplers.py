@@ -18,6 +18,7 @@ from maskserve_engine.families.unet.rows import Guidance, UnetInactive, UnetProm
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule, is_linear
 from tests.fakes.jobs import tolerance
 from tests.fakes.tiny_unet import samplers
+from tests.support.draws import fresh_seed
 
 pytestmark = pytest.mark.each_value
 
@@ -161,7 +162,7 @@ def run(edits: Sequence[Edit], rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", all_samplers())
 def test_rows_moved_together_are_what_diffusers_makes_of_each(name: str, blends: bool) -> None:
     """And bit for bit what they are when each is moved by itself."""
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = fresh_seed()
     rng = np.random.default_rng(seed)
     sampler = all_samplers()[name]
     edits = [Edit(rng, sampler, blends=blends, number=i) for i in range(6)]
