@@ -428,6 +428,13 @@ def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     web.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
     web.add_argument("--port", type=int, default=7860, help="port (default 7860)")
+    web.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        help="a name by which browsers reach the page, beside addresses, names without a dot and "
+        "this machine's own; .example.com stands for all below it; may be given again",
+    )
     web.add_argument("--images", metavar="DIR", help="pictures to begin with")
     web.add_argument(
         "--router",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
+
+from maskserve_core.sites import foreign_site
 
 _FILES = "/gradio_api/upload"
 """Gradio keeps what is put here, whoever puts it. The page has no use for it: pictures come in
@@ -13,27 +15,30 @@ calls that are counted."""
 class SameOrigin:
     """An ASGI application in front of another.
 
-    A browser says by `Origin` whose script asks; one that is not the page's own gets 403, and no
-    header of CORS leaves, of which Gradio's own allow every origin with its cookies.
+    A browser says by `Origin` whose script asks, and by `Host` under what name; one that is not the
+    page's own gets 403, and no header of CORS leaves, of which Gradio's own allow every origin with
+    its cookies.
 
     Args:
         app: the page.
         most_bytes: of a request's body.
+        names: of the page, as `maskserve_core.sites.has_name`.
     """
 
-    def __init__(self, app: Any, most_bytes: int) -> None:
-        self._app, self._most = app, most_bytes
+    def __init__(self, app: Any, most_bytes: int, names: Sequence[str] = ()) -> None:
+        self._app, self._most, self._names = app, most_bytes, names
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        if b"origin" in headers:
-            origin = urlsplit(headers[b"origin"].decode("latin-1")).netloc
-            if origin.lower() != headers.get(b"host", b"").decode("latin-1").lower():
-                await _refuse(scope, send, 403, b"The page answers its own origin alone.")
-                return
+        words = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+        if foreign := foreign_site(words, self._names):
+            more = " (maskserve web --name NAME adds one)" if foreign.startswith("Host") else ""
+            told = f"{foreign}; the page answers its own origin alone{more}."
+            await _refuse(scope, send, 403, told.encode("ascii", "replace"))
+            return
         if scope["path"].rstrip("/").endswith(_FILES):
             await _refuse(scope, send, 404, b"Nothing is uploaded here.")
             return

@@ -73,7 +73,7 @@ def serve_page(
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
         with kept.tidied():
             uvicorn.run(
-                SameOrigin(app, _MOST_BODY),
+                SameOrigin(app, _MOST_BODY, options.name),
                 host=options.host,
                 port=options.port,
                 log_level="warning",

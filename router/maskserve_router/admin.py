@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maskserve_core.config import ConfigError
+from maskserve_core.sites import foreign_site
 from maskserve_router.admission import Admission
 from maskserve_router.control import cluster_status
 from maskserve_router.metrics import Metrics
@@ -34,6 +37,7 @@ class Admin:
         admission: counts of edits.
         metrics: the page.
         reload: reads the configuration anew.
+        names: of the listener, as `maskserve_core.sites.has_name`.
     """
 
     def __init__(
@@ -45,10 +49,11 @@ class Admin:
         metrics: Metrics,
         nodes: NodePool,
         reload: Callable[[], Awaitable[None]],
+        names: Sequence[str] = (),
     ) -> None:
         self._name, self._pool, self._pending = name, pool, pending
         self._admission, self._metrics, self._reload = admission, metrics, reload
-        self._nodes = nodes
+        self._nodes, self._names = nodes, names
 
     def app(self) -> Starlette:
         return Starlette(
@@ -60,7 +65,8 @@ class Admin:
                 Route("/workers/{address}/drain", self._drain, methods=["POST"]),
                 Route("/workers/{address}/resume", self._resume, methods=["POST"]),
                 Route("/reload", self._reloaded, methods=["POST"]),
-            ]
+            ],
+            middleware=[Middleware(_NoSites, self._names)],
         )
 
     async def _page(self, _: Request) -> Response:
@@ -118,3 +124,19 @@ class Admin:
         except ConfigError as error:
             return Response(msgspec.json.encode({"error": str(error)}), 400, media_type=_JSON)
         return Response(msgspec.json.encode(sorted(self._pool.workers)), media_type=_JSON)
+
+
+class _NoSites:
+    """Refuses what a browser asks for the sake of another site's page."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._app
+        if scope["type"] == "http" and (
+            foreign := foreign_site(Request(scope).headers, self._names)
+        ):
+            told = f"{foreign}; accepted: this port's own, and [listen] admin_names"
+            answer = Response(msgspec.json.encode({"error": told}), 403, media_type=_JSON)
+        await answer(scope, receive, send)

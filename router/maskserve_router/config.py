@@ -50,6 +50,9 @@ class Listen(Table, frozen=True):
     """Address of the operators' port: metrics, drain, reload. Keep it from clients."""
     admin_port: Port = 8082
     """The operators' port; 0 takes a free one."""
+    admin_names: tuple[str, ...] = ()
+    """Names by which it is reached, beside addresses, names without a dot and the machine's own;
+    `.example.com` stands for all below it. A request under another name gets 403."""
     tls_cert: str = ""
     """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. New
     contents of both are taken on within seconds."""

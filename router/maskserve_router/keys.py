@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import AdapterNotFound
+from maskserve_core.sites import foreign_site
 from maskserve_router.config import Key
 from maskserve_router.failures import Unauthorized
 
@@ -99,6 +100,8 @@ class KeyRing:
         max_edits: of everybody together where there are no keys.
         webhook_secret: likewise.
         output_urls: likewise.
+        origins: of pages that may call from a browser where there are no keys; a key is nothing
+            that a foreign page could send without being allowed to.
     """
 
     def __init__(
@@ -107,7 +110,9 @@ class KeyRing:
         max_edits: int,
         webhook_secret: str = "",
         output_urls: tuple[str, ...] = (),
+        origins: tuple[str, ...] = (),
     ) -> None:
+        self._origins = origins
         self._max_edits, self._webhook_secret = max_edits, webhook_secret
         self._output_urls = output_urls
         self._anybody: KeyHolder | None = None
@@ -159,9 +164,13 @@ class KeyRing:
         """The caller with these headers (names in lower case).
 
         Raises:
-            Unauthorized: keys are needed, and this is none.
+            Unauthorized: keys are needed, and this is none; or there are none, and a foreign page
+                asks.
         """
         if self._anybody is not None:
+            if foreign := foreign_site(headers, None, self._origins):
+                field, _, problem = foreign.partition(": ")
+                raise Unauthorized(field, problem, "its own, and those of [http] cors_origins")
             return self._anybody
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")

@@ -123,6 +123,7 @@ class Router:
             config.admission.max_edits,
             config.jobs.webhook_secret,
             config.outputs.urls,
+            config.http.cors_origins,
         )
         bodies = Bodies(config.http, self.admission, turns)
         front = Front(keys, self.admission, turns, edits, control, workflows)
@@ -167,6 +168,7 @@ class Router:
             self.metrics,
             self._nodes,
             self.reload,
+            listen.admin_names,
         )
         self.admin = HttpServer(
             admin.app(),

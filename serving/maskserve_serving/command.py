@@ -20,6 +20,8 @@ from maskserve_serving.runtime import Runtime
 EXIT_TIMEOUT_S = 10
 _MEBIBYTE = 2**20
 _OF_CUDA = ("libcudart.so*", "libcublas.so*", "libcudnn.so*", "libnccl.so*")
+NO_HEADER = "Never:sent"
+"""A name ends at its colon in HTTP/1.1; HTTP/2 has none with a colon or a capital in it."""
 # Calls between models beside those of edits: cancels, operations of control.
 _OTHER_CALLS = 16
 
@@ -68,8 +70,9 @@ def command(
     if runtime.backends is not None:
         arguments.append(f"--backend-directory={runtime.backends}")
     if closed := [api for api in CLOSED_APIS if api not in options.open_apis]:
-        # Only who knows the value may call them, and it is told nobody.
-        only = f"{','.join(closed)}:maskserve={secrets.token_hex(16)}"
+        # Triton takes the header that opens them on its command line alone, where every user of the
+        # host reads it: so it is one that no request can carry (ADR 0070).
+        only = f"{','.join(closed)}:{NO_HEADER}={secrets.token_hex(16)}"
         arguments += [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
     return [str(runtime.binary), *arguments, *trace, *options.triton_args]
 

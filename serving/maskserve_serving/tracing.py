@@ -41,9 +41,15 @@ def trace_arguments(config: TraceConfig, worker: str) -> list[str]:
         # Triton sends batches of 512, and takes no queue that is shorter.
         f"opentelemetry,bsp_max_queue_size={max(config.queue, 512)}",
     )
-    # For the fronts, as Triton overlooks the header of some requests itself.
-    header = [f"--{protocol}-header-forward-pattern=(?i)traceparent" for protocol in _PROTOCOLS]
-    return [*(f"--trace-config={setting}" for setting in settings), *header]
+    return [f"--trace-config={setting}" for setting in settings]
+
+
+def forwarded_headers(config: TraceConfig) -> list[str]:
+    """Further arguments for tritonserver: headers that models are told as parameters."""
+    # `traceparent` for the fronts, as Triton overlooks that of some requests itself; `origin` for
+    # `control`, which no page is to ask.
+    wanted = "origin|traceparent" if config.otlp_url else "origin"
+    return [f"--{protocol}-header-forward-pattern=(?i)({wanted})" for protocol in _PROTOCOLS]
 
 
 def untrace(http_url: str) -> str | None:

@@ -21,7 +21,7 @@ from maskserve_serving.runtime import Runtime
 from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_regions
 from maskserve_serving.spec import Spec, with_controlnets, with_stages
 from maskserve_serving.supervisor_log import SupervisorLog
-from maskserve_serving.tracing import trace_arguments, untrace
+from maskserve_serving.tracing import forwarded_headers, trace_arguments, untrace
 from maskserve_serving.triton_log import loaded_models
 
 # After the last answer left a front, Triton still has to write it to its socket.
@@ -96,6 +96,7 @@ class WorkerProcess(Process):
             each = gpus_wanted(self.config)
             gpus = gpus_of_worker(spec.index, options.workers, each=each, share=options.share_gpus)
         trace = trace_arguments(self.config.trace, self.name)
+        trace += forwarded_headers(self.config.trace)
         self.log.open(self.config)
         self.launch(
             command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),

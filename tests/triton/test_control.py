@@ -57,6 +57,18 @@ def ask(api: FakeTriton, control: WorkerControl, operation: Any) -> Any:
     return error.message() if error is not None else json.loads(answer.text("RESULT"))
 
 
+@pytest.mark.parametrize("name", ["origin", "Origin"])
+def test_a_page_drains_nothing(
+    api: FakeTriton, control: WorkerControl, config: Config, name: str
+) -> None:
+    told = json.dumps({name: "https://evil.example"})
+    request = api.request(parameters=told, OP=b'{"op": "drain"}')
+    control.execute([request])
+    error = request.sender.wait().error()
+    assert "Origin: is set: a page asks by a browser" in error.message()
+    assert Gate(config.runtime_dir).state() == "open"
+
+
 def test_an_operation_given_up_is_not_done_later(
     api: FakeTriton, impatient: WorkerControl, config: Config
 ) -> None:

@@ -36,7 +36,7 @@ from maskserve_core.triton.answer import Answer, answer_each
 from maskserve_core.triton.cancels import cancel_edit
 from maskserve_core.triton.fair_threads import FairThreads
 from maskserve_core.triton.pipeline import ask_denoiser, prime_template
-from maskserve_core.triton.tensor_io import read_bytes
+from maskserve_core.triton.tensor_io import parameters, read_bytes
 from maskserve_core.worker.admission import OPEN, Gate
 from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.stages import StagesAway
@@ -67,6 +67,8 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 }
 SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
 """They may have a `scope` (`contracts.keys.SCOPE`): what a client of that scope may see and do."""
+ORIGIN = "origin"
+"""The header by which a browser names the page that asks."""
 _FLAGS = ("shared", "prime")
 _OF_FILES = ("status", "drain")
 ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")
@@ -162,6 +164,9 @@ class WorkerControl:
         answer_each(self._api, requests, self._take)
 
     def _take(self, request: Any, answer: Answer) -> None:
+        if _of_a_page(request):
+            accepted = "a program, or the operators' port of a router"
+            raise InvalidRequest("Origin", "is set: a page asks by a browser", accepted)
         operation = parse_operation(read_bytes(self._api, request, "OP"))
         if operation["op"] in _OF_FILES:
             _reply(answer, self._with_files(operation))
@@ -398,3 +403,10 @@ class WorkerControl:
 
 def _reply(answer: Answer, result: dict[str, Any]) -> None:
     answer.finish({"RESULT": json.dumps(result).encode()})
+
+
+def _of_a_page(request: Any) -> bool:
+    """Whether a browser sends it for the sake of a page. Triton answers every page's simple
+    requests; it hands the header on as a parameter (`maskserve_serving.command`).
+    """
+    return any(name.lower() == ORIGIN for name in parameters(request))

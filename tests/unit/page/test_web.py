@@ -327,7 +327,11 @@ async def test_other_origins_and_large_requests_are_refused() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    app = SameOrigin(page, 100)
+    app = SameOrigin(page, 100, ["page.example.com"])
+    rebound = {"host": "evil.example:7860", "origin": "http://evil.example:7860"}
+    assert (await asked(app, **rebound))[0] == 403
+    assert (await asked(app, host="evil.example:7860"))[0] == 403
+    assert (await asked(app, host="127.0.0.1:7860"))[0] == 200
     own = {"host": "page.example.com:7860", "origin": "http://page.example.com:7860"}
     assert await asked(app, **own) == (200, {})
     assert await asked(app, host="page.example.com:7860") == (200, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 
@@ -110,9 +111,46 @@ async def test_pages_of_other_origins_call_only_where_they_are_listed():
                     assert "x-stainless-lang" in named
                     assert "authorization" in named
             async with web.get(url, headers={"Origin": asked["Origin"]}) as answer:
-                assert (answer.status, answer.headers.get(allowed)) == (200, expected)
+                assert answer.status == (200 if expected else 401)
+                assert answer.headers.get(allowed) == expected
             async with web.get(url, headers={"Origin": "https://evil.example.com"}) as answer:
+                assert answer.status == 401
+                assert "Origin: 'https://evil.example.com' is another" in await answer.text()
                 assert allowed not in answer.headers
+
+
+async def test_no_page_of_another_site_edits_or_drains():
+    """A browser sends simple requests for any page; without keys none is let in."""
+    simple = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    operation = json.dumps({"op": "evict", "template_id": "0" * 32})
+    tensor = {"name": "OP", "datatype": "BYTES", "shape": [1], "data": [operation]}
+    evict = {"inputs": [tensor]}
+    async with cluster(hardware=FAST) as (router, workers), aiohttp.ClientSession() as web:
+        operators = f"http://127.0.0.1:{router.admin.port}"
+        clients = f"http://127.0.0.1:{router.http.port}/v2/models/control/infer"
+        drains = [f"{operators}/workers/{worker.address}/drain" for worker in workers]
+        rebound = {"Host": f"evil.example:{router.admin.port}"}
+        for url in (*drains, f"{operators}/reload"):
+            for headers in (simple, rebound, {**simple, "Origin": "null"}):
+                async with web.post(url, headers=headers) as answer:
+                    assert answer.status == 403
+                    assert "admin_names" in (await answer.json())["error"]
+        for path in ("/workers", "/metrics", "/healthz"):
+            async with web.get(operators + path, headers=rebound) as answer:
+                assert answer.status == 403
+        assert not any(worker.draining for worker in router.pool.workers.values())
+        async with web.post(clients, data=json.dumps(evict), headers=simple) as answer:
+            assert (answer.status, "another site" in await answer.text()) == (401, True)
+        own = {"Origin": clients.removesuffix("/v2/models/control/infer")}
+        async with web.post(clients, data=json.dumps(evict), headers=own) as answer:
+            assert answer.status == 200
+        async with web.post(drains[0]) as answer:
+            assert answer.status == 200
+    listed = {"listen": {"admin_names": ["evil.example"]}}
+    async with cluster(hardware=FAST, **listed) as (router, _), aiohttp.ClientSession() as web:
+        url = f"http://127.0.0.1:{router.admin.port}/workers"
+        async with web.get(url, headers={"Host": "evil.example"}) as answer:
+            assert answer.status == 200
 
 
 def test_an_origin_is_an_origin() -> None:

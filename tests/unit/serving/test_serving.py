@@ -479,9 +479,9 @@ def test_parts_of_tritons_api_are_closed() -> None:
 
     for protocol, argument in zip(("http", "grpc"), closed(), strict=True):
         assert argument.startswith(f"--{protocol}-restricted-")
-        assert "=shared-memory,model-repository,logging:maskserve=" in argument
+        assert f"=shared-memory,model-repository,logging:{command.NO_HEADER}=" in argument
     assert closed() != closed()
-    assert "=model-repository:maskserve=" in closed("shared-memory", "logging")[0]
+    assert f"=model-repository:{command.NO_HEADER}=" in closed("shared-memory", "logging")[0]
     assert closed("shared-memory", "logging", "model-repository") == []
 
 

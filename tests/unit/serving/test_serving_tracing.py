@@ -40,9 +40,12 @@ def test_triton_sends_to_the_same_collector() -> None:
         f"--trace-config=opentelemetry,url={URL}",
         "--trace-config=opentelemetry,resource=service.instance.id=worker-3",
         "--trace-config=opentelemetry,bsp_schedule_delay=500",
-        "--http-header-forward-pattern=(?i)traceparent",
-        "--grpc-header-forward-pattern=(?i)traceparent",
     }
+    for traced, headers in ((TraceConfig(), "origin"), (config, "origin|traceparent")):
+        assert tracing.forwarded_headers(traced) == [
+            f"--http-header-forward-pattern=(?i)({headers})",
+            f"--grpc-header-forward-pattern=(?i)({headers})",
+        ]
     server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
     own = ports.Ports(9000, 9001, 9002)

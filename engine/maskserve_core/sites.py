@@ -1,0 +1,65 @@
+"""Whose page has a browser ask: what an HTTP request's headers tell of it.
+
+A browser lets every page send simple requests anywhere, to ports of its own machine too. It names
+the page's site in `Origin`, and the name that it has looked up in `Host`. A page whose name is
+pointed at this machine after it has loaded (DNS rebinding) is its own origin, so names count too.
+Programs that are no browser send what they like, and are not meant here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+ANY_SITE = "*"
+
+
+def foreign_site(
+    headers: Mapping[str, str], names: Sequence[str] | None = None, origins: Sequence[str] = ()
+) -> str:
+    """What is foreign of a request's site, in words; empty: nothing, or no browser's page asks.
+
+    Args:
+        headers: by name in lower case.
+        names: of the listener, as `has_name`; None: it may have any.
+        origins: further ones whose pages may ask; `ANY_SITE` stands for all.
+    """
+    host, origin = headers.get("host"), headers.get("origin")
+    if names is not None and host is not None and not has_name(host, names):
+        return f"Host: {host[:100]!r} is no name of this server"
+    if origin is None or origin in origins or ANY_SITE in origins:
+        return ""
+    try:
+        site = urlsplit(origin).netloc.lower()
+    except ValueError:
+        site = ""
+    if site and host is not None and site == host.lower():
+        return ""
+    return f"Origin: {origin[:100]!r} is another site"
+
+
+def has_name(host: str, names: Sequence[str]) -> bool:
+    """Whether a `Host` names this machine in a way that no stranger's DNS can.
+
+    An address does, `localhost`, a name without a dot (one's own network alone knows it), the
+    machine's own, and `names`; one that begins with a dot stands for all names below it.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    if not name:
+        return False
+    if "." not in name and ":" not in name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        pass
+    if name.endswith(".localhost") or name == socket.gethostname().lower():
+        return True
+    known = [each.lower() for each in names]
+    return name in known or any(name.endswith(each) for each in known if each.startswith("."))
