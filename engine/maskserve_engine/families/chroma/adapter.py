@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from maskserve_core.models import chroma
+from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux.blocks import Vectors
@@ -37,6 +39,7 @@ class ChromaBatch(FluxBatch):
 class ChromaAdapter(FluxAdapter):
     """Rows of Chroma's edits over one ChromaTransformer2DModel."""
 
+    spec: ClassVar[FamilyFacts] = chroma
     batches = ChromaBatch
 
     @staticmethod

@@ -17,7 +17,7 @@ from maskserve_core.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.imaging.masks import cover_a_side
 from maskserve_core.models.facts import ModelFacts, own_rule
-from maskserve_core.models.registry import counted_work, recorded_rows
+from maskserve_core.models.family import FamilyFacts, family_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
 from maskserve_engine.adapters.fuse import fused
@@ -78,6 +78,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         own: how a row keeps what is its own.
     """
 
+    spec: ClassVar[FamilyFacts]
+    """The family's module of facts and counts."""
     batches: ClassVar[type[FlowBatch[Any]]]
     """Of the family's rows."""
     text_places: ClassVar[tuple[str, ...]]
@@ -138,7 +140,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             load_sampler(config),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
-            graphs=recorded_rows(facts, config) > 0,
+            graphs=cls.spec.recorded_rows(config) > 0,
             own=own_rule(config, facts, device_of(config).type),
         )
 
@@ -209,7 +211,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         recorded = self.weights.graphs is not None
-        return counted_work(self.facts, height, width, recorded=recorded)
+        return family_work(self.spec, self.facts, height, width, recorded=recorded)
 
     def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
         text, tokens = own is None or anchor or not own.text, self.tokens(job)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskserve_core.models import flux
+from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import Transformer
 from maskserve_engine.batch.graphs import Graphs
@@ -94,6 +96,7 @@ class FluxBatch(FlowBatch[FluxWeights]):
 class FluxAdapter(FlowAdapter[FluxWeights]):
     """Rows of FLUX edits over one FluxTransformer2DModel."""
 
+    spec: ClassVar[FamilyFacts] = flux
     batches = FluxBatch
     text_places: ClassVar[tuple[str, ...]] = (_CONTEXT,)
 

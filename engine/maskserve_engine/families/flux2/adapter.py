@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_core.models import flux2
+from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flow.preparation import PATCH, FlowPreparation, unpack_latents
@@ -48,6 +50,7 @@ class Flux2Preparation(FlowPreparation):
 class Flux2Adapter(FluxAdapter):
     """Rows of FLUX.2 klein's edits over one Flux2Transformer2DModel."""
 
+    spec: ClassVar[FamilyFacts] = flux2
     preparation = Flux2Preparation
 
     @staticmethod

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from maskserve_core.models import qwen_image
+from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux.weights import FluxWeights
@@ -29,6 +31,7 @@ class QwenImageBatch(FluxBatch):
 class QwenImageAdapter(FluxAdapter):
     """Rows of Qwen-Image's edits over one QwenImageTransformer2DModel."""
 
+    spec: ClassVar[FamilyFacts] = qwen_image
     batches = QwenImageBatch
 
     @staticmethod

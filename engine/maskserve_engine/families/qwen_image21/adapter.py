@@ -13,11 +13,13 @@ sentence, it sees turned back by as many places as the prompt has tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from maskserve_core.models import qwen_image21
+from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import to_device
@@ -66,6 +68,7 @@ def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
 class QwenImage21Adapter(FluxAdapter):
     """Rows of Qwen-Image-2.1's edits over one QwenImage21Transformer2DModel."""
 
+    spec: ClassVar[FamilyFacts] = qwen_image21
     batches = QwenImage21Batch
     preparation = Flux2Preparation
     text_places = ()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.models import sd3
+from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import Packing
@@ -158,6 +160,7 @@ class Sd3Preparation(FlowPreparation):
 class Sd3Adapter(FluxAdapter):
     """Rows of Stable Diffusion 3.5's edits over one SD3Transformer2DModel."""
 
+    spec: ClassVar[FamilyFacts] = sd3
     batches = Sd3Batch
     preparation = Sd3Preparation
 

@@ -15,8 +15,7 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import Anchor, anchor_steps
 from maskserve_core.contracts.settings import acting
 from maskserve_core.models.facts import ModelFacts, own_rule
-from maskserve_core.models.registry import recorded_rows
-from maskserve_core.models.unet import unet_work
+from maskserve_core.models.unet import recorded_rows, unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
 from maskserve_engine.adapters.fuse import fused
@@ -136,7 +135,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             own_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
             outside_noise=config.model.outside_noise,
-            graphs=recorded_rows(facts, config) > 0,
+            graphs=recorded_rows(config) > 0,
             own=own_rule(config, facts, device_of(config).type),
         )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from maskserve_core.models import z_image
+from maskserve_core.models.family import FamilyFacts
 from maskserve_core.models.z_image import PADDED_TO, pads_of
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
@@ -62,6 +64,7 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
     the prompt.
     """
 
+    spec: ClassVar[FamilyFacts] = z_image
     batches = ZImageBatch
     preparation = ZImagePreparation
     text_places = ("context_embedder", "context_blocks.")
