@@ -50,23 +50,30 @@ def write(path: Path, tensors: Arrays | None = None, **metadata: str) -> bytes:
     return raw
 
 
-def of_blocks(places: Mapping[str, Any], form: str, seed: int) -> dict[str, NDArray[np.float32]]:
-    """A random LoRA of every layer of a transformer's blocks.
+def of_model(
+    net: Any, seed: int, form: str = "transformer.{}.lora_A.weight"
+) -> dict[str, NDArray[np.float32]]:
+    """A random LoRA of every layer of a model that multiplies, by diffusers' own account of it.
 
     Args:
-        places: of a family's weights, by the layer's dotted name.
-        form: of the first factor's name: lora_A, or lora_down, which has its alpha beside it.
+        net: diffusers' module.
         seed: of the numbers.
+        form: of the first factor's name: lora_A, or lora_down, which has its alpha beside it; with
+            kohya's prefix names have underscores.
     """
+    from torch import nn
+
     rng, tensors = np.random.default_rng(seed), dict[str, NDArray[np.float32]]()
-    for name, place in places.items():
-        if "transformer_blocks" not in name:
+    for name, layer in net.named_modules():
+        if not isinstance(layer, nn.Linear | nn.Conv2d) or ".lora_" in name:
             continue
-        out, inside = place.shape
-        first = form.format(name)
+        out, *inner = layer.weight.shape
+        name = name.removesuffix(".base_layer")  # where the module has had a LoRA
+        first = form.format(name.replace(".", "_") if form.startswith("lora_unet") else name)
         second = first.replace("lora_A", "lora_B").replace("lora_down", "lora_up")
-        tensors[first] = (rng.standard_normal((2, inside)) / inside).astype("f4")
-        tensors[second] = rng.standard_normal((out, 2)).astype("f4")
+        down = rng.standard_normal((2, *inner)) / np.prod(inner)
+        tensors[first] = down.astype("f4")
+        tensors[second] = rng.standard_normal((out, 2, *[1] * (len(inner) - 1))).astype("f4")
         if "lora_down" in form:
-            tensors[f"{name}.alpha"] = np.array(1.0, "f4")
+            tensors[first.replace("lora_down.weight", "alpha")] = np.array(1.0, "f4")
     return tensors

@@ -13,11 +13,9 @@ from maskserve_core.config import Config, ModelConfig
 from maskserve_core.contracts.request import Lora
 from tests.fakes.loras import Arrays, lora, write
 
-LAYERS = {
-    "text_model.encoder.layers.0.self_attn.q_proj": (32, 32),
-    "text_model.encoder.layers.0.self_attn.out_proj": (32, 32),
-    "text_model.encoder.layers.0.mlp.fc1": (32, 32),
-}
+INNER = 32
+"""Of the tiny CLIPs' feed-forward parts."""
+LAYER = "text_model.encoder.layers.0."
 
 
 def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Config, list[Lora]]:
@@ -38,9 +36,10 @@ def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Conf
     return config, found
 
 
-def of_text(*parts: str, rank: int = 4) -> Arrays:
-    """A LoRA of these text encoders, of the size of their own weights."""
+def of_text(*parts: str, rank: int = 4, width: int = 32) -> Arrays:
+    """A LoRA of these text encoders, of the size of their own weights; `width` of their tokens."""
+    attention = {f"{LAYER}self_attn.{name}": (width, width) for name in ("q_proj", "out_proj")}
     drawn: Arrays = {}
     for part in parts:
-        drawn |= lora(LAYERS, rank, f"{part}.")
+        drawn |= lora({**attention, f"{LAYER}mlp.fc1": (width, INNER)}, rank, f"{part}.")
     return {name: (0.2 * value).astype(np.float32) for name, value in drawn.items()}

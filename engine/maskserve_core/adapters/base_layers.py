@@ -5,7 +5,6 @@ Read from the headers of the model's own safetensors files: no weight is touched
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -68,10 +67,7 @@ _FLUX |= {
     "single_blocks.{}.qkv": _FLUX["single_blocks.{}.linear1"][:3],
     "single_blocks.{}.proj": _FLUX["single_blocks.{}.linear2"],
 }  # x-flux, but for `.processor` (`_modern`)
-_SHARED = "stream_modulation"
-"""In the names of layers that FLUX.2 has and FLUX.1 has not."""
 _FLUX2 = {
-    **{name: own for name, own in _FLUX.items() if "attn" in name or not own[0].count(".")},
     "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.linear_in",),
     "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.linear_out",),
     "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.linear_in",),
@@ -80,21 +76,75 @@ _FLUX2 = {
     "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
     "time_in.in_layer": ("time_guidance_embed.timestep_embedder.linear_1",),
     "time_in.out_layer": ("time_guidance_embed.timestep_embedder.linear_2",),
-    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
     "single_stream_modulation.lin": ("single_stream_modulation.linear",),
     "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
     "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
 }
-"""The same of FLUX.2."""
+"""The same of FLUX.2, where its layers are others."""
+_CHROMA = {
+    f"distilled_guidance_layer.layers.{{}}.{published}": (
+        f"distilled_guidance_layer.layers.{{}}.{layer}",
+    )
+    for published, layer in {"in_layer": "linear_1", "out_layer": "linear_2"}.items()
+}
+"""The same of Chroma, beside those of FLUX.1."""
 _Z_IMAGE = {
-    f"{stack}.{{}}.attention.{name}": tuple(f"{stack}.{{}}.attention.{each}" for each in own)
-    for stack in ("layers", "noise_refiner", "context_refiner")
-    for name, own in {"qkv": ("to_q", "to_k", "to_v"), "out": ("to_out.0",)}.items()
+    **{
+        f"{stack}.{{}}.attention.{name}": tuple(f"{stack}.{{}}.attention.{part}" for part in parts)
+        for stack in ("layers", "noise_refiner", "context_refiner")
+        for name, parts in {"qkv": ("to_q", "to_k", "to_v"), "out": ("to_out.0",)}.items()
+    },
+    "x_embedder": ("all_x_embedder.2-1",),
+    "final_layer.linear": ("all_final_layer.2-1.linear",),
+    "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
 }
 """The same of Z-Image, where they differ from those of diffusers."""
-_SWAPPED = "final_layer.adaLN_modulation.1"
-"""Of FLUX.1: its outputs are shift and scale; in diffusers scale and shift. Diffusers' loader of
-FLUX.2 takes them as they are.
+_QWEN_IMAGE_21 = {
+    "transformer_blocks.{}.img_mlp.gate_up": (
+        "transformer_blocks.{}.img_mlp.gate_layer",
+        "transformer_blocks.{}.img_mlp.proj",
+    ),
+}
+"""The same of Qwen-Image-2.1, as ComfyUI has it."""
+_SD3 = {
+    **{
+        f"joint_blocks.{{}}.{published}": tuple(
+            f"transformer_blocks.{{}}.{layer}" for layer in layers
+        )
+        for published, layers in {
+            "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "x_block.attn.proj": ("attn.to_out.0",),
+            "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+            "x_block.attn2.proj": ("attn2.to_out.0",),
+            "x_block.mlp.fc1": ("ff.net.0.proj",),
+            "x_block.mlp.fc2": ("ff.net.2",),
+            "x_block.adaLN_modulation.1": ("norm1.linear",),
+            "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "context_block.attn.proj": ("attn.to_add_out",),
+            "context_block.mlp.fc1": ("ff_context.net.0.proj",),
+            "context_block.mlp.fc2": ("ff_context.net.2",),
+            "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+        }.items()
+    },
+    "x_embedder.proj": ("pos_embed.proj",),
+    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+"""The same of Stable Diffusion 3.5."""
+_TRANSFORMERS = tuple(
+    names
+    for table in (_FLUX, _FLUX2, _CHROMA, _Z_IMAGE, _QWEN_IMAGE_21, _SD3)
+    for names in table.items()
+)
+"""All of these. A model has those whose layers it has."""
+_SWAPPED = ("norm_out.linear", "norm1_context.linear")
+"""How the names of layers end whose outputs may be scale and shift: their publishers have shift and
+scale. The second is one where it has no more outputs than these, as in Stable Diffusion 3.5's last
+block. (Diffusers exchanges them in FLUX.2's checkpoints, too, and forgets it in its LoRAs.)
 """
 _RESNET = {
     "conv1": "in_layers.2",
@@ -113,6 +163,8 @@ _UNET = {
 """Layers of diffusers' UNets, and the names that Stability gave them."""
 _TABLES = re.compile(r"(.*\.)?((token|position|class)_embedding|shared|embed_tokens|.*_bias)")
 """Tables that are looked up: weights of two dimensions, and no layers that multiply."""
+_CLIP = re.compile(r"(text_model\.)?encoder\.layers\.\d+\.self_attn\.q_proj")
+"""A layer that CLIP's text models have, and no other text encoder of those served."""
 _ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
@@ -133,21 +185,25 @@ class BaseLayers:
     Args:
         shapes: of the weights, by part (of `lora_header.PARTS`) and the layer's dotted name.
         denoiser: the name of its folder.
+        fixed: parts that the model has, and to which diffusers applies no LoRA.
     """
 
     def __init__(
-        self, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], denoiser: str = "transformer"
+        self,
+        shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+        denoiser: str = "transformer",
+        fixed: Collection[str] = (),
     ) -> None:
         self._shapes = shapes
         self.denoiser = denoiser
+        self.fixed = frozenset(fixed)
         self._spellings = {part: _spellings(layers) for part, layers in shapes.items()}
         own = self._spellings["denoiser"]
-        published = _of_flux if denoiser == "transformer" else _of_unet
+        published = _of_transformer if denoiser == "transformer" else _of_unet
         self.published = published(shapes["denoiser"])
         """Layers by the names that the model's first publisher gave them."""
-        swaps = not any(_SHARED in name for name in shapes["denoiser"])
         for name, layers in self.published.items():
-            meant = Meant(layers, published=True, swapped=swaps and name == _SWAPPED)
+            meant = Meant(layers, published=True, swapped=self._is_swapped(name, layers))
             for spelled in (name, name.replace(".", "_")):
                 own.setdefault(spelled, meant)
 
@@ -159,22 +215,32 @@ class BaseLayers:
             OSError: they cannot be read.
         """
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        denoiser = ""
+        denoiser, fixed = "", []
         for part, names in _FOLDERS.items():
             for name in names:
-                if part == "text_encoder_2" and denoiser == "transformer":
-                    continue  # FLUX's T5, to which diffusers applies no LoRA
                 files = sorted(Path(folder, name).glob("*.safetensors"))
-                if files and part == "denoiser":
+                layers = {layer: shape for file in files for layer, shape in _shapes(file).items()}
+                if not files:
+                    continue
+                if part == "denoiser":
                     denoiser = name
-                for file in files:
-                    shapes.setdefault(part, {}).update(_shapes(file))
-        return cls(shapes, denoiser) if denoiser else None
+                elif not any(_CLIP.fullmatch(layer) for layer in layers):
+                    fixed.append(part)  # a T5, or a language model
+                    continue
+                shapes.setdefault(part, {}).update(layers)
+        return cls(shapes, denoiser, fixed) if denoiser else None
 
     @property
     def parts(self) -> frozenset[str]:
         """The parts of the model that have layers."""
         return frozenset(self._shapes)
+
+    def _is_swapped(self, name: str, layers: Sequence[str]) -> bool:
+        """Whether the halves of a layer's outputs have changed places since it was published."""
+        if "adaLN_modulation" not in name or not layers[0].endswith(_SWAPPED):
+            return False
+        outputs, inputs, *_ = self._shapes["denoiser"][layers[0]]
+        return layers[0].endswith(_SWAPPED[0]) or outputs == 2 * inputs
 
     def meant(self, part: str, module: str) -> Meant | None:
         """The layers that a LoRA file spells in one of the usual ways; None: the model has none.
@@ -237,18 +303,15 @@ def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
     return spelled
 
 
-def _of_flux(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Published names of a FLUX model's layers."""
-    found = {}
-    names = _FLUX2 if any(_SHARED in name for name in layers) else _FLUX
-    for published, own in {**names, **_Z_IMAGE}.items():
-        for number in itertools.count():
-            named = tuple([each.format(number) for each in own])
-            if not all(name in layers for name in named):
-                break
-            found[published.format(number)] = named
-            if "{}" not in published:
-                break
+def _of_transformer(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Published names of a transformer's layers."""
+    blocks = {number for name in layers for number in re.findall(r"(?<=\.)\d+(?=\.)", name)}
+    found: dict[str, tuple[str, ...]] = {}
+    for published, names in _TRANSFORMERS:
+        for number in blocks if "{}" in published else ("",):
+            placed = tuple([name.format(number) for name in names])
+            if all(name in layers for name in placed):
+                found.setdefault(published.format(number), placed)
     return found
 
 
@@ -292,6 +355,8 @@ def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
 def _modern(part: str, module: str) -> str:
     """A layer's name by today's spelling: it was once that of an attention processor's own."""
     if part == "denoiser":
+        module = re.sub(r"^sformer_blocks(?=[._])", "transformer_blocks", module)
+        module = re.sub(r"\bto\.(?=[qkv]$)", "to_", module)
         if ".processor." in module:
             module = module.replace(".processor.", ".")
             module = f"{module}.0" if module.endswith(".to_out") else module

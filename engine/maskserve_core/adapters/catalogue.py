@@ -28,7 +28,7 @@ from maskserve_core.files.store import FileStore
 
 log = logging.getLogger("maskserve")
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class KnownAdapter(msgspec.Struct, frozen=True):

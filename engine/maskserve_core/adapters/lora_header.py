@@ -95,7 +95,9 @@ _PREFIXES = (
             "model.diffusion_model.",
             "diffusion_model.",
             "lora_transformer_",
+            "lora_unet__",
             "lora_unet_",
+            "lycoris_",
         ),
     ),
 )

@@ -7,7 +7,6 @@ said; what it cannot read is served where its meaning is plain.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -102,7 +101,8 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
             meant[part, module] = found
         else:
             known = part in base.parts
-            reason = _why_not(part, module, transformer=transformer, known=known)
+            fixed = part in base.fixed
+            reason = _why_not(part, module, transformer=transformer, known=known, fixed=fixed)
             sort = left if reason else unknown
             sort.setdefault(reason or part, []).append(names.down)
     own = {(part, each.layers[0]) for (part, _), each in meant.items() if not each.published}
@@ -163,17 +163,20 @@ def _unplaced(header: LoraHeader) -> LoraPlan:
     return LoraPlan(tuple(updates), (), ())
 
 
-def _why_not(part: str, module: str, *, transformer: bool, known: bool) -> str:
+def _why_not(part: str, module: str, *, transformer: bool, known: bool, fixed: bool) -> str:
     """Why diffusers passes over a module that the served model has not; empty: no special reason.
 
     Args:
         part: that the module belongs to.
         module: as the file spells it.
         transformer: whether the served denoiser is one, and no UNet.
-        known: whether the served model has the part.
+        known: whether adapters may change the part of the served model.
+        fixed: whether the served model has it, and diffusers applies none to it.
     """
-    if part == "t5" or (part == "text_encoder_2" and transformer):
+    if part == "t5" or (part == "text_encoder_2" and transformer and not known):
         return "T5's; diffusers applies no LoRA to T5"
+    if fixed:
+        return f"diffusers applies no LoRA to the served model's {part}"
     if not known:
         return f"the served model has no {part}"
     if part != "denoiser" and ("text_projection" in module or "_embedding" in module):
@@ -228,7 +231,9 @@ class _Alphas:
     """What a file says of its strength beside its tensors.
 
     `lora_adapter_metadata` is what diffusers writes: PEFT's configuration of each part, with a
-    prefix. `adapter_config` is PEFT's own. `lora_alpha` and `ss_network_alpha` are trainers'.
+    prefix. `adapter_config` is PEFT's own. `lora_alpha` and `ss_network_alpha` say how a trainer
+    was set: who has multiplied the alpha into the matrices since has left them there. So diffusers
+    reads neither, and they are noted alone.
     """
 
     def __init__(self, header: LoraHeader) -> None:
@@ -241,14 +246,19 @@ class _Alphas:
         for prefix in ("transformer.", "unet.", "text_encoder.", "text_encoder_2."):
             _check_config(self._by_part, prefix)
         _check_config(self._config, "")
-        self._plain = _number(said, "lora_alpha", "ss_network_alpha")
         self.notes: list[str] = []
         self._known: dict[str, _Patterns] = {}
-        nothing = self._plain is None and not self._config and not self._by_part
-        if nothing and any(
-            names.down.startswith("base_model.model.") and not names.alpha
-            for names in header.names.values()
-        ):
+        if self._config or self._by_part:
+            return
+        bare = [key for key, names in header.names.items() if not names.alpha]
+        for key in ("lora_alpha", "ss_network_alpha"):
+            text = said.get(key, "").removesuffix(".0")
+            if bare and text not in ("", "None", "null", str(header.rank)):
+                self.notes.append(
+                    f"is taken at alpha = rank, as its tensors say: {key} in its metadata is "
+                    f"{short(said[key])} and tells how it was trained"
+                )
+        if any(header.names[key].down.startswith("base_model.model.") for key in bare):
             self.notes.append(
                 f"is taken at alpha = rank: it is PEFT's file without its {CONFIG_FILE}, which "
                 "says its alpha"
@@ -285,7 +295,7 @@ class _Alphas:
                 raise BadAdapter(f"has an alpha for {short(module)} that is no finite number")
             rooted = values.get(f"{prefix}use_rslora")
             return alpha / (math.sqrt(rank) if rooted else rank)
-        return None if own or self._plain is None else self._plain / rank
+        return None
 
     def _patterns(self, values: Mapping[str, Any], prefix: str) -> _Patterns:
         if (known := self._known.get(prefix)) is None:
@@ -315,22 +325,6 @@ def _check_config(values: Mapping[str, Any], prefix: str) -> None:
             f"changes the base's own weights (init_lora_weights is {short(begun)}), which is not "
             "served; save it as a plain LoRA"
         )
-
-
-def _number(said: Mapping[str, str], *keys: str) -> float | None:
-    """The first of these that is said."""
-    for key in keys:
-        text = said.get(key, "")
-        if text in ("", "None", "null"):
-            continue
-        try:
-            value = float(json.loads(text[:100]))
-        except (ValueError, TypeError, RecursionError, OverflowError):
-            value = math.nan
-        if not math.isfinite(value):
-            raise BadAdapter(f"has {key} in its metadata that is no finite number: {short(text)}")
-        return value
-    return None
 
 
 class _Patterns:

@@ -248,9 +248,17 @@ class Encoder(ABC):
         """All of them, by their folders' names."""
 
     @property
-    @abstractmethod
     def text_models(self) -> dict[str, Any]:
-        """The text encoders that adapters may change, by their folders' names."""
+        """The text encoders that adapters may change, by their folders' names: CLIP's, as diffusers
+        applies LoRAs to no others (`BaseLayers.fixed`).
+        """
+        from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+        return {
+            name: text.model
+            for name, text in self.text_encoders.items()
+            if isinstance(text.model, CLIPTextModel | CLIPTextModelWithProjection)
+        }
 
     @abstractmethod
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
@@ -310,8 +318,7 @@ class Encoder(ABC):
 
 
 class OneTextEncoder(Encoder):
-    """An encoder with one text model, which no adapter changes: diffusers applies LoRAs of such
-    models to the transformer alone.
+    """An encoder with one text model.
 
     Args:
         facts: what the folder says.
@@ -337,10 +344,6 @@ class OneTextEncoder(Encoder):
     @property
     def text_encoders(self) -> dict[str, TextEncoder]:
         return {"text_encoder": self.text}
-
-    @property
-    def text_models(self) -> dict[str, Any]:
-        return {}
 
 
 def _laid(whole: Tensor, maps: list[Tensor], pieces: Pieces) -> Tensor:

@@ -209,6 +209,8 @@ class Place(NamedTuple):
     """Of the layer's weight: [out, in], or [out, in, kh, kw]."""
     convolves: bool = False
     """Whether it is run over a feature map, and not over tokens."""
+    swapped: bool = False
+    """Whether the halves of its outputs have changed places there."""
 
 
 def low_rank_set(
@@ -241,7 +243,9 @@ def low_rank_set(
             channels_last = down.view(maps[0]).contiguous(memory_format=torch.channels_last)
             convolutions[place.name] = ConvUpdate(channels_last, up.view(maps[1]))
         else:  # of tokens, a 1x1 convolution too
-            flat = Factors(down.flatten(1), up.flatten(1))
+            up = up.flatten(1)
+            up = torch.cat(up.chunk(2)[::-1]) if place.swapped else up
+            flat = Factors(down.flatten(1), up)
             joined.setdefault(place.name, []).append((place.begin, flat))
     updates = {name: _joined(parts) for name, parts in joined.items()}
     tensors = [u.down for u in updates.values()] + [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_core.models import chroma
@@ -13,7 +14,40 @@ from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
 from maskserve_engine.families.flux.blocks import Vectors
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.flux.weights import FluxWeights, TwoLayers, places_of
+from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.linear import Linear, linear
+from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
+
+_APPROXIMATOR = "distilled_guidance_layer"
+"""Its name in the model."""
+
+
+class Approximator(NamedTuple):
+    """A ChromaApproximator: it makes all vectors of a step out of the time."""
+
+    in_proj: Linear
+    layers: tuple[TwoLayers, ...]
+    out_proj: Linear
+    norms: tuple[Any, ...]
+    """Modules, one before each of the layers."""
+
+    @classmethod
+    def of(cls, module: Any) -> Approximator:
+        """Of diffusers' module."""
+        return cls(
+            linear(module.in_proj),
+            tuple(TwoLayers(linear(own.linear_1), linear(own.linear_2)) for own in module.layers),
+            linear(module.out_proj),
+            tuple(module.norms),
+        )
+
+    def __call__(self, x: Tensor, rows: Sequence[Span]) -> Tensor:
+        """[S, N, width] of [S, N, in], rows side by side along N."""
+        x = self.in_proj(x, rows)
+        for (first, second), norm in zip(self.layers, self.norms, strict=True):
+            x = x + second(F.silu(first(norm(x), rows)), rows)
+        return self.out_proj(x, rows)
 
 
 @dataclass(frozen=True)
@@ -22,8 +56,7 @@ class ChromaWeights(FluxWeights):
 
     told: Any = None
     """Module without weights: times [B] to what the approximator is told, [B, vectors, in]."""
-    approximator: Any = None
-    """Module that makes all vectors of it, [B, vectors, width]. No adapter changes it."""
+    approximator: Approximator | None = None
 
 
 class ChromaBatch(FluxBatch):
@@ -31,9 +64,13 @@ class ChromaBatch(FluxBatch):
 
     def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
         assert isinstance(weights, ChromaWeights)
+        assert weights.approximator is not None
         times = timesteps.to(weights.dtype) / 1000 * 1000  # by the pipeline, and by the model
-        found = weights.approximator(weights.told(times.flatten()))
-        return vectors(weights, found.unflatten(0, timesteps.shape))
+        told = weights.told(times.flatten())
+        steps, rows, count = *timesteps.shape, told.shape[1]
+        spans = [(row * count, (row + 1) * count) for row in range(rows)]
+        found = weights.approximator(told.view(steps, rows * count, -1), spans)
+        return vectors(weights, found.unflatten(1, (rows, count)))
 
 
 class ChromaAdapter(FluxAdapter):
@@ -56,8 +93,19 @@ class ChromaAdapter(FluxAdapter):
             placed_bytes=placed_bytes,
             graphs=graphs,
             told=model.time_text_embed,
-            approximator=model.distilled_guidance_layer,
+            approximator=Approximator.of(model.distilled_guidance_layer),
         )
+
+    @staticmethod
+    def places_of(model: Any) -> Mapping[str, Place]:
+        return {
+            **places_of(model),
+            **{
+                f"{_APPROXIMATOR}.{name}": Place(f"approximator.{name}", 0, layer_shape(module))
+                for name, module in model.get_submodule(_APPROXIMATOR).named_modules()
+                if is_layer(module)
+            },
+        }
 
 
 def vectors(weights: FluxWeights, found: Tensor) -> tuple[Vectors, ...]:

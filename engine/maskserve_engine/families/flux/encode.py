@@ -49,11 +49,6 @@ class FluxEncoder(Encoder):
     def text_encoders(self) -> dict[str, TextEncoder]:
         return {"text_encoder": self.clip, "text_encoder_2": self.t5}
 
-    @property
-    def text_models(self) -> dict[str, Any]:
-        """CLIP: diffusers applies no LoRA to FLUX's T5."""
-        return {"text_encoder": self.clip.model}
-
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """`prompt_embeds` [T, width] and `pooled` [width] of each prompt."""
         with torch.inference_mode():

@@ -48,10 +48,6 @@ class Sd3Encoder(Encoder):
         names = ("text_encoder", "text_encoder_2", "text_encoder_3")
         return dict(zip(names, self._texts, strict=True))
 
-    @property
-    def text_models(self) -> dict[str, Any]:
-        return {}
-
     @cached_property
     def _pipeline(self) -> Any:
         """That reads prompts; it has no other parts."""

@@ -104,11 +104,11 @@ _OF_SECOND = {
     for name, (product, widths) in JOINT_ATTENTION.items()
     if product.startswith("image.")
 }
+_OUTSIDE = {**OUTSIDE, "pos_embed.proj": "x_embedder"}
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in the weights: all but the last block's
-    scale and shift of the text, which have changed places.
+    """Where the layers that an adapter may change lie in the weights.
 
     Args:
         model: SD3Transformer2DModel.
@@ -116,6 +116,7 @@ def places_of(model: Any) -> dict[str, Place]:
     width: int = model.inner_dim
     found: dict[str, Place] = {}
     for stack, layers in (("double_blocks", OF_DOUBLE), ("seconds", _OF_SECOND)):
-        found |= places_in(model, width, {"transformer_blocks": (stack, layers)}, OUTSIDE)
-    del found[f"transformer_blocks.{len(model.transformer_blocks) - 1}.norm1_context.linear"]
+        found |= places_in(model, width, {"transformer_blocks": (stack, layers)}, _OUTSIDE)
+    last = f"transformer_blocks.{len(model.transformer_blocks) - 1}.norm1_context.linear"
+    found[last] = found[last]._replace(swapped=True)
     return found

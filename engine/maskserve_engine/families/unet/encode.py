@@ -48,10 +48,6 @@ class UnetEncoder(Encoder):
     def text_encoders(self) -> dict[str, TextEncoder]:
         return dict(zip(("text_encoder", "text_encoder_2"), self.encoders, strict=False))
 
-    @property
-    def text_models(self) -> dict[str, Any]:
-        return {name: each.model for name, each in self.text_encoders.items()}
-
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """`prompt_embeds` [T, width] and, for SDXL, `pooled` [width] of each prompt."""
         xl = self.facts.micro_conditioning

@@ -20,6 +20,7 @@ from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from tests.fakes.loras import lora, write
+from tests.fakes.tiny_sd3 import build_tiny_sd3
 from tests.support.text_loras import of_text, served
 
 Embedding = Mapping[str, NDArray[np.float32]]
@@ -52,6 +53,11 @@ def by_pipeline(cls: Any, model: Path, folder: Path, scales: Mapping[str, float]
             if cls.__name__.startswith("Flux"):
                 given = pipe.encode_prompt(PROMPT, PROMPT, device="cpu", max_sequence_length=16)
                 return {"prompt_embeds": given[0][0].numpy(), "pooled": given[1][0].numpy()}
+            if cls.__name__.startswith("StableDiffusion3"):
+                given = pipe.encode_prompt(
+                    PROMPT, None, None, do_classifier_free_guidance=False, max_sequence_length=16
+                )
+                return {"prompt_embeds": given[0][0].numpy(), "pooled": given[2][0].numpy()}
             plain = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
             given = pipe.encode_prompt(PROMPT, device="cpu", **plain)
     found = {"prompt_embeds": given[0][0].numpy()}
@@ -64,16 +70,23 @@ CASES = {
     "FLUX": ("FluxInpaintPipeline", ("text_encoder",)),
     "SD 2.1": ("StableDiffusionInpaintPipeline", ("text_encoder",)),
     "SDXL": ("StableDiffusionXLInpaintPipeline", ("text_encoder", "text_encoder_2")),
+    "SD 3.5": ("StableDiffusion3InpaintPipeline", ("text_encoder", "text_encoder_2")),
 }
 
 
 @pytest.fixture(params=CASES)
 def case(
-    request: pytest.FixtureRequest, tiny_inpaint: Path, tiny_unets: dict[str, Path]
+    request: pytest.FixtureRequest,
+    tiny_inpaint: Path,
+    tiny_unets: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Any, Path, tuple[str, ...]]:
     import diffusers
 
     name, parts = CASES[request.param]
+    if request.param == "SD 3.5":
+        folder = build_tiny_sd3(tmp_path_factory.mktemp("models") / "sd3")
+        return getattr(diffusers, name), folder, parts
     models = {
         "FLUX": tiny_inpaint,
         "SD 2.1": tiny_unets["sd-base"],
@@ -86,7 +99,11 @@ def test_embeddings_are_those_of_the_pipeline_with_its_loras(
     case: tuple[Any, Path, tuple[str, ...]], tmp_path: Path
 ) -> None:
     pipeline, model, parts = case
-    files = {"one": of_text(*parts), "two": of_text(*parts, rank=3)}
+    width = 12 if "Diffusion3" in pipeline.__name__ else 32
+    files = {
+        "one": of_text(*parts, width=width),
+        "two": of_text(*parts, rank=3, width=width),
+    }
     config, (one, two) = served(tmp_path, model, files)
     encoder = load_encoder(config)
     adapters = TextAdapters(config, encoder.text_models)

@@ -26,7 +26,7 @@ from maskserve_engine.triton.encoder import EditEncoder, ToEncode
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
-from tests.fakes.loras import of_blocks, write
+from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import qwen_edit, qwen_edit_pipeline
 from tests.fakes.tiny_qwen_image import EDIT, PLUS, PLUS_2511, build_tiny_qwen_image
 from tests.support import cached_rows
@@ -219,8 +219,7 @@ def test_a_lora_is_the_one_that_diffusers_loads(model: Model, tmp_path: Path) ->
     of Lightning's files.
     """
     file, case = tmp_path / "a.safetensors", model.case(4, num_inference_steps=4, strength=1.0)
-    places = model.adapter.places_of(model.adapter.model)
-    write(file, of_blocks(places, "{}.lora_down.weight", 5))
+    write(file, of_model(model.pipeline.transformer, 5, "{}.lora_down.weight"))
     job = encode_case(model.encoder, case, "lora")
     row: Any = model.adapter.dense_row(job)
     lora = model.adapter.low_rank(read(file, model.folder)["denoiser"])

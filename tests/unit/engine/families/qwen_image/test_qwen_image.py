@@ -20,7 +20,7 @@ from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
-from tests.fakes.loras import of_blocks, write
+from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
 from tests.support import cached_rows, own_rows
@@ -127,7 +127,7 @@ def test_entries_do_not_depend_on_how_long_a_prompt_is(model: Model) -> None:
 def test_loras_are_those_that_diffusers_loads(model: Model, form: str, tmp_path: Path) -> None:
     """Of every layer, in diffusers' form, that of Lightning's files and ComfyUI's."""
     file = tmp_path / "a.safetensors"
-    write(file, of_blocks(model.adapter.places_of(model.adapter.model), form, 5))
+    write(file, of_model(model.pipeline.transformer, 5, form))
     case = model.case(4, num_inference_steps=3, strength=1.0)
     job = encode_case(model.encoder, case, "lora")
     row: Any = model.adapter.dense_row(job)
@@ -154,7 +154,7 @@ def test_lightning_goes_by_a_sampler_of_its_own(
     own = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
     said.write_text(json.dumps(json.loads(said.read_text("utf-8")) | own), "utf-8")
     adapter = load_adapter(config_of(folder, model={"outside_noise": "edit"}))
-    write(file, of_blocks(adapter.places_of(adapter.model), "{}.lora_down.weight", 5))
+    write(file, of_model(model.pipeline.transformer, 5, "{}.lora_down.weight"))
     case = model.case(4, num_inference_steps=steps, strength=1.0)
     job = encode_case(model.encoder, case, "lora")
     row: Any = adapter.dense_row(job)

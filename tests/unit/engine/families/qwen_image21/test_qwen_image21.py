@@ -28,7 +28,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
-from tests.fakes.loras import of_blocks, write
+from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import qwen_edit, qwen_edit_pipeline
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
 from tests.support import cached_rows, own_rows
@@ -253,8 +253,7 @@ def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
 def test_a_lora_is_the_one_that_diffusers_loads(model: Model, tmp_path: Path) -> None:
     """Of every layer of the blocks: words and references are made with it, too."""
     file, case = tmp_path / "a.safetensors", model.case(4, num_inference_steps=3, strength=1.0)
-    places = model.adapter.places_of(model.adapter.model)
-    write(file, of_blocks(places, "transformer.{}.lora_A.weight", 5))
+    write(file, of_model(model.pipeline.transformer, 5))
     job = encode_case(model.encoder, case, "lora")
     row: Any = model.adapter.dense_row(job)
     lora = model.adapter.low_rank(read(file, model.folder)["denoiser"])

@@ -16,7 +16,7 @@ from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import WORDS, Case, config_of, encode_case, random_case
-from tests.fakes.loras import write
+from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_sd3 import build_tiny_sd3
 from tests.support import cached_rows, own_rows
@@ -125,13 +125,8 @@ def test_ranks_answer_what_one_does(model: Model) -> None:
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 def test_loras_are_those_that_diffusers_loads(model: Model, tmp_path: Path) -> None:
-    rng, tensors, file = np.random.default_rng(5), {}, tmp_path / "a.safetensors"
-    for name, place in model.adapter.places_of(model.adapter.model).items():
-        out, inside = place.shape
-        down, up = rng.standard_normal((2, inside)), rng.standard_normal((out, 2))
-        tensors[f"transformer.{name}.lora_A.weight"] = (down / inside).astype("f4")
-        tensors[f"transformer.{name}.lora_B.weight"] = up.astype("f4")
-    write(file, tensors)
+    file = tmp_path / "a.safetensors"
+    write(file, of_model(model.pipeline.transformer, 5))
     case = model.case(4, num_inference_steps=3, strength=1.0)
     job = encode_case(model.encoder, case, "lora")
     row: Any = model.adapter.dense_row(job)

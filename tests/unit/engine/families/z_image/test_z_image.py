@@ -26,7 +26,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.requests.own_anchors import own_plan
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
-from tests.fakes.loras import write
+from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_z_image import build_tiny_z_image
 from tests.support import cached_rows, own_rows
@@ -230,20 +230,8 @@ FORMS = (
 @pytest.mark.parametrize("form", FORMS)
 def test_loras_are_those_that_diffusers_loads(model: Model, form: str, tmp_path: Path) -> None:
     """Of every layer, beside a row without any."""
-    rng, tensors, file = np.random.default_rng(5), {}, tmp_path / "a.safetensors"
-    for name, place in model.adapter.places_of(model.adapter.model).items():
-        if form.startswith("lora_unet") and not name.startswith(("layers", "noise_refiner")):
-            continue
-        out, inside = place.shape
-        down, up = rng.standard_normal((2, inside)), rng.standard_normal((out, 2))
-        spelled = name.replace(".", "_") if form.startswith("lora_unet") else name
-        tensors[form.format(spelled)] = (down / inside).astype("f4")
-        other = form.replace("lora_A", "lora_B").replace("down", "up")
-        tensors[other.format(spelled)] = up.astype("f4")
-        if "down" in form:
-            prefix = form.format(spelled).removesuffix(".lora_down.weight")
-            tensors[f"{prefix}.alpha"] = np.array(1.0, "f4")
-    write(file, tensors)
+    file = tmp_path / "a.safetensors"
+    write(file, of_model(model.pipeline.transformer, 5, form))
     cases = [model.case(seed, num_inference_steps=3, strength=1.0) for seed in (4, 5)]
     jobs = [encode_case(model.encoder, case, "lora") for case in cases]
     rows: list[Any] = [model.adapter.dense_row(job) for job in (*jobs, jobs[0])]

@@ -1,0 +1,146 @@
+"""What of a LoRA file a model takes is one answer: of `adapters check`, of the catalogue by which
+edits are accepted, and of what runs them; for each family. The layers are diffusers' own.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.lora_header import BadAdapter
+from maskserve_core.adapters.store import AdapterStore, file_facts
+from maskserve_core.errors import InvalidRequest
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from tests.fakes.jobs import config_of
+from tests.fakes.loras import Arrays, lora, of_model, write
+from tests.fakes.tiny_chroma import build_tiny_chroma
+from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_model import build_tiny_model
+from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
+from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
+from tests.fakes.tiny_sd3 import build_tiny_sd3
+from tests.fakes.tiny_unet import build_tiny_unet
+from tests.fakes.tiny_z_image import build_tiny_z_image
+from tests.support.lora_oracle import read
+
+CLIPS = {"FLUX.1": ("text_encoder",), "SD 2.1": ("text_encoder",),
+         "SDXL": ("text_encoder", "text_encoder_2"),
+         "SD 3.5 large": ("text_encoder", "text_encoder_2"),
+         "SD 3.5 medium": ("text_encoder", "text_encoder_2")}  # fmt: skip
+"""To which diffusers' pipelines apply LoRAs, by the model."""
+MODELS: dict[str, Any] = {
+    "FLUX.1": partial(build_tiny_model, semantics="fill"),
+    "FLUX.2": build_tiny_flux2,
+    "Qwen-Image": build_tiny_qwen_image,
+    "Qwen-Image-2.1": build_tiny_qwen_image21,
+    "Z-Image": build_tiny_z_image,
+    "Chroma": build_tiny_chroma,
+    "SD 3.5 large": build_tiny_sd3,
+    "SD 3.5 medium": partial(build_tiny_sd3, medium=True),
+    "SD 2.1": partial(build_tiny_unet, xl=False, fill=False),
+    "SDXL": partial(build_tiny_unet, xl=True, fill=True),
+}
+CLIP_Q = "text_model.encoder.layers.0.self_attn.q_proj"
+
+
+class Served:
+    """A model with what encodes and steps for it, and diffusers' denoiser of the same folder."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        import diffusers
+
+        self.name, self.folder = name, folder
+        self.config = config_of(folder, cache={"enabled": name != "SD 3.5 medium"})
+        self.encoder, self.adapter = load_encoder(self.config), load_adapter(self.config)
+        self.part = "transformer" if (folder / "transformer").is_dir() else "unet"
+        index = json.loads((folder / "model_index.json").read_text())
+        kind = getattr(diffusers, index[self.part][1])
+        self.net = kind.from_pretrained(folder, subfolder=self.part)
+
+    def files(self) -> Arrays:
+        """A LoRA of every layer of the denoiser."""
+        return of_model(self.net, 3, f"{self.part}.{{}}.lora_A.weight")
+
+    def store(self, folder: Path) -> AdapterStore:
+        adapters = structs.replace(self.config.adapters, store=str(folder / "store"))
+        store = AdapterStore(
+            structs.replace(self.config, adapters=adapters, runtime_dir=str(folder))
+        )
+        store.catalogue.scan()
+        return store
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    MODELS[request.param](folder)
+    return Served(request.param, folder)
+
+
+def words(part: str, model: Any) -> Arrays:
+    """A LoRA of a text encoder's first layer, as the text encoder's own library names it."""
+    names = [name for name, _ in model.named_modules() if name.endswith((".q_proj", ".q"))]
+    width = getattr(model.get_submodule(names[0]), "in_features", 32)
+    out = getattr(model.get_submodule(names[0]), "out_features", 32)
+    return lora({names[0]: (width, out)}, prefix=f"{part}.", seed=2)
+
+
+def test_edits_apply_to_every_layer_that_diffusers_has(served: Served, tmp_path: Path) -> None:
+    base = BaseLayers.of_folder(served.folder)
+    assert base is not None
+    clips = CLIPS.get(served.name, ())
+    assert base.parts == {"denoiser", *clips}
+    assert tuple(served.encoder.text_models) == clips
+    write(tmp_path / "x.safetensors", served.files())
+    factors = read(tmp_path / "x.safetensors", served.folder)["denoiser"]
+    assert len(factors) == len(served.files()) // 2
+    served.adapter.low_rank(factors)
+
+
+def test_what_no_edit_can_apply_is_noted_at_every_door(served: Served, tmp_path: Path) -> None:
+    """Text encoders' parts, beside the denoiser's and alone."""
+    clips = CLIPS.get(served.name, ())
+    for part, encoder in served.encoder.text_encoders.items():
+        tensors = words(part, encoder.model)
+        store = tmp_path / part / "store"
+        write(store / "both.safetensors", {**served.files(), **tensors})
+        write(store / "alone.safetensors", tensors)
+        adapters = served.store(tmp_path / part)
+        known = adapters.catalogue.find("both")
+        checked = file_facts(store / "both.safetensors", served.folder)
+        assert (list(known.parts), list(known.notes)) == (checked["parts"], checked["notes"])
+        if part in clips:
+            assert known.parts == ("denoiser", part)
+            assert known.notes == ()
+            assert adapters.catalogue.find("alone").parts == (part,)
+        else:
+            assert known.parts == ("denoiser",)
+            assert "diffusers applies no LoRA to" in known.notes[0]
+            with pytest.raises(BadAdapter, match="changes nothing that is served"):
+                file_facts(store / "alone.safetensors", served.folder)
+            with pytest.raises(InvalidRequest, match="changes nothing that is served"):
+                adapters.catalogue.find("alone")
+        brought = adapters.fetch("both", known.version)
+        parts = read(brought.path, served.folder)
+        assert set(parts) == set(known.parts)
+        served.adapter.low_rank(parts["denoiser"])
+        adapters.close()
+
+
+def test_alphas_in_metadata_are_those_of_a_training(served: Served, tmp_path: Path) -> None:
+    """Whoever multiplied them into the matrices has left them there; diffusers reads none."""
+    plain, said = tmp_path / "plain.safetensors", tmp_path / "said.safetensors"
+    write(plain, served.files())
+    write(said, served.files(), ss_network_alpha="1", ss_network_dim="2")
+    first, second = (read(path, served.folder)["denoiser"] for path in (plain, said))
+    for name, (_, up) in first.items():
+        assert np.array_equal(up, second[name].up)
+    [note] = file_facts(said, served.folder)["notes"]
+    assert "ss_network_alpha in its metadata is" in note
