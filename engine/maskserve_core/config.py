@@ -107,6 +107,10 @@ class EngineConfig(Table, frozen=True):
 
     max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
     """Rows of the running batch."""
+    batching: Literal["continuous", "static"] = "continuous"
+    """`continuous`: an edit joins the running batch at any step. `static`: a batch is formed of
+    those that wait, and none joins until its last one has ended; slower, and there to compare with.
+    Not with the policies `deadline` and `rounds`."""
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker, each with the whole model and a process of its own."""
     policy: Literal["spread", "deadline", "rounds", "cfg"] = "spread"

@@ -27,7 +27,7 @@ from maskserve_core.models.semantics import Semantics
 from maskserve_core.planning import tiers
 from maskserve_core.planning.cost_model import H100, estimate
 from maskserve_core.worker import policies
-from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_engine.families.registry import FAMILIES as LOADERS
 from maskserve_engine.families.registry import FamilyLoaders, load_adapter
 from maskserve_engine.gangs.checks import check_devices
@@ -121,6 +121,27 @@ def test_a_policy_is_a_scheduler_with_its_attributes(
     assert isinstance(made, StepScheduler)
     with pytest.raises(ConfigError, match=r"\[engine\] policy: 4 of flux"):
         check_devices(structs.replace(config, engine=engine), 0)
+
+
+@pytest.mark.parametrize("name", list(policies.POLICIES))
+def test_static_batching_goes_with_policies_whose_batches_stay_together(
+    name: str, tiny_unets: dict[str, Path]
+) -> None:
+    config = config_of(tiny_unets["sdxl-base"])
+    engine = structs.replace(config.engine, policy=name, devices=2, batching="static")
+    config = structs.replace(config, engine=engine)
+    if policies.POLICIES[name].gangs:
+        with pytest.raises(ConfigError, match=r'\[engine\] batching: .*accepted: "continuous"'):
+            check_devices(config, 0)
+        return
+    check_devices(config, 0)
+    made = policies.POLICIES[name].make(engine, 2, 8, 0.5)
+    for n in range(4):
+        made.submit(Ticket(f"t{n}", 4, 8, 2, 0.0))
+    first = {ticket.request_id for ticket in made.schedule(0.0).admitted}
+    made.submit(Ticket("late", 4, 8, 2, 0.0))
+    made.finish(first.pop())
+    assert not made.schedule(1.0).admitted
 
 
 def test_the_configuration_names_the_policies() -> None:

@@ -15,10 +15,19 @@ class Pair(StepScheduler):
         max_rows: as of `StepScheduler`, and so are the others.
         max_waiting: likewise.
         priming_share: likewise.
+        static: likewise.
     """
 
-    def __init__(self, devices: int, max_rows: int, max_waiting: int, priming_share: float) -> None:
-        super().__init__(max_rows, max_waiting, priming_share)
+    def __init__(
+        self,
+        devices: int,
+        max_rows: int,
+        max_waiting: int,
+        priming_share: float,
+        *,
+        static: bool = False,
+    ) -> None:
+        super().__init__(max_rows, max_waiting, priming_share, static=static)
         self._devices = range(devices)
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:

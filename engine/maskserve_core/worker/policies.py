@@ -51,6 +51,11 @@ def batches_of(engine: EngineConfig) -> int:
     return 1 if policy_of(engine).deals else engine.devices
 
 
+def is_static(engine: EngineConfig) -> bool:
+    """Whether batches are formed and run to their end (`[engine] batching`)."""
+    return engine.batching == "static"
+
+
 def _gangs(gangs: GangPolicy, engine: EngineConfig, rows: int, waiting: int) -> GangScheduler:
     return GangScheduler(Batching(gangs, rows), engine.devices, rows, waiting)
 
@@ -81,7 +86,9 @@ def _heads(devices: int, facts: ModelFacts) -> str | None:
 
 
 POLICIES = {
-    "spread": DevicePolicy(lambda engine, *bounds: Spread(engine.devices, *bounds)),
+    "spread": DevicePolicy(
+        lambda engine, *bounds: Spread(engine.devices, *bounds, static=is_static(engine))
+    ),
     "deadline": DevicePolicy(
         lambda engine, rows, waiting, _: _gangs(Deadline(engine.devices), engine, rows, waiting),
         gangs=True,
@@ -95,7 +102,9 @@ POLICIES = {
         problem=_heads,
     ),
     "cfg": DevicePolicy(
-        lambda engine, *bounds: Pair(engine.devices, *bounds), deals=True, problem=_two_passes
+        lambda engine, *bounds: Pair(engine.devices, *bounds, static=is_static(engine)),
+        deals=True,
+        problem=_two_passes,
     ),
 }
 """By the name that `[engine] policy` has."""

@@ -30,10 +30,22 @@ class Spread:
         max_rows: of each device's batch.
         max_waiting: tickets that may wait for each device, per class.
         priming_share: as of `StepScheduler`.
+        static: likewise.
     """
 
-    def __init__(self, devices: int, max_rows: int, max_waiting: int, priming_share: float) -> None:
-        self._each = [StepScheduler(max_rows, max_waiting, priming_share) for _ in range(devices)]
+    def __init__(
+        self,
+        devices: int,
+        max_rows: int,
+        max_waiting: int,
+        priming_share: float,
+        *,
+        static: bool = False,
+    ) -> None:
+        self._each = [
+            StepScheduler(max_rows, max_waiting, priming_share, static=static)
+            for _ in range(devices)
+        ]
         self._device: dict[str, int] = {}
         """Of each ticket."""
         self._taken: Counter[str] = Counter()

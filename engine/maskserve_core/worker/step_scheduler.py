@@ -3,6 +3,8 @@
 The scheduler only decides. It holds tickets, never tensors, and reads no clock, so the engine and
 the simulator run the same code. It is not thread-safe: one thread owns it.
 
+With static batching a batch is formed once the last one has ended, and no row joins it.
+
 Order of live tickets: of a free row one of the key that has fewest is next (`core.shares`), and of
 a key's own tickets the one that is due first; one without a due time counts as due PATIENCE_S after
 it came, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
@@ -296,7 +298,14 @@ class StepScheduler:
     exactly one of `finish`, `cancel` or `Decision.expired`.
     """
 
-    def __init__(self, max_rows: int, max_waiting: int, priming_share: float = 0.25) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_waiting: int,
+        priming_share: float = 0.25,
+        *,
+        static: bool = False,
+    ) -> None:
         """Make an empty scheduler.
 
         Args:
@@ -304,12 +313,15 @@ class StepScheduler:
             max_waiting: tickets that may wait, per class.
             priming_share: work priming may add beside live rows, as a share of theirs, 0 to 1;
                 with 0 it runs only when no live ticket is about.
+            static: whether live tickets get rows only when no live row is left, as servers without
+                continuous batching have it (FlashPS §6.4).
         """
         if max_rows < 1 or max_waiting < 1 or not 0.0 <= priming_share <= 1.0:
             raise ValueError(f"no such capacity: {max_rows=} {max_waiting=} {priming_share=}")
         self.max_rows = max_rows
         self.max_waiting = max_waiting
         self.priming_share = priming_share
+        self._static = static
         self.draining = False
         self._number = 0
         self._held: dict[str, tuple[int, Ticket]] = {}
@@ -393,9 +405,9 @@ class StepScheduler:
         """Decide the next step: expire, admit, and choose the rows. The caller then runs them."""
         expired = self._expire(now)
         turn = self._background_turn()
-        admitted = self._admit(
-            self._live_waiting, self._live, self.max_rows - turn - len(self._live)
-        )
+        closed = self._static and bool(self._live)
+        room = 0 if closed else self.max_rows - turn - len(self._live)
+        admitted = self._admit(self._live_waiting, self._live, room)
         live = tuple(self._live.values())
         started = self._admit(
             self._background_waiting, self._background, turn - len(self._background)

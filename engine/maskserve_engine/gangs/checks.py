@@ -5,7 +5,7 @@ from __future__ import annotations
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.registry import load_facts
 from maskserve_core.planning.cost_profile import read_profile
-from maskserve_core.worker.policies import policy_of
+from maskserve_core.worker.policies import is_static, policy_of
 
 
 def check_devices(config: Config, gpus: int) -> None:
@@ -25,6 +25,11 @@ def check_devices(config: Config, gpus: int) -> None:
         raise ConfigError(
             f"[engine] devices: {devices} devices per worker do not go with [controls] service; "
             "use one device"
+        )
+    if is_static(config.engine) and policy_of(config.engine).gangs:
+        raise ConfigError(
+            f'[engine] batching: "static" does not go with policy = "{config.engine.policy}"; '
+            'accepted: "continuous", or policy = "spread"'
         )
     if 0 < gpus < devices:
         raise ConfigError(

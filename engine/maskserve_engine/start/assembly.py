@@ -17,7 +17,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.cost_profile import read_profile
 from maskserve_core.worker.loading import Kind, Loadable, Loaded
 from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.policies import policy_of
+from maskserve_core.worker.policies import is_static, policy_of
 from maskserve_core.worker.residency import Residency
 from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS, ControlNetLoader
@@ -93,7 +93,7 @@ def load_engine(
     with one_cpu_thread():
         adapter = load_adapter(config)
     revision = model_revision(config.model.path, served_form(config))
-    chosen = policy or StepScheduler
+    chosen = policy or partial(StepScheduler, static=is_static(config.engine))
     if calls is None:
         return assemble(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
     service = ControlService(

@@ -344,6 +344,53 @@ def test_every_ticket_ends_and_takes_all_its_steps(
         assert deadline is not None or taken[str(i)] == steps
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.floats(0.0, 20.0), st.booleans()), min_size=1, max_size=12
+    ),
+    st.integers(1, 3),
+)
+def test_a_static_batch_runs_to_its_end_and_none_joins(
+    edits: list[tuple[int, float, bool]], rows: int
+) -> None:
+    """Of any arrivals and any lengths; priming goes on beside it, and no edit is left over."""
+    scheduler, now, ended = StepScheduler(rows, 64, 0.5, static=True), 0.0, set[str]()
+    left: dict[str, int] = {}
+    todo = sorted(enumerate(edits), key=lambda edit: edit[1][1])
+    while todo or len(scheduler):
+        while todo and todo[0][1][1] <= now:
+            number, (steps, arrival, background) = todo.pop(0)
+            scheduler.submit(
+                ticket(str(number), steps=steps, arrival=arrival, background=background)
+            )
+            left[str(number)] = steps
+        before = {t.request_id for t in scheduler.running if not t.background}
+        decision = scheduler.schedule(now)
+        joined = [t.request_id for t in decision.admitted if not t.background]
+        assert not (before and joined), "an edit joined a batch that runs"
+        for each in decision.running:
+            left[each.request_id] -= 1
+            if not left[each.request_id]:
+                scheduler.finish(each.request_id)
+                ended.add(each.request_id)
+        scheduler.check_integrity()
+        now += 1.0
+        assert now < 500.0, "an edit starves"
+    assert ended == {str(number) for number in range(len(edits))}
+
+
+def test_a_static_batch_takes_who_waits_once_the_last_one_has_ended() -> None:
+    scheduler = StepScheduler(2, 8, static=True)
+    for name in "abc":
+        scheduler.submit(ticket(name))
+    assert names(scheduler.schedule(0.0).admitted) == ["a", "b"]
+    scheduler.finish("a")
+    assert names(scheduler.schedule(1.0).running) == ["b"]
+    scheduler.submit(ticket("d"))
+    scheduler.finish("b")
+    assert names(scheduler.schedule(2.0).admitted) == ["c", "d"]
+
+
 class Machine(RuleBasedStateMachine):
     """Random arrivals, cancels, finishes and steps against a model of sets and sorted()."""
 
