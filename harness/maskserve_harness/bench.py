@@ -29,6 +29,7 @@ COMMANDS = {
     "simulate_cluster": "simulator.command",
     # Load.
     "end_to_end": "rivals.end_to_end",
+    "flashps": "rivals.flashps",
     "due_times": "benchmarks.due_times",
     "workflows": "benchmarks.workflows",
     "perf_analyzer": "perf.command",

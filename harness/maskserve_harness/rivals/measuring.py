@@ -144,13 +144,13 @@ class Bench:
     Args:
         tool: perf_analyzer.
         ours: maskserve's worker.
-        theirs: the rivals' Triton.
+        theirs: the rivals' Triton; None: only maskserve is measured.
         plan: how much is measured.
         folder: for files.
     """
 
     def __init__(
-        self, tool: Tool, ours: Server, theirs: RivalServer, plan: Plan, folder: Path
+        self, tool: Tool, ours: Server, theirs: RivalServer | None, plan: Plan, folder: Path
     ) -> None:
         self._tool, self.ours, self._theirs = tool, ours, theirs
         self.plan, self._folder = plan, folder
@@ -176,6 +176,7 @@ class Bench:
         if system.rival is None:
             yield
             return
+        assert self._theirs is not None
         with self._theirs.serving(system.rival):
             yield
 
@@ -225,6 +226,7 @@ class Bench:
         """The model's name, and gRPC's host:port."""
         if system.rival is None:
             return "edit", self.ours.grpc
+        assert self._theirs is not None
         return system.rival.name, self._theirs.grpc
 
     def pictures(self, system: System, edits: Sequence[Edit]) -> list[Any]:

@@ -21,6 +21,7 @@ from maskserve_core.imaging.images import encode_image
 from maskserve_harness.benchmarks.adapter_misses import SERVICES, drawn
 from maskserve_harness.perf.inputs import Edit, draw_mask
 from maskserve_harness.perf.load import Load
+from maskserve_harness.perf.results import Stamps
 from maskserve_harness.perf.server import Server, own_server, own_workers
 from maskserve_harness.rivals.measuring import (
     IN_FLIGHT,
@@ -29,6 +30,7 @@ from maskserve_harness.rivals.measuring import (
     Bench,
     Figures,
     System,
+    summed,
 )
 from maskserve_harness.router_site import RouterSite
 from maskserve_harness.simulator.bars import FEW_TOKENS_IDLE, batching, routing, routing_cases
@@ -202,6 +204,44 @@ def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
         "load": ROUTED_LOAD,
         "p95_ms": {policy: round(statistics.median(each), 1) for policy, each in p95.items()},
     }
+
+
+def by_batching(bench: Bench, model: Path, folder: Path, tables: Tables) -> Figures:
+    """Milliseconds of edits, medians over rounds, of a worker with continuous batching and of one
+    with static batching (Fig. 4 middle, Fig. 16 left): Poisson arrivals at the plan's shares of
+    what the first can do, the production mix.
+
+    Args:
+        bench: of the model.
+        model: that workers serve.
+        folder: for files.
+        tables: configuration of both workers.
+    """
+    system, edits = System("ours", "batching"), bench.edits("production")
+    figures: Figures = {}
+    with ExitStack() as running:
+        benches = {}
+        for batching in ("continuous", "static"):
+            own = folder / f"batching-{batching}"
+            engine = {**tables.get("engine", {}), "batching": batching}
+            server = running.enter_context(worker(model, own, {**tables, "engine": engine}))
+            server.warm(2 * edits[:WARM])
+            benches[batching] = bench.at(server, own)
+        full = benches["continuous"].saturated(system, IN_FLIGHT, len(edits))
+        for share in bench.plan.rates:
+            load = Load("request_rate", share * full)
+            runs: dict[str, dict[str, list[Stamps]]] = {name: {"run": []} for name in benches}
+            for _ in range(bench.plan.study_rounds):
+                for name, one in benches.items():
+                    runs[name]["run"].append(one.run(system, load, bench.plan.paced))
+            figures[f"{share:g}"] = {"sent_per_s": round(load.value, 3)} | {
+                name: {
+                    key: summed(stamps, 0.0)["run"][key]
+                    for key in ("mean_ms", "p50_ms", "p95_ms", "waited_ms")
+                }
+                for name, stamps in runs.items()
+            }
+    return figures
 
 
 def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) -> Figures:
