@@ -49,6 +49,7 @@ COMMANDS = {
     "config_reference": "documents.configuration",
     "model_configs": "documents.model_configs",
     "dashboard": "documents.dashboard",
+    "papers": "documents.papers",
     "check_install": "documents.install_check",
     "demo": "demo",
     # The models of assets/.

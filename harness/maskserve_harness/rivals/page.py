@@ -249,11 +249,14 @@ SIMULATED = """**Simulated**, since one machine cannot show it
 section 6.4 (one FLUX worker, 0.5 edits per second, half of a dense step fixed, text computed in
 each step) static batching has
 {p95_vs_static:.0%} more P95 than ours (bar 35 %) and image work inside the step loop
-{p95_vs_strawman:.0%} more (bar 40 %). Eight workers at 95 % load, public mix: mask-aware routing's
+{p95_vs_strawman:.0%} more (bar 40 %). Half of a step is a share that was fitted to the paper's
+figure: at the 6 % of [an H200's recorded steps](../../gpu.md#measured-on-an-h200) static batching
+has {p95_vs_static_h200:+.0%}. Eight workers at 95 % load, public mix: mask-aware routing's
 P95 is {p95_vs_least_requests:.0%} under that of least requests in flight (bar 26 %) and
 {p95_vs_round_robin:.0%} under round robin. The paper's request-level rule counts what was assigned,
 which is round robin's information; the number in flight tells of slow workers, too, and is a far
-stronger rival ([why](../../decisions/routing.md))."""
+stronger rival ([why](../../decisions/routing.md)). On real workers of this machine's sort both are
+[measured](../../benchmarks.md#flashpss-comparisons), and gain far less."""
 
 READING = """## Measured elsewhere
 

@@ -33,7 +33,10 @@ SMALL_BATCHES_IDLE = 1 / 3
 """`Hardware.overhead` at which a FLUX row of mask ratio 0.2 is 1.9 x as fast as a dense one, as
 FlashPS Fig. 15 has it; counted FLOPs alone say 3.5 x."""
 FEW_TOKENS_IDLE = 1 / 2
-"""Where static batching comes out as FlashPS §6.4 measured it."""
+"""Where static batching comes out as FlashPS §6.4 measured it: fitted to that figure."""
+H200_IDLE = 0.06
+"""Of FLUX's recorded steps on an H200 (docs/gpu.md): a line through a dense step and one of a mask
+ratio of 0.05 or 0.11 meets 0 FLOPs at 4 to 6 % of the first, between an edit's own anchors at 8."""
 
 Report = dict[str, Any]
 Say = Callable[[str], None]
@@ -120,7 +123,7 @@ def routing(case: Case, policies: tuple[str, ...] = POLICY_NAMES) -> Report:
 
 def batching(
     rates: Sequence[float] = (0.2, 0.3, 0.4, 0.5),
-    overheads: Sequence[float | None] = (None, SMALL_BATCHES_IDLE, FEW_TOKENS_IDLE),
+    overheads: Sequence[float | None] = (None, H200_IDLE, SMALL_BATCHES_IDLE, FEW_TOKENS_IDLE),
     text: Literal["frozen", "computed"] = "computed",
 ) -> list[Report]:
     """Static batching and the strawman against continuous batching, on one worker.
