@@ -110,7 +110,8 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
         "loras": {"diffusers": 1.0, "maskserve": 3.0},
     }
     report["simulated"] = {
-        "p95_vs_static": 0.4, "p95_vs_static_h200": 0.0, "p95_vs_strawman": 0.5, "p95_vs_least_requests": 0.2,
+        "p95_vs_static": 0.4, "p95_vs_static_h200": 0.0,
+        "p95_vs_strawman": 0.5, "p95_vs_least_requests": 0.2,
         "p95_vs_round_robin": 0.6,
     }  # fmt: skip
     report["summary"] = summary_of(report)
