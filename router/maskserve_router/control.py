@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 import msgspec
+from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
@@ -314,7 +315,9 @@ def _status(worker: Worker) -> dict[str, Any]:
         return {"state": "unknown", **ours}
     if not worker.up:  # what it last said is no longer so
         return {"worker": status.worker, "model": status.model, "state": "down", **ours}
-    return {**msgspec.to_builtins(status), **ours}
+    shown = msgspec.to_builtins(structs.replace(status, template_changes=None))
+    del shown["template_changes"]
+    return {**shown, "templates": worker.index.of(worker.number), **ours}
 
 
 def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,10 +16,13 @@ from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
 from maskserve_router.names import resolved
 from maskserve_router.operations import control_request
+from maskserve_router.template_index import TemplateIndex
 from maskserve_router.worker import Worker, read_status
 
 log = logging.getLogger("maskserve.router")
 _STATUS = control_request({"op": "status"})
+_TAKEN_IN_SHARE = 0.02
+"""Of a core, for the records of one worker: large ones are asked for the less often."""
 
 
 class Pool:
@@ -33,6 +36,7 @@ class Pool:
     def __init__(self, config: RouterConfig, changed: Callable[[], None]) -> None:
         self.config = config
         self.workers: dict[str, Worker] = {}
+        self._index = TemplateIndex()
         self._changed = changed
         self._polls: dict[Worker, asyncio.Task[None]] = {}
         """Of one that is retired for as long as it finishes what it holds, even where its address
@@ -94,7 +98,7 @@ class Pool:
         wanted = await resolved(self.config.workers.addresses, self.workers)
         for address in sorted(wanted - set(self.workers)):
             log.info("worker %s is new", address)
-            worker = self.workers[address] = Worker(address, self.config)
+            worker = self.workers[address] = Worker(address, self.config, self._index)
             self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
         for address in sorted(set(self.workers) - wanted):
             log.info("worker %s is no longer among the workers", address)
@@ -113,6 +117,7 @@ class Pool:
         told = f"[{EngineFailed.code}] the worker is no longer among those of the configuration"
         worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, told))
         await worker.upstream.close()
+        self._index.leave(worker.number)
 
     # How they are.
 
@@ -123,13 +128,21 @@ class Pool:
                 await self._poll_once(worker)
             except Exception:
                 log.exception("asking worker %s for its status", worker.address)
-            rest = self.config.workers.poll_interval_s - (time.monotonic() - begin)
-            await asyncio.sleep(max(rest, 0.001))
+            now = time.monotonic()
+            await asyncio.sleep(max(begin + self._interval_s(worker) - now, 0.001))
+
+    def _interval_s(self, worker: Worker) -> float:
+        """How often a worker is asked; one that has missed an answer, as soon as may be."""
+        config = self.config.workers
+        if worker.misses:
+            return config.poll_interval_s
+        shared = len(self.workers) / config.polls_per_s
+        return max(config.poll_interval_s, shared, worker.taken_in_s / _TAKEN_IN_SHARE)
 
     async def _poll_once(self, worker: Worker) -> None:
-        timeout = self.config.workers.poll_timeout_s
         try:
-            raw = await worker.upstream.control(_STATUS, timeout)
+            raw = await self._status_of(worker)
+            begin = time.perf_counter()
             status = read_status(raw)
         except (grpc.aio.AioRpcError, ValueError, IndexError) as error:
             worker.misses += 1
@@ -137,6 +150,7 @@ class Pool:
         else:
             was_ready = worker.ready
             worker.heard(status, time.monotonic())
+            worker.taken_in_s = time.perf_counter() - begin
             why = "its engine does not step"
             if worker.ready and not was_ready:
                 log.info("worker %s serves %s", worker.address, status.model)
@@ -144,6 +158,19 @@ class Pool:
                 self._changed()
         if worker.misses >= self.config.workers.misses and worker.up:
             self._lost(worker, why or "no answer")
+
+    async def _status_of(self, worker: Worker) -> bytes:
+        """A worker's record, with changes of its templates where it can tell them."""
+        timeout, known = self.config.workers.poll_timeout_s, worker.templates_version
+        if known is not None:
+            try:
+                request = control_request({"op": "status", "templates": known})
+                return await worker.upstream.control(request, timeout)
+            except grpc.aio.AioRpcError as error:
+                if "OP.templates" not in (error.details() or ""):
+                    raise
+                worker.tells_all()
+        return await worker.upstream.control(_STATUS, timeout)
 
     def _lost(self, worker: Worker, why: str) -> None:
         """The worker is down: the calls that wait in it will not be answered."""

@@ -11,13 +11,19 @@ import msgspec
 from msgspec import structs
 
 from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
+from maskserve_core.contracts.status_record import (
+    RowStatus,
+    Served,
+    TemplateChanges,
+    WorkerStatus,
+)
 from maskserve_core.errors import MaskserveError
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
+from maskserve_router.template_index import TemplateIndex
 from maskserve_router.upstream import Upstream
 
 UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
@@ -31,11 +37,13 @@ class PolledStatus(WorkerStatus):
     """Its age when it was handed out; the clocks of two hosts do not compare."""
     alive: bool = True
     in_flight: int = 0
+    template_changes: TemplateChanges | None = None
+    """In place of `templates`, of a worker that knows how."""
 
 
 _decode = msgspec.json.Decoder(PolledStatus).decode
-_MOST_BYTES = 4 * 2**20
-"""Of a record: it is read in the event loop, sixteen times a second."""
+_MOST_BYTES = 64 * 2**20
+"""Of a record: a million templates, of a worker that tells all of them."""
 _MOST_ROWS = 10_000
 """Rows that a record lists; each takes some microseconds at every poll."""
 _MOST_NODES = 100
@@ -148,6 +156,8 @@ class Worker:
 
     address: str
     config: RouterConfig
+    index: TemplateIndex = field(default_factory=TemplateIndex)
+    """Who has which templates; the workers of a pool share one."""
     upstream: Upstream = field(init=False)
     breaker: Breaker = field(init=False)
     status: PolledStatus | None = None
@@ -157,16 +167,24 @@ class Worker:
     draining: bool = False
     """An operator asked this router to send it nothing more."""
     misses: int = 0
+    taken_in_s: float = 0.0
+    """What its last record took to be read."""
     epochs: int = 0
     """Times that it was given up."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """The ledger: edits that are there by request id."""
+    number: int = field(init=False)
+    """In the index."""
+    templates_version: str | None = ""
+    """Of its templates as the index has them; empty: none is known. None: the worker tells all of
+    them each time."""
     times: AnswerTimes = field(default_factory=AnswerTimes)
     _answered: set[str] = field(default_factory=set)
     """Edits that were answered since the record was written."""
     _view: WorkerView | None = None
 
     def __post_init__(self) -> None:
+        self.number = self.index.join()
         self.upstream = Upstream(self.address)
         self.breaker = Breaker(self.config.faults)
 
@@ -200,6 +218,7 @@ class Worker:
     def lost(self, reason: Failure) -> None:
         """It no longer answers: the calls that wait in it are ended."""
         self.up, self.epochs = False, self.epochs + 1
+        self.templates_version = ""  # what comes back may be another version of itself
         for sent in list(self.sent.values()):
             sent.end(reason)
 
@@ -209,6 +228,7 @@ class Worker:
             self.misses, self.up = 0, True
         else:
             self.misses += 1
+        self._take_templates(status)
         self.status, self.as_of = status, now - status.told_age_s
         self._answered.clear()
         listed = {row.request_id for row in (*status.running, *status.waiting)}
@@ -219,6 +239,32 @@ class Worker:
                 told = "[ENGINE_FAILED] the worker does nothing about the edit"
                 sent.end(Failure(grpc.StatusCode.UNAVAILABLE, told))
         self._view = None
+
+    def tells_all(self) -> None:
+        """It is of a version that tells no changes of its templates, but all of them each time."""
+        self.index.clear(self.number)
+        self.templates_version = None
+
+    def _take_templates(self, status: PolledStatus) -> None:
+        """Bring the index to what a record says."""
+        changes = status.template_changes
+        if changes is None:
+            before = None if self.templates_version is not None else self.status
+            self.templates_version = None
+            if before is not None and before.templates == status.templates:
+                return
+            changes = TemplateChanges("", added=status.templates)
+        elif changes.since not in ("", self.templates_version):
+            # Nothing follows from changes since another version: all is told the next time.
+            self.templates_version, changes = "", TemplateChanges("")
+        else:
+            self.templates_version = changes.version
+        if not changes.since:
+            self.index.clear(self.number)
+        for tier, templates in changes.added.items():
+            self.index.add(self.number, tier, templates)
+        for tier, templates in changes.removed.items():
+            self.index.remove(self.number, tier, templates)
 
     def predict(self, edit: Edit, now: float) -> Prediction:
         """What an edit would take that is sent to it now."""
@@ -308,7 +354,8 @@ class Worker:
             waiting=self._unanswered(status.waiting),
             max_waiting=min(status.max_waiting, self.config.admission.waiting_per_worker),
         )
-        return WorkerView.from_status(shown, status.pricing or UNPRICED, self.as_of)
+        templates = self.index.view(self.number)
+        return WorkerView.from_status(shown, status.pricing or UNPRICED, self.as_of, templates)
 
     def _unanswered(self, rows: tuple[RowStatus, ...]) -> tuple[RowStatus, ...]:
         if not self._answered:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import cycle
 from typing import Any
 
 import grpc
@@ -163,11 +164,12 @@ async def cluster(
     models: tuple[str, ...] = ("flux", "flux"),
     max_rows: int = 8,
     answer: bytes = bytes(100),
+    kinds: tuple[type[Faulty], ...] = (Faulty, Faulty),
     **tables: Any,
 ) -> AsyncIterator[tuple[Router, list[Faulty]]]:
     workers = [
-        Faulty(f"w{i}", hardware, answer=answer, max_rows=max_rows, model=model)
-        for i, model in enumerate(models)
+        kind(f"w{i}", hardware, answer=answer, max_rows=max_rows, model=model)
+        for i, (kind, model) in enumerate(zip(cycle(kinds), models, strict=False))
     ]
     for worker in workers:
         await worker.start()

@@ -149,6 +149,28 @@ def test_status_needs_no_engine(
     assert [node["state"] for node in drained["nodes"]] == ["draining", "loading"]
 
 
+def test_who_says_which_templates_it_knows_is_told_changes(
+    api: FakeTriton, control: WorkerControl, beat: Callable[..., None]
+) -> None:
+    beat(state="ready", templates={"host": ("a", "b"), "disk": ()})
+    whole = ask(api, control, {"op": "status"})
+    assert whole["templates"] == {"host": ["a", "b"], "disk": []}
+    assert "template_changes" not in whole
+    first = ask(api, control, {"op": "status", "templates": ""})
+    told = first["template_changes"]
+    assert (first["templates"], told["since"]) == ({}, "")
+    assert told["added"] == {"host": ["a", "b"]}
+    assert {**whole, "templates": {}}.keys() == first.keys() - {"template_changes"}
+    beat(state="draining", templates={"host": ("b",), "disk": ("c",)})
+    second = ask(api, control, {"op": "status", "templates": told["version"]})
+    assert second["state"] == "draining"
+    assert second["template_changes"]["since"] == told["version"]
+    assert second["template_changes"]["added"] == {"disk": ["c"]}
+    assert second["template_changes"]["removed"] == {"host": ["a"]}
+    refused = ask(api, control, {"op": "status", "templates": 7})
+    assert "OP.templates: is not a string" in refused
+
+
 def test_status_says_which_stages_are_away(
     api: FakeTriton, config: Config, beat: Callable[..., None]
 ) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ ADAPTERS_LISTED = 256
 Kind = Literal["dense", "cached", "prime"]
 AdapterTier = Literal["device", "coming", "host"]
 State = Literal["loading", "ready", "draining", "stopped", "failed"]
+_Record = TypeVar("_Record")
 _ENDED: tuple[State, ...] = ("stopped", "failed")
 
 
@@ -93,6 +95,18 @@ class NodeStatus(msgspec.Struct):
     """Such as `denoiser`; no other node of the worker has it."""
     model: str
     state: State
+
+
+class TemplateChanges(msgspec.Struct, frozen=True):
+    """What is other in a worker's templates than in a version that the reader knows."""
+
+    version: str
+    """Of what the changes lead to."""
+    since: str = ""
+    """The version that they are since; empty: none, and all that the worker has is added."""
+    added: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """Tier -> `entries_id`."""
+    removed: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
 
 
 class ValuesHeld(msgspec.Struct, frozen=True):
@@ -217,14 +231,14 @@ class WorkerStatus(msgspec.Struct):
         return _encode(self)
 
     @classmethod
-    def from_json(cls, raw: bytes | str) -> WorkerStatus:
-        """Read what `to_json` wrote.
+    def from_json(cls, raw: bytes | str) -> Self:
+        """Read what `to_json` wrote, as this class has it.
 
         Raises:
             ValueError: not a record of this version.
         """
         try:
-            status = _decode(raw)
+            status: Self = _decoder(cls).decode(raw)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not a status record: {error}") from error
         if status.version != VERSION:
@@ -233,4 +247,8 @@ class WorkerStatus(msgspec.Struct):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(WorkerStatus).decode
+
+
+@cache
+def _decoder(kind: type[_Record]) -> msgspec.json.Decoder[_Record]:
+    return msgspec.json.Decoder(kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ class WorkerView:
     running: tuple[RowLoad, ...] = ()
     waiting: tuple[RowLoad, ...] = ()
     """In the order in which they get rows."""
-    templates: Mapping[str, Set[str]] | None = None
+    templates: Mapping[str, Container[str]] | None = None
     """Tier -> `entries_id` of what it has; `None`: every template is in the host tier."""
     adapters: AdapterView | None = None
     controlnets: AdapterView | None = None
@@ -230,16 +230,24 @@ class WorkerView:
         return replace(self, waiting=waiting, adapters=adapters, controlnets=nets)
 
     @classmethod
-    def from_status(cls, status: WorkerStatus, pricing: Pricing, as_of: float) -> WorkerView:
+    def from_status(
+        cls,
+        status: WorkerStatus,
+        pricing: Pricing,
+        as_of: float,
+        templates: Mapping[str, Container[str]] | None = None,
+    ) -> WorkerView:
         """A view of what the worker says. Priming is left out: it gives way to edits.
 
         Args:
             status: its record.
             pricing: its costs, from the record's `costs` or estimated.
             as_of: when the record was written, on the clock of the policies.
+            templates: where the worker has which; None: as the record lists them.
         """
-        templates = {tier: frozenset(ids) for tier, ids in status.templates.items()}
-        nowhere: frozenset[str] = frozenset()
+        if templates is None:
+            templates = {tier: frozenset(ids) for tier, ids in status.templates.items()}
+        nowhere: Container[str] = frozenset()
         on_device = templates.get(DEVICE.name, nowhere)
 
         def rows(given: tuple[RowStatus, ...], *, begun: bool) -> tuple[RowLoad, ...]:

@@ -13,12 +13,15 @@ import threading
 from itertools import groupby
 from typing import Any
 
+import msgspec
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID, entries_id, sharing
 from maskserve_core.contracts.settings import no_duplicates
+from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.errors import (
     EngineFailed,
     InvalidRequest,
@@ -38,6 +41,7 @@ from maskserve_core.triton.fair_threads import FairThreads
 from maskserve_core.triton.pipeline import ask_denoiser, prime_template
 from maskserve_core.triton.tensor_io import parameters, read_bytes
 from maskserve_core.worker.admission import OPEN, Gate
+from maskserve_core.worker.listings import TemplateListings
 from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.stages import StagesAway
 from maskserve_core.worker.status import StatusReader
@@ -70,6 +74,7 @@ SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
 ORIGIN = "origin"
 """The header by which a browser names the page that asks."""
 _FLAGS = ("shared", "prime")
+_MAY_SAY = {"status": ("templates",)}
 _OF_FILES = ("status", "drain")
 ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")
 """They change what lies on a host, for all its clients."""
@@ -95,7 +100,8 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
     """Check the OP tensor's bytes.
 
     All values are strings, but for those of `register` that are booleans: `shared`, if it is for
-    every client, and `prime`, false if it is to be primed when it is edited.
+    every client, and `prime`, false if it is to be primed when it is edited. `status` may say which
+    version of the `templates` its asker knows, empty for none: it is told what has changed.
 
     Raises:
         InvalidRequest: naming `OP` or `OP.<key>`.
@@ -121,7 +127,7 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
         raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
     wanted = OPERATIONS[name]
     flags = _FLAGS if name == "register" else ()
-    optional = (*(("scope",) if name in SCOPED else ()), *flags)
+    optional = (*(("scope",) if name in SCOPED else ()), *flags, *_MAY_SAY.get(name, ()))
     keys = ("op", *wanted, *optional)
     if others := sorted(values.keys() - set(keys)):
         key = others[0][:40]
@@ -131,6 +137,9 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
     scope = values.get("scope", NO_SCOPE)
     if not isinstance(scope, str) or (scope and SCOPE.fullmatch(scope) is None):
         raise InvalidRequest("OP.scope", "has another form", "up to 32 of a-z and 0-9")
+    for key in _MAY_SAY.get(name, ()):
+        if not isinstance(values.get(key, ""), str):
+            raise InvalidRequest(f"OP.{key}", "is not a string", "a version, or an empty string")
     for flag in flags:
         if not isinstance(values.get(flag, False), bool):
             raise InvalidRequest(f"OP.{flag}", "is not a boolean", "true or false")
@@ -139,6 +148,12 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
             problem = "is missing" if key not in values else "is not a non-empty string"
             raise InvalidRequest(f"OP.{key}", problem, "a string")
     return values
+
+
+class _Unlisted(WorkerStatus):
+    """A record whose templates are left as JSON."""
+
+    templates: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
 
 
 class WorkerControl:
@@ -154,6 +169,7 @@ class WorkerControl:
         self._templates = templates_of(config, self._values)
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
         """Held while a template is put or evicted, by its id."""
+        self._listings = TemplateListings()
         self._adapters = AdapterOperations(config)
         self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", _NICE)
         # A cancel is asked for when things go badly: it waits behind no other operation.
@@ -181,7 +197,7 @@ class WorkerControl:
     def _with_files(self, operation: dict[str, Any]) -> dict[str, Any]:
         match operation["op"]:
             case "status":
-                return self._read_status()
+                return self._read_status(operation.get("templates"))
             case "drain":
                 self._admission.drain()
                 return {"draining": True, "in_flight": self._admission.in_flight()}
@@ -237,13 +253,23 @@ class WorkerControl:
             for net in ControlNets(self._config, facts).all()
         ]
 
-    def _read_status(self) -> dict[str, Any]:
+    def _read_status(self, known: str | None) -> dict[str, Any]:
         """The engine's record, with what the engine cannot say: its age, the admission, and stages
         that a service runs.
+
+        Args:
+            known: version of the templates that the asker knows: it is told changes in place of
+                the list. None: the list.
         """
-        status = self._status.read()
-        if status is None:
-            raise EngineFailed("the engine has not started")
+        raw, more = self._status.read_json(), {}
+        try:
+            status = (WorkerStatus if known is None else _Unlisted).from_json(raw or b"")
+        except ValueError:
+            raise EngineFailed("the engine has not started") from None
+        if known is not None:
+            self._listings.take(memoryview(status.templates))  # type: ignore[arg-type]
+            status.templates = {}
+            more = {"template_changes": to_builtins(self._listings.changes(known))}
         nodes = (*status.nodes, *self._stages.nodes(status.model))
         held = self._values.held()
         values: dict[str, Any] = json.loads(replace(status, nodes=nodes, values=held).to_json())
@@ -254,6 +280,7 @@ class WorkerControl:
         alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
         return {
             **values,
+            **more,
             "age_s": round(age, 4),
             "alive": alive and unwell(self._config.runtime_dir) is None,
             "in_flight": self._admission.in_flight(),

@@ -22,6 +22,7 @@ from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.contracts.status_record import RowStatus, Served, ValuesHeld, WorkerStatus
 from maskserve_core.errors import DeadlineExceeded
+from maskserve_core.worker.listings import TemplateListings
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_harness.emulated.server import Context, answer_of, server_of
 from maskserve_harness.simulator.hardware import Hardware
@@ -87,6 +88,7 @@ class EmulatedWorker:
         )
         self.host = ""
         """Of those who share its folder of values."""
+        self._listings = TemplateListings()
         self._stepped_ns = time.monotonic_ns()
         self._server, self.port = server_of(
             {
@@ -155,8 +157,14 @@ class EmulatedWorker:
         if operation["op"] != "status":
             return b"{}"
         running = {ticket.request_id for ticket in self._running} & self._edits.keys()
+        changes = None
+        if "templates" in operation:
+            listed = msgspec.json.encode(self._status.templates)
+            self._listings.take(memoryview(listed))
+            changes = self._listings.changes(operation["templates"])
         record = structs.replace(
             self._status,
+            templates={} if changes else self._status.templates,
             monotonic_ns=time.monotonic_ns(),
             running=tuple(self._edits[name].status for name in running),
             waiting=tuple(e.status for name, e in self._edits.items() if name not in running),
@@ -164,6 +172,8 @@ class EmulatedWorker:
         )
         age_s = (time.monotonic_ns() - self._stepped_ns) / 1e9 if running else 0.0
         more = {"age_s": age_s, "alive": True, "in_flight": len(self._edits)}
+        if changes is not None:
+            more["template_changes"] = msgspec.to_builtins(changes)
         return msgspec.json.encode({**msgspec.to_builtins(record), **more})
 
     async def _edit(self, mask: bytes, settings: EditSettings, hardware: Hardware) -> float:

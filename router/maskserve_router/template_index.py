@@ -1,0 +1,98 @@
+"""Which workers have which templates.
+
+Of each template and tier it keeps one whole number, in which worker N is the bit 2**N: thousands of
+workers that share most of ten thousand templates take megabytes, and who has one is one look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TemplateIndex:
+    """Templates by tier and worker; workers are known by the numbers that they are given."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[str, dict[str, int]] = {}
+        self._free: list[int] = []
+        self._numbers = 0
+
+    def join(self) -> int:
+        """A number for a worker, which has no template yet."""
+        if self._free:
+            return self._free.pop()
+        self._numbers += 1
+        return self._numbers - 1
+
+    def leave(self, number: int) -> None:
+        """The worker is gone, and its number another's."""
+        self.clear(number)
+        self._free.append(number)
+
+    def clear(self, number: int) -> None:
+        """The worker has none any more."""
+        for tier in self._tiers:
+            self.remove(number, tier, self._of(number, tier))
+
+    def add(self, number: int, tier: str, templates: Iterable[str]) -> None:
+        held, bit = self._tiers.setdefault(tier, {}), 1 << number
+        for template in templates:
+            held[template] = held.get(template, 0) | bit
+
+    def remove(self, number: int, tier: str, templates: Iterable[str]) -> None:
+        held, bit = self._tiers.get(tier, {}), 1 << number
+        for template in templates:
+            if left := held.get(template, 0) & ~bit:
+                held[template] = left
+            else:
+                held.pop(template, None)
+
+    def of(self, number: int) -> dict[str, list[str]]:
+        """All that a worker has, by tier."""
+        return {tier: found for tier in self._tiers if (found := self._of(number, tier))}
+
+    def view(self, number: int) -> Mapping[str, Container[str]]:
+        """The same as it is whenever it is looked at."""
+        return _Tiers(self._tiers, number)
+
+    def holders(self, tier: str, template: str, count: int) -> npt.NDArray[np.bool_]:
+        """Of the workers 0 to `count` - 1, which have it."""
+        mask = self._tiers.get(tier, {}).get(template, 0) & ((1 << count) - 1)
+        raw = mask.to_bytes(-(-count // 8), "little")
+        bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
+        return bits[:count].view(np.bool_)
+
+    def _of(self, number: int, tier: str) -> list[str]:
+        bit = 1 << number
+        return [template for template, mask in self._tiers[tier].items() if mask & bit]
+
+
+class _Tiers(Mapping[str, Container[str]]):
+    """Tier -> what one worker has there."""
+
+    __slots__ = ("_number", "_tiers")
+
+    def __init__(self, tiers: Mapping[str, Mapping[str, int]], number: int) -> None:
+        self._tiers, self._number = tiers, number
+
+    def __getitem__(self, tier: str) -> Container[str]:
+        return _Tier(self._tiers[tier], self._number)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._tiers)
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+
+class _Tier:
+    __slots__ = ("_held", "_number")
+
+    def __init__(self, held: Mapping[str, int], number: int) -> None:
+        self._held, self._number = held, number
+
+    def __contains__(self, template: object) -> bool:
+        return bool(self._held.get(template, 0) >> self._number & 1)  # type: ignore[call-overload]
