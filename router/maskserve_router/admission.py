@@ -1,13 +1,15 @@
-"""What the router takes on: edits and bytes under way, in all and of each key."""
+"""What the router takes on: edits, and bytes of requests and answers, in all and of each key."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Self
 
-from maskserve_core.shares import Full, Shares
+from maskserve_core.shares import EVERYBODY, Full, Shares
 from maskserve_router.config import AdmissionBounds
 from maskserve_router.failures import RetryLater
 from maskserve_router.keys import KeyHolder
@@ -15,6 +17,40 @@ from maskserve_router.metrics import Metrics
 
 _REMEMBERED = 0.1
 """Weight of the last edit in the mean gap between two that end."""
+
+
+class NoRoom(RetryLater):
+    """There is no room for so many bytes now."""
+
+
+class EditRoom:
+    """Bytes of one edit among its client's: its request as it is sent, and in the same place its
+    answer, from before the edit is sent until the answer is written. Used as a context manager.
+    """
+
+    def __init__(self, admission: Admission, client: KeyHolder) -> None:
+        self._admission, self._client = admission, client
+        self.size = 0
+
+    async def take(self, size: int) -> None:
+        """Make room before anything is there.
+
+        Raises:
+            NoRoom: there is none.
+        """
+        self._admission.take_bytes(self._client, size)
+        self.size += size
+
+    def becomes(self, size: int) -> None:
+        """So many bytes are in it, more or fewer than before."""
+        self._admission.book_bytes(self._client, size - self.size)
+        self.size = size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.becomes(0)
 
 
 class Admission:
@@ -37,13 +73,12 @@ class Admission:
 
     @property
     def bytes(self) -> int:
-        """Of their requests, and of those still being read."""
+        """Of their requests and answers, and of requests that are still being read."""
         return self._bytes.total
 
     @contextmanager
-    def edit(self, client: KeyHolder, size: int) -> Iterator[Callable[[int], None]]:
-        """An edit is under way; gives what to call when its answer takes its request's place, with
-        the bytes of that.
+    def edit(self, client: KeyHolder) -> Iterator[None]:
+        """An edit is under way.
 
         Raises:
             RetryLater: the router, or the client, has as many as it may.
@@ -51,20 +86,8 @@ class Admission:
         if self.closed:
             self._refuse("stopping", "the router is stopping")
         self._take(self._edits, client, 1, "edits", "edits are under way", client.max_edits)
-        held = size
-
-        def becomes(size: int) -> None:
-            nonlocal held
-            self._bytes.give_back(client.scope, held)
-            self._bytes.book(client.scope, size)  # it is there already, whatever others hold
-            held = size
-
         try:
-            self._take_bytes(client, size)
-            try:
-                yield becomes
-            finally:
-                self._bytes.give_back(client.scope, held)
+            yield
         finally:
             self._edits.give_back(client.scope)
             self._ended(time.monotonic())
@@ -88,16 +111,41 @@ class Admission:
         """So many bytes of a client's request are in memory.
 
         Raises:
-            RetryLater: there is no room for them, or the client has its share.
+            NoRoom: there is no room for them, or the client has its share.
         """
-        self._take_bytes(client, size)
+        self.take_bytes(client, size)
         try:
             yield
         finally:
-            self._bytes.give_back(client.scope, size)
+            self.book_bytes(client, -size)
 
-    def _take_bytes(self, client: KeyHolder, size: int) -> None:
-        self._take(self._bytes, client, size, "bytes", "bytes of requests are under way")
+    def room(self, client: KeyHolder) -> EditRoom:
+        """For the bytes of one of the client's edits, with nothing in it."""
+        return EditRoom(self, client)
+
+    def take_bytes(self, client: KeyHolder, size: int) -> None:
+        """The client holds so many bytes more.
+
+        Raises:
+            NoRoom: there is no room for them, or the client has its share.
+        """
+        what = "bytes of requests and answers are under way"
+        self._take(self._bytes, client, size, "bytes", what)
+
+    def book_bytes(self, client: KeyHolder, size: int) -> None:
+        """The same of what is there already, whatever others hold; fewer, if it is negative."""
+        if size > 0:
+            self._bytes.book(client.scope, size)
+        elif size:
+            self._bytes.give_back(client.scope, -size)
+
+    def most_bytes(self, client: KeyHolder) -> int:
+        """That a client can ever hold."""
+        return _most(self._bytes, client)
+
+    def most_edits(self, client: KeyHolder) -> int:
+        """Edits that a client can ever have under way."""
+        return min(_most(self._edits, client), client.max_edits)
 
     def _take(
         self,
@@ -109,21 +157,28 @@ class Admission:
         most: float = math.inf,
     ) -> None:
         own = shares.held(client.scope)
+        refuse = partial(self._refuse, error=NoRoom if shares is self._bytes else RetryLater)
         try:
             if own + size > most:
                 raise Full(own=shares.total + size <= shares.budget)
             shares.take(client.scope, size)
         except Full as full:
             if full.own:
-                self._refuse("key", f"key {client.name} has its share: {own} {what}")
-            self._refuse(reason, f"{shares.total} {what} already")
+                refuse("key", f"key {client.name} has its share: {own} {what}")
+            refuse(reason, f"{shares.total} {what} already")
 
     def _ended(self, now: float) -> None:
         gap = min(now - self._ended_at, 60.0) if self._ended_at else 0.0
         self._gap_s += _REMEMBERED * (gap - self._gap_s)
         self._ended_at = now
 
-    def _refuse(self, reason: str, message: str) -> None:
+    def _refuse(self, reason: str, message: str, error: type[RetryLater] = RetryLater) -> None:
         """Refuse until, at the pace of late, half of what is under way is done."""
         self._metrics.rejections.labels(reason).inc()
-        raise RetryLater(f"{message}; try again later", self._gap_s * self.edits / 2)
+        raise error(f"{message}; try again later", self._gap_s * self.edits / 2)
+
+
+def _most(shares: Shares, client: KeyHolder) -> int:
+    """Units that a client may hold while it is alone."""
+    budget = shares.budget
+    return budget if client.scope == EVERYBODY else max(budget // 2, min(budget, 1))

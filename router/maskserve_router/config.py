@@ -120,8 +120,9 @@ class AdmissionBounds(Table, frozen=True):
     """Edits taken and not answered, and as many operations of `control`; a key may have as many as
     it leaves free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of their requests and of what is made of them, shared likewise. With keys, four times
-    `[http] max_body_bytes` at the least."""
+    """Bytes of their requests and answers, shared likewise: an answer's place is taken before its
+    edit is sent, by its pixels and format. With keys, four times `[http] max_body_bytes` at the
+    least."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
     """Edits that wait at a worker for a row; further ones wait here, the most urgent first. 0: an
     edit is sent once a row is free."""

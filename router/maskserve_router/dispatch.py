@@ -1,8 +1,9 @@
 """An edit's way through the router: admitted, measured, placed, sent, and tried once more if the
 worker failed it.
 
-    admit    bounds on edits and bytes under way, per key and in all
-    measure  the mask says how much work it is
+    admit    bounds on edits under way, per key and in all
+    measure  the mask says how much work it is, and how many bytes its answer may have
+    room     bounds on bytes under way, of the answer too, before the edit is sent
     place    wait for the worker that will be done first
     send     the request as it came, its SETTINGS with seed and request id
     retry    on another worker, the same edit, within the budget; a stream's progress begins anew
@@ -29,7 +30,7 @@ from maskserve_core.errors import (
 from maskserve_core.kept import Kept
 from maskserve_core.routing import Edit, NoWorkerAvailable, dealt
 from maskserve_core.worker.values import NO_VALUES, Values
-from maskserve_router.admission import Admission
+from maskserve_router.admission import Admission, EditRoom
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall, make_edit_call
 from maskserve_router.failures import Blame, Failure, RetryLater
@@ -105,30 +106,38 @@ class Dispatcher:
         """A template is no result of some workers alone any more: it is registered, or gone."""
         self._homes.drop(template_id)
 
-    async def infer(self, call: EditCall, client: KeyHolder) -> bytes:
+    async def infer(self, call: EditCall, client: KeyHolder, room: EditRoom) -> bytes:
         """The worker's answer to a unary request, as it came.
+
+        Args:
+            call: the edit.
+            client: whose it is.
+            room: what is taken up by the request as it is sent, and then by its answer.
 
         Raises:
             MaskserveError: the router's own.
             Failure: the worker's.
         """
-        async with aclosing(self._run(call, client, unary)) as answers:
+        async with aclosing(self._run(call, client, room, unary)) as answers:
             # To its end, where the edit is booked, and not to its only answer.
             (answer,) = [one async for one in answers]
         return answer
 
-    def stream(self, call: EditCall, client: KeyHolder) -> AsyncGenerator[bytes, None]:
-        """The worker's messages to one request of a stream, as they came; raises as `infer`."""
-        return self._run(call, client, streamed)
+    def stream(
+        self, call: EditCall, client: KeyHolder, room: EditRoom
+    ) -> AsyncGenerator[bytes, None]:
+        """The worker's messages to one request of a stream, as they came; as `infer` otherwise."""
+        return self._run(call, client, room, streamed)
 
     async def _run(
-        self, call: EditCall, client: KeyHolder, send: Send
+        self, call: EditCall, client: KeyHolder, room: EditRoom, send: Send
     ) -> AsyncGenerator[bytes, None]:
         with ExitStack() as held:
             held.enter_context(self._judged(call))
             held.enter_context(self._named(call))
-            becomes = held.enter_context(self._admission.edit(client, call.size))
+            held.enter_context(self._admission.edit(client))
             edit, digest = await self._measured(call, client)
+            await room.take(self._most_bytes(call, client))
             edit = replace(edit, due=self._due(call))
             if edit.due < math.inf:
                 call.starts_by = edit.due - (self._alone_s(call, edit) or 0.0)
@@ -138,14 +147,25 @@ class Dispatcher:
             work.add_done_callback(unread.end)
             try:
                 async for answer in unread:
+                    there = len(answer) + unread.size
                     if work.done() and work.exception() is None:
                         call.drop_pictures()
-                        becomes(len(answer) + unread.size)
+                        room.becomes(there)
+                    else:
+                        room.becomes(max(call.size + there, room.size))
                     yield answer
                 await work
             finally:
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
+
+    def _most_bytes(self, call: EditCall, client: KeyHolder) -> int:
+        """That an edit takes up at a time: its request as it is sent, then its answer. A client can
+        hold these beside the request as it came, or nobody could ever have the edit made.
+        """
+        return max(
+            call.size, min(call.answer_bytes, self._admission.most_bytes(client) - call.size)
+        )
 
     async def _attempts(
         self, call: EditCall, edit: Edit, digest: bytes, send: Send, unread: Unread
@@ -266,7 +286,7 @@ class Dispatcher:
         )
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
-        edit, digest = await self._measure.edit(
+        edit, digest, call.answer_bytes = await self._measure.edit(
             client, call.image, call.mask, call.settings, served, model, prompted=call.prompted
         )
         passes = 2 if call.settings.negative_prompt is not None else 1

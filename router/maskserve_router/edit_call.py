@@ -60,6 +60,8 @@ class EditCall:
     """Tries that failed after the client had seen events of them."""
     by_size_ms: int | None = None
     """When it is due by its size if it does not say so; None: at no time, or it is not known."""
+    answer_bytes: int = 0
+    """That its answer may have, as far as known."""
     waits_until: float | None = None
     """When no worker could do it in time any more, on time.monotonic's clock; None: never."""
     starts_by: float | None = None

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
+from maskserve_router.admission import EditRoom
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call
 from maskserve_router.failures import Failure, guarded
@@ -50,12 +51,13 @@ class Edits:
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
+        room: EditRoom,
     ) -> bytes:
         """The answer to one edit; arguments, and what it raises, as `Front.infer` has them."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
-            return await self._dispatcher.infer(call, client)
+            return await self._dispatcher.infer(call, client, room)
 
     async def stream(
         self,
@@ -65,12 +67,13 @@ class Edits:
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
+        room: EditRoom,
     ) -> AsyncGenerator[bytes, None]:
         """The answers to one, as `Front.stream`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route):
-            async with aclosing(self._dispatcher.stream(call, client)) as answers:
+            async with aclosing(self._dispatcher.stream(call, client, room)) as answers:
                 async for answer in answers:
                     yield answer
 

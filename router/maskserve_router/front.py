@@ -8,13 +8,15 @@ from contextlib import ExitStack, aclosing
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.tensors import Contract
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.plan import WorkflowPlan
-from maskserve_router.admission import Admission
+from maskserve_router.admission import Admission, EditRoom
 from maskserve_router.control import ClusterControl
 from maskserve_router.edit_call import parse_request
 from maskserve_router.edits import Edits
 from maskserve_router.keys import KeyHolder, KeyRing
 from maskserve_router.model_request import ModelRequest
+from maskserve_router.picture_rooms import PictureRooms
 from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows
 
@@ -72,6 +74,32 @@ class Front:
         held.enter_context(self._admission.hold(client, len(raw)))
         return await self._turns.run(client, len(raw), parse_request, raw, self.models)
 
+    def room(self, client: KeyHolder) -> EditRoom:
+        """As `Admission.room`."""
+        return self._admission.room(client)
+
+    def rooms(self, client: KeyHolder) -> PictureRooms:
+        """For the pictures of one request."""
+        return PictureRooms(self._admission, client)
+
+    def most_bytes(self, client: KeyHolder) -> int:
+        """As `Admission.most_bytes`."""
+        return self._admission.most_bytes(client)
+
+    def check_pictures(self, count: int, client: KeyHolder) -> None:
+        """Refuse a request for more pictures than its client can ever have under way.
+
+        Raises:
+            InvalidRequest: naming `n`.
+        """
+        most = self._admission.most_edits(client)
+        if count > most:
+            raise InvalidRequest(
+                "n",
+                f"is {count}, and {most} edits of {client.name} may be under way",
+                f"1 to {most}",
+            )
+
     async def infer(
         self,
         message: ModelRequest,
@@ -80,6 +108,7 @@ class Front:
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
+        room: EditRoom,
     ) -> bytes:
         """The answer to one request, a ModelInferResponse as bytes.
 
@@ -90,6 +119,7 @@ class Front:
             headers: of the call, names in lower case.
             timeout: seconds the client waits.
             route: which way it came, for logs and metrics.
+            room: of the answer; the caller gives it back when that is written.
 
         Raises:
             MaskserveError: the router's own.
@@ -98,8 +128,10 @@ class Front:
         if message.head.model_name == "control":
             return await self._control.infer(message, client)
         if message.head.model_name in self._workflows.plans:
-            return await self._workflows.infer(message, headers, timeout, client)
-        return await self._edits.infer(message, size, client, headers, timeout, route)
+            answer = await self._workflows.infer(message, headers, timeout, client)
+            room.becomes(len(answer))
+            return answer
+        return await self._edits.infer(message, size, client, headers, timeout, route, room)
 
     async def stream(
         self,
@@ -109,6 +141,7 @@ class Front:
         headers: Mapping[str, str],
         timeout: float | None,
         route: str,
+        room: EditRoom,
     ) -> AsyncGenerator[bytes, None]:
         """The answers to one request, ModelStreamInferResponses as bytes; as `infer` otherwise."""
         if message.head.model_name == "control":
@@ -119,9 +152,10 @@ class Front:
             run = self._workflows.stream(message, headers, timeout, client)
             async with aclosing(run) as events:
                 async for event in events:
-                    yield await self._turns.run(client, event.ByteSize(), _in_stream, event)
+                    room.becomes(event.ByteSize())
+                    yield await self._turns.run(client, room.size, _in_stream, event)
             return
-        edit = self._edits.stream(message, size, client, headers, timeout, route)
+        edit = self._edits.stream(message, size, client, headers, timeout, route, room)
         async with aclosing(edit) as answers:
             async for answer_bytes in answers:
                 yield answer_bytes

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core import transport
 from maskserve_core.contracts.keys import NO_SCOPE
-from maskserve_core.errors import DeadlineExceeded, InvalidRequest, MaskserveError
+from maskserve_core.errors import DeadlineExceeded, MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import Grpc, RouterConfig
 from maskserve_router.descriptors import connections
@@ -219,16 +219,20 @@ class GrpcServer:
             "LogSettings",
         ):
             handlers[name] = unary(_answering(operators))
-        handlers["ModelInfer"] = unary(self._infer)
+        handlers["ModelInfer"] = grpc.stream_stream_rpc_method_handler(self._infer)
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         return handlers
 
-    async def _infer(self, raw: bytes, context: Context) -> bytes:
+    async def _infer(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
+        """The one answer to a call's one message; it has its room until it is written."""
         headers = _headers(context)
         client, left_s = self._front.client(headers), context.time_remaining()
-        with ExitStack() as held:
-            message = await self._front.parse(raw, client, held)
-            return await self._front.infer(message, len(raw), client, headers, left_s, "grpc")
+        with ExitStack() as held, self._front.room(client) as room:
+            parsing = self._front.parse(await requests.only(), client, held)
+            with requests.working():
+                message = await parsing
+                infer = self._front.infer
+                yield await infer(message, message.size, client, headers, left_s, "grpc", room)
 
     async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
         answers: _Answers = asyncio.Queue(maxsize=1)
@@ -238,6 +242,7 @@ class GrpcServer:
                 if isinstance(answer, MaskserveError):
                     raise answer
                 yield answer
+                answers.task_done()  # it is written
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -252,6 +257,7 @@ class GrpcServer:
                 async with aclosing(self._events(raw, context)) as events:
                     async for event in events:
                         await answers.put(event)
+                        await answers.join()
 
         def done(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
@@ -280,8 +286,10 @@ class GrpcServer:
             headers = _headers(context)
             client = self._front.client(headers)
             message = await self._front.parse(raw, client, held)
+            room = held.enter_context(self._front.room(client))
+            left_s = context.time_remaining()
             stream = self._front.stream(
-                message, len(raw), client, headers, context.time_remaining(), "grpc_stream"
+                message, len(raw), client, headers, left_s, "grpc_stream", room
             )
             async with aclosing(stream) as events:
                 async for event in events:
@@ -329,15 +337,11 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                             async for answer in answers:
                                 await _write(context, answer)
                     elif handler.unary_unary is not None:
-                        first = [await anext(call)]
+                        first = await call.only()
                         with call.working():
-                            # The handler alone has the message, and can let go of it.
-                            answer = await handler.unary_unary(first.pop(), context)
-                            await _write(context, answer)
+                            await _write(context, await handler.unary_unary(first, context))
                     else:
                         raise NotSupported("call", "is not served")
-            except StopAsyncIteration:
-                _refuse(context, InvalidRequest("call", "has no message", "one"))
             except (MaskserveError, Failure) as error:
                 _refuse(context, error)
             except Exception as error:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+)
+from contextlib import ExitStack, suppress
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from google.protobuf.message import Message
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from maskserve_core.errors import MaskserveError
 from maskserve_router.failures import (
@@ -23,7 +33,51 @@ from maskserve_router.failures import (
 from maskserve_router.json_values import values_of
 
 JSON = "application/json"
+T = TypeVar("T")
+Parts: TypeAlias = AsyncIterator[bytes | memoryview]
+_WRITTEN_AT_A_TIME = 256 * 1024
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class WrittenAnswer(StreamingResponse):
+    """An answer that is written little by little, as the client takes it: what is behind in a part
+    is not copied before. What `held` holds is given back when all is written, or when the client
+    has left.
+
+    Args:
+        parts: of the body.
+        held: is closed behind the last one.
+        more: as of a Response.
+    """
+
+    def __init__(self, parts: Parts, held: ExitStack, **more: Any) -> None:
+        super().__init__(_small(parts), **more)
+        self._parts, self._held = parts, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(MaskserveError, Failure):  # too late to be told; the body ends short
+                await super().__call__(scope, receive, send)
+        finally:
+            if isinstance(self._parts, AsyncGenerator):
+                await self._parts.aclose()
+            self._held.close()
+
+
+async def _small(parts: Parts) -> AsyncIterator[bytes | memoryview]:
+    async for part in parts:
+        if len(part) <= _WRITTEN_AT_A_TIME:
+            yield part
+            continue
+        view = memoryview(part)
+        for at in range(0, len(view), _WRITTEN_AT_A_TIME):
+            yield view[at : at + _WRITTEN_AT_A_TIME]
+
+
+async def each_of(parts: Iterable[bytes | memoryview]) -> Parts:
+    """Parts that are all there."""
+    for part in parts:
+        yield part
 
 
 def answering(handler: Handler) -> Handler:
@@ -72,3 +126,27 @@ def error_json(error: MaskserveError | Failure) -> bytes:
 
 def json_response(message: Message) -> Response:
     return Response(msgspec.json.encode(values_of(message)), media_type=JSON)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; it is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: the client left.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

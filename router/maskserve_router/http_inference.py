@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from tritonclient.grpc import service_pb2 as pb
+from starlette.requests import Request
+from starlette.responses import Response
 
 from maskserve_core.contracts.tensors import Contract
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_router.admission import EditRoom
 from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Failure
 from maskserve_router.front import Front
-from maskserve_router.http_answers import JSON, error_json
+from maskserve_router.http_answers import JSON, WrittenAnswer, each_of, error_json, while_connected
 from maskserve_router.http_body import Bodies
+from maskserve_router.http_events import Event, event_stream
 from maskserve_router.keys import KeyHolder
 from maskserve_router.kserve_http import (
     Wanted,
@@ -27,12 +26,12 @@ from maskserve_router.kserve_http import (
     infer_request,
     infer_response,
 )
+from maskserve_router.model_answer import ModelAnswer
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.turns import Turns
 
 _NUMBER = re.compile("[0-9]{1,18}")
 _HEADER_LENGTH = "inference-header-content-length"
-T = TypeVar("T")
 
 
 class HttpInference:
@@ -42,7 +41,7 @@ class HttpInference:
         self._bodies, self._front, self._turns = bodies, front, turns
 
     async def infer(self, request: Request) -> Response:
-        with ExitStack() as held:
+        with ExitStack() as held, ExitStack() as written:
             client, body = await self._body(request, held)
             length = request.headers.get(_HEADER_LENGTH)
             if length is not None and not _NUMBER.fullmatch(length):
@@ -52,29 +51,27 @@ class HttpInference:
                 client, size, _checked_infer, self._front.models, *model_of(request), body, split
             )
             del body
-            work = self._front.infer(message, size, client, _headers(request), None, "http")
+            room = written.enter_context(self._front.room(client))
+            work = self._front.infer(message, size, client, _headers(request), None, "http", room)
             answer = await while_connected(request, work)
-            content, head = await self._turns.run(
-                client, len(answer), infer_response, answer, wanted
-            )
+            parts, head = await self._turns.run(client, len(answer), infer_response, answer, wanted)
             headers = {} if head is None else {_HEADER_LENGTH: str(head)}
             kind = JSON if head is None else "application/octet-stream"
-            return Response(content, headers=headers, media_type=kind)
+            return _written(parts, room, written, headers, kind)
 
     async def generate(self, request: Request) -> Response:
-        with ExitStack() as held:
+        with ExitStack() as held, ExitStack() as written:
             client, message, size = await self._generation(request, held)
-            work = self._only_answer(message, size, client, _headers(request))
-            return Response(await while_connected(request, work), media_type=JSON)
+            room = written.enter_context(self._front.room(client))
+            work = self._only_answer(message, size, client, _headers(request), room)
+            return _written([await while_connected(request, work)], room, written, {}, JSON)
 
     async def generate_stream(self, request: Request) -> Response:
         with ExitStack() as held:
             client, message, size = await self._generation(request, held)
-        answers = self._answers(message, size, client, _headers(request))
-        # As with Triton, an error that comes before all else is the status of the answer.
-        first = await while_connected(request, first_of(answers))
-        events = self._server_sent(first, answers)
-        return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
+            room = held.enter_context(self._front.room(client))
+            answers = self._answers(message, size, client, _headers(request), room)
+            return await event_stream(request, _server_sent(answers), held, _error_event)
 
     async def body(self, request: Request) -> bytes:
         """The body of a request without tensors; raises as `Bodies.read`."""
@@ -106,13 +103,14 @@ class HttpInference:
         size: int,
         client: KeyHolder,
         headers: dict[str, str],
+        room: EditRoom,
     ) -> bytes:
         """The answer of /generate, which has room for one.
 
         Raises:
             InvalidRequest: there are several, as with progress.
         """
-        async with aclosing(self._answers(message, size, client, headers)) as answers:
+        async with aclosing(self._answers(message, size, client, headers, room)) as answers:
             found = [answer async for answer in answers]
         if len(found) != 1:
             raise InvalidRequest(
@@ -120,33 +118,20 @@ class HttpInference:
             )
         return found[0]
 
-    async def _server_sent(
-        self,
-        first: bytes,
-        rest: AsyncGenerator[bytes, None],
-    ) -> AsyncGenerator[bytes, None]:
-        """The answers as server-sent events; an error behind the first one is one of them."""
-        try:
-            async with aclosing(rest) as answers:
-                yield b"data: %b\n\n" % first
-                async for answer in answers:
-                    yield b"data: %b\n\n" % answer
-        except (MaskserveError, Failure) as error:
-            yield b"data: %b\n\n" % error_json(error)
-
     async def _answers(
         self,
         message: ModelRequest,
         size: int,
         client: KeyHolder,
         headers: dict[str, str],
+        room: EditRoom,
     ) -> AsyncGenerator[bytes, None]:
         """Each answer as JSON."""
         if not self._front.models[message.head.model_name].decoupled:
-            answer = await self._front.infer(message, size, client, headers, None, "generate")
+            answer = await self._front.infer(message, size, client, headers, None, "generate", room)
             yield await self._turns.run(client, len(answer), _as_json, answer)
             return
-        stream = self._front.stream(message, size, client, headers, None, "generate")
+        stream = self._front.stream(message, size, client, headers, None, "generate", room)
         async with aclosing(stream) as answers:
             async for raw in answers:
                 if told := await self._turns.run(client, len(raw), _event_as_json, raw):
@@ -154,13 +139,50 @@ class HttpInference:
 
 
 def _as_json(answer: bytes) -> bytes:
-    return generate_response(pb.ModelInferResponse.FromString(answer))
+    return generate_response(ModelAnswer.parse(answer))
 
 
 def _event_as_json(raw: bytes) -> bytes:
     """A message of a stream; empty where it has no outputs."""
-    response = pb.ModelStreamInferResponse.FromString(raw).infer_response
-    return generate_response(response) if response.outputs else b""
+    response = ModelAnswer.parse(raw, streamed=True)
+    return generate_response(response) if response.head.outputs else b""
+
+
+async def _server_sent(answers: AsyncGenerator[bytes, None]) -> AsyncGenerator[Event, None]:
+    """The answers as server-sent events."""
+    async with aclosing(answers):
+        async for answer in answers:
+            yield _event(answer)
+
+
+def _event(told: bytes) -> tuple[bytes, ...]:
+    return b"data: ", told, b"\n\n"
+
+
+def _error_event(error: MaskserveError | Failure) -> bytes:
+    return b"".join(_event(error_json(error)))
+
+
+def _written(
+    parts: Sequence[bytes | memoryview],
+    room: EditRoom,
+    written: ExitStack,
+    headers: Mapping[str, str],
+    kind: str,
+) -> Response:
+    """An answer that is there; what it takes is given back when it is written.
+
+    Args:
+        parts: of its body.
+        room: that it has.
+        written: closes the room.
+        headers: beside its length.
+        kind: its content type.
+    """
+    size = sum(map(len, parts))
+    room.becomes(size)
+    headers = {**headers, "content-length": str(size)}
+    return WrittenAnswer(each_of(parts), written.pop_all(), headers=headers, media_type=kind)
 
 
 def _checked_infer(
@@ -177,45 +199,6 @@ def _checked_generate(
     message = generate_request(model, version, body, models)
     check_request(message, models)
     return message
-
-
-async def first_of(answers: AsyncGenerator[T, None]) -> T:
-    """The first answer; the generator is closed if there is none.
-
-    Raises:
-        EngineFailed: the stream ended without one.
-    """
-    try:
-        return await anext(answers)
-    except StopAsyncIteration:
-        raise EngineFailed("the stream ended before the answer") from None
-    except BaseException:
-        await answers.aclose()
-        raise
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled when the client leaves.
-
-    Raises:
-        ClientDisconnect: the client left.
-    """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def model_of(request: Request) -> tuple[str, str]:

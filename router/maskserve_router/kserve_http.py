@@ -18,6 +18,7 @@ from maskserve_core.contracts.tensors import Contract, Tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.edit_call import MODELS, UnknownModel
 from maskserve_router.failures import NotSupported
+from maskserve_router.model_answer import ModelAnswer
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.structure import check_json
 
@@ -118,16 +119,16 @@ def infer_request(
     return ModelRequest(head, contents), wanted
 
 
-def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
-    """The body of a response, and the length of its JSON if something follows.
+def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryview], int | None]:
+    """The body of a response in its parts, and the length of its JSON if something follows.
 
     Raises:
         InvalidRequest: an output is no text, and was asked for as JSON.
     """
-    response = pb.ModelInferResponse.FromString(answer)
-    outputs = []
-    tail: list[bytes] = []
-    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+    response = ModelAnswer.parse(answer)
+    head, outputs = response.head, []
+    tail: list[bytes | memoryview] = []
+    for tensor, raw in zip(head.outputs, response.contents, strict=True):
         told: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype,
@@ -140,14 +141,14 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
             told["data"] = [_text(tensor.name, bytes_tensor.only(raw))]
         outputs.append(told)
     values: dict[str, Any] = {
-        "model_name": response.model_name,
-        "model_version": response.model_version,
+        "model_name": head.model_name,
+        "model_version": head.model_version,
         "outputs": outputs,
     }
-    if response.id:
-        values["id"] = response.id
-    head = msgspec.json.encode(values)
-    return (b"".join((head, *tail)), len(head)) if tail else (head, None)
+    if head.id:
+        values["id"] = head.id
+    first = msgspec.json.encode(values)
+    return [first, *tail], len(first) if tail else None
 
 
 def generate_request(
@@ -187,15 +188,15 @@ def generate_request(
     return message
 
 
-def generate_response(response: pb.ModelInferResponse) -> bytes:
+def generate_response(response: ModelAnswer) -> bytes:
     """The JSON of one response of /generate; raises as `infer_response`."""
     values: dict[str, Any] = {
-        "model_name": response.model_name,
-        "model_version": response.model_version,
+        "model_name": response.head.model_name,
+        "model_version": response.head.model_version,
     }
-    if response.id:
-        values["id"] = response.id
-    for name, element in bytes_tensor.outputs(response).items():
+    if response.head.id:
+        values["id"] = response.head.id
+    for name, element in response.outputs().items():
         values[name] = _text(name, element)
     return msgspec.json.encode(values)
 

@@ -29,6 +29,8 @@ _MASKS = 16_384
 _PART = 16 * 1024
 _LONG = 2**30
 """Bytes say nothing of a mask's pixels."""
+_LOSSY_PIXEL, _BESIDE = 2, 16 * 1024
+"""Bytes of an answer's pixel as JPEG, and of its META."""
 _MOST_PIXELS = 2**24
 """Of a mask that is decoded here, which takes up to six bytes each. An edit of a larger one, whose
 worker decodes it in any case, counts as one of the whole picture."""
@@ -45,6 +47,8 @@ class MaskTokens(NamedTuple):
     inner: int
     ring: int
     """As of `routing.view.Edit`."""
+    pixels: int
+    """Of the answer."""
 
 
 def _levels(
@@ -84,8 +88,8 @@ class Measure:
         model: str,
         *,
         prompted: bool,
-    ) -> tuple[Edit, bytes]:
-        """The edit as policies see it, and its image's digest.
+    ) -> tuple[Edit, bytes, int]:
+        """The edit as policies see it, its image's digest, and the bytes that its answer may have.
 
         Args:
             client: whose edit it is.
@@ -101,7 +105,9 @@ class Measure:
             TemplateNotFound: one of them names nothing that is kept.
         """
         image = memoryview(self._values.read(image, client.scope))
-        key = await self._turns.run(client, len(mask), _mask_key, mask, settings, served)
+        digest = image_digest(image)
+        drawn_on = b"" if mask else digest  # without a mask the image alone says how large all is
+        key = await self._turns.run(client, len(mask), _mask_key, mask, drawn_on, settings, served)
         tokens = self._tokens.get(key)
         if tokens is None:
             drawn = self._values.read(mask, client.scope)
@@ -109,8 +115,7 @@ class Measure:
                 client, _LONG, _count, image, drawn, settings, served, self._limits
             )
             self._tokens.put(key, tokens)
-        active, total, side, inner, ring = tokens
-        digest = image_digest(image)
+        active, total, side, inner, ring, pixels = tokens
         cache = served.cache and settings.cache != "off"
         passes = 2 if settings.negative_prompt is not None else 1
         steps = steps_run(
@@ -140,7 +145,7 @@ class Measure:
             cached_levels=cached,
             other_levels=others,
         )
-        return edit, digest
+        return edit, digest, answer_bytes(pixels, settings)
 
     def learn(self, digest: bytes, template_id: str) -> None:
         """An answer has said which template an image is."""
@@ -210,7 +215,8 @@ def count_tokens(
     canvas = canvas_size(size, settings.expand, limits)
     if canvas[0] * canvas[1] > _MOST_PIXELS:
         rows, columns = (each // side for each in model_size(canvas, native, side))
-        return MaskTokens(rows * columns, rows * columns, True, rows * columns, 0)
+        tokens, pixels = rows * columns, canvas[0] * canvas[1]
+        return MaskTokens(tokens, tokens, True, tokens, 0, pixels)
     selected = select(mask, settings, limits, size).pixels
     view = see(selected, settings, native, side)
     part = view.window.of(selected)
@@ -219,11 +225,24 @@ def count_tokens(
     rows, columns = view.size[0] // side, view.size[1] // side
     active, inner, outer = tokens_within(edit, side, ring, 0, max(ring, served.own_ring))
     covers = cover_a_side(active, rows, columns)
-    return MaskTokens(len(active), rows * columns, covers, len(inner), len(outer) - len(inner))
+    ring_only, pixels = len(outer) - len(inner), canvas[0] * canvas[1]
+    return MaskTokens(len(active), rows * columns, covers, len(inner), ring_only, pixels)
 
 
-def _mask_key(mask: bytes, settings: EditSettings, served: Served) -> bytes:
+def answer_bytes(pixels: int, settings: EditSettings) -> int:
+    """Bytes that an answer of so many pixels may have, by its format: of noise, which no format
+    makes smaller.
+    """
+    lossy = settings.output_format == "jpeg" or (
+        settings.output_format == "webp" and settings.output_quality is not None
+    )
+    channels = 4 if settings.background == "transparent" else 3
+    size = pixels * (_LOSSY_PIXEL if lossy else channels) + _BESIDE
+    return size * 4 // 3 if settings.output_encoding == "base64" else size
+
+
+def _mask_key(mask: bytes, drawn_on: bytes, settings: EditSettings, served: Served) -> bytes:
     asked = settings.mask_mode, settings.mask_dilate, settings.mask_feather, settings.mask_ring
     part = settings.expand, settings.crop_to_mask, settings.crop_padding
     model = (served.native_resolution, served.token_pixels, served.mask_ring)
-    return hashlib.sha256(mask + repr((asked, part, model)).encode()).digest()
+    return hashlib.sha256(mask + drawn_on + repr((asked, part, model)).encode()).digest()

@@ -64,6 +64,12 @@ class ModelRequest:
         # Another one: what is cleared of a message stays in its memory.
         return cls(pb.ModelInferRequest.FromString(head.SerializeToString()), contents)
 
+    def copy(self) -> ModelRequest:
+        """Another request of the same contents, which can be written to by itself."""
+        head = pb.ModelInferRequest()
+        head.CopyFrom(self.head)
+        return ModelRequest(head, list(self.contents), self.host, self.elsewhere)
+
     @property
     def size(self) -> int:
         """Bytes."""

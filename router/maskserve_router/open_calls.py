@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from maskserve_core.errors import MaskserveError
+from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_router.config import Grpc
 from maskserve_router.metrics import Metrics
 from maskserve_router.places import Places
@@ -50,6 +50,17 @@ class OpenCall:
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
         return message
+
+    async def only(self) -> Any:
+        """The message of a call that has one.
+
+        Raises:
+            InvalidRequest: it has none.
+        """
+        try:
+            return await anext(self)
+        except StopAsyncIteration:
+            raise InvalidRequest("call", "has no message", "one") from None
 
     @contextmanager
     def working(self) -> Iterator[None]:

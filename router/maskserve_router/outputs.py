@@ -61,7 +61,7 @@ class Outputs:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def put(self, url: str, content: bytes) -> None:
+    async def put(self, url: str, content: bytes | memoryview) -> None:
         """Write a file, whole or not at all.
 
         Raises:
@@ -80,7 +80,8 @@ class Outputs:
         raise EngineFailed(f"output_url: could not be written: {told}")
 
 
-def _write(url: str, content: bytes) -> None:
+def _write(url: str, content: bytes | memoryview) -> None:
+    content = bytes(content)  # file systems take nothing else
     files, path = fsspec.url_to_fs(url, auto_mkdir=True) if _local(url) else fsspec.url_to_fs(url)
     if not _local(url):  # an object is there once it is whole
         files.pipe_file(path, content)

@@ -11,13 +11,13 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 import msgspec
-from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import EngineFailed, MaskserveError
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Failure
+from maskserve_router.model_answer import ModelAnswer
 from maskserve_router.unread import Message
 from maskserve_router.worker import Sent
 
@@ -48,23 +48,17 @@ async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
         finally:
             under_way.cancel()  # no effect once it is done
     try:
-        response = pb.ModelInferResponse.FromString(answer)
-    except DecodeError:
+        _check_whole(ModelAnswer.parse(answer), call)
+    except ValueError:
         raise _not_an_answer(sent) from None
-    if not _is_whole(response, call):
-        raise _not_an_answer(sent)
     yield Message(answer)
 
 
-def _is_whole(response: pb.ModelInferResponse, call: EditCall) -> bool:
-    """Whether the response has the outputs that were asked for, each with its one element."""
-    wanted = {output.name for output in call.message.head.outputs} or {"IMAGE", "META"}
-    contents = response.raw_output_contents
-    return (
-        wanted <= {output.name for output in response.outputs}
-        and len(contents) == len(response.outputs)
-        and all(bytes_tensor.count(raw, 1) == 1 for raw in contents)
-    )
+def _check_whole(answer: ModelAnswer, call: EditCall) -> None:
+    """Raises ValueError: it lacks an output that was asked for, or one has not its one element."""
+    asked = {output.name for output in call.message.head.outputs} or {"IMAGE", "META"}
+    if missing := asked - answer.outputs().keys():
+        raise ValueError(f"has no {min(missing)}")
 
 
 def _not_an_answer(sent: Sent) -> Failure:
@@ -108,30 +102,33 @@ def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[Message, bool]
         Failure: it is an error, or nothing that a worker may say.
     """
     try:
-        told = pb.ModelStreamInferResponse.FromString(message)
-    except DecodeError:
-        raise _not_an_answer(sent) from None
-    if told.error_message:
-        raise Failure(grpc.StatusCode.UNKNOWN, told.error_message, message)
-    response = told.infer_response
-    if not response.outputs:
-        return Message(message), False
-    if not _is_whole(response, call):
-        raise _not_an_answer(sent)
-    place = next((i for i, tensor in enumerate(response.outputs) if tensor.name == "META"), None)
-    if place is None:  # not asked for, so that no event can be told from the last one
-        return Message(message), True
-    raw = bytes_tensor.only(response.raw_output_contents[place])
-    try:
-        event = _read_meta(raw).event
+        answer = ModelAnswer.parse(message, streamed=True)
+        if answer.error:
+            raise Failure(grpc.StatusCode.UNKNOWN, answer.error, message)
+        if not answer.head.outputs:
+            return Message(message), False
+        _check_whole(answer, call)
+        meta = answer.outputs().get("META")
+        if meta is None:  # not asked for, so that no event can be told from the last one
+            return Message(message), True
+        event = _read_meta(meta).event
         if call.restarts:
-            meta = {**msgspec.json.decode(raw), "restarts": call.restarts}
-            response.raw_output_contents[place] = bytes_tensor.pack([msgspec.json.encode(meta)])
-            message = told.SerializeToString()
-    except msgspec.MsgspecError:
+            message = _restarted(message, call.restarts)
+    except (ValueError, msgspec.MsgspecError):
         raise _not_an_answer(sent) from None
     passing = event in ("progress", "preview")
     return Message(message, passing), not passing
+
+
+def _restarted(message: bytes, restarts: int) -> bytes:
+    """An event whose META tells that the edit was begun anew so many times."""
+    told = pb.ModelStreamInferResponse.FromString(message)
+    names = [tensor.name for tensor in told.infer_response.outputs]
+    contents, place = told.infer_response.raw_output_contents, names.index("META")
+    meta = {**msgspec.json.decode(bytes_tensor.only(contents[place])), "restarts": restarts}
+    contents[place] = bytes_tensor.pack([msgspec.json.encode(meta)])
+    encoded: bytes = told.SerializeToString()
+    return encoded
 
 
 @contextmanager
@@ -163,9 +160,5 @@ def result_of(answer: bytes, *, streamed: bool) -> str:
 
 
 def _meta_of(answer: bytes, *, streamed: bool) -> _Meta:
-    if streamed:
-        response = pb.ModelStreamInferResponse.FromString(answer).infer_response
-    else:
-        response = pb.ModelInferResponse.FromString(answer)
-    meta = bytes_tensor.outputs(response).get("META")
+    meta = ModelAnswer.parse(answer, streamed=streamed).outputs().get("META")
     return _Meta() if meta is None else _read_meta(meta)

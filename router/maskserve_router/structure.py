@@ -34,6 +34,8 @@ _LARGE: tuple[dict[int, int | None], ...] = (
 )
 """By the level of a message, the fields that may be large, and the level of the message that each
 is; None: bytes."""
+_RESPONSE, _OUTPUTS = 2, 6
+"""Of a ModelStreamInferResponse its `infer_response`, and of that its `raw_output_contents`."""
 
 
 def check_json(text: bytes | memoryview) -> None:
@@ -72,6 +74,34 @@ def raw_contents(raw: bytes) -> list[tuple[int, int, int]]:
             elif (level, number, kind) == (0, _CONTENTS, _BYTES):
                 found.append((tag, begin, end))
     return found
+
+
+def raw_outputs(raw: memoryview) -> list[tuple[int, int, int]]:
+    """The same of a worker's ModelInferResponse.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    fields = _fields(raw, 0, len(raw))
+    return [
+        (tag, begin, end)
+        for number, kind, tag, begin, end in fields
+        if (number, kind) == (_OUTPUTS, _BYTES)
+    ]
+
+
+def streamed_response(raw: memoryview) -> tuple[int, int, int]:
+    """Where a ModelStreamInferResponse has its response: its tag, its begin and its end, which are
+    one where it has none.
+
+    Raises:
+        InvalidRequest: it is none, or has several.
+    """
+    fields = _fields(raw, 0, len(raw))
+    found = [each[2:] for each in fields if each[:2] == (_RESPONSE, _BYTES)]
+    if len(found) > 1:
+        raise _no_message()
+    return found[0] if found else (len(raw),) * 3
 
 
 def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:

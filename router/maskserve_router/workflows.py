@@ -53,7 +53,7 @@ from maskserve_core.workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Judgement, NamedValue, named_in, parts_of
 from maskserve_core.workflows.wire import drawn, nbytes
-from maskserve_router.admission import Admission
+from maskserve_router.admission import Admission, EditRoom
 from maskserve_router.edit_call import MODELS, request_id_of
 from maskserve_router.edits import Edits
 from maskserve_router.failures import Failure, let_go
@@ -218,7 +218,7 @@ class Workflows:
             streams = bool(settings.progress or settings.preview_every)
             shows = "image" in plan.outputs
 
-            async def edited(task: Task) -> _Called:
+            async def edited(task: Task, room: EditRoom) -> _Called:
                 begin = time.monotonic()
                 due_s = self._times.due_of(run, task) - begin
                 request = await turn(
@@ -226,7 +226,7 @@ class Workflows:
                 )
                 until = self._times.wanted_until(run, task)
                 left_s = None if until == math.inf else max(until - begin, 0.001)
-                sent = request, request.size, client, headers, left_s, _ROUTE
+                sent = request, request.size, client, headers, left_s, _ROUTE, room
                 if streams:
 
                     def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
@@ -249,7 +249,8 @@ class Workflows:
                 self._times.check_next(run, task)
                 if task.call.node == EDIT:
                     run.sent[task.key] = _edit_id(task, settings)
-                    made, told = await edited(task)
+                    with self._admission.room(client) as room:
+                        made, told = await edited(task, room)
                 else:
                     starts_by = self._times.due_of(run, task)
                     node = await self._nodes.call(task, client, starts_by, files.run)

@@ -6,16 +6,17 @@ import io
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import msgspec
 import pybase64
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from maskserve_core.errors import InvalidRequest, MaskserveError, split_code
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_router.failures import (
     Failure,
     Unauthorized,
@@ -37,9 +38,14 @@ _OPENAIS = {
     "CONTROL": "image",
 }
 """Names of OpenAI's API by those of ours that are others."""
+_HEAD = 64 * 1024
+"""Bytes of a picture in which its size stands, mostly."""
+_ENCODED_AT_A_TIME = 3 * 64 * 1024
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+Picture: TypeAlias = bytes | memoryview
+"""A picture's file."""
 Handler: TypeAlias = Callable[[Request, str], Awaitable[Response]]
 """Of a request and its id."""
 
@@ -134,32 +140,44 @@ def _sendable(request_id: str) -> str:
     return "".join(c for c in request_id[:128] if c.isascii() and c.isprintable())
 
 
-def images_body(
-    asked: Fields,
-    pictures: Sequence[tuple[bytes, dict[str, Any]]],
-    urls: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The answer to an edit: pictures with the META of each, or the URLs where they were put."""
-    sent = [{"url": url} for url in urls] or [
-        {"b64_json": text_of_picture(picture)} for picture, _ in pictures
-    ]
-    return {
+def images_begin(asked: Fields, picture: Picture) -> bytes:
+    """The answer to an edit up to its first picture, which is this one."""
+    told = {
         "created": int(time.time()),
-        **_told_of(pictures[0][0]),
+        **_told_of(picture),
         "output_format": asked.output_format,
-        "data": [{**one, **_kept_as(meta)} for one, (_, meta) in zip(sent, pictures, strict=True)],
-        "usage": _usage([meta for _, meta in pictures]),
-        "maskserve": [meta for _, meta in pictures],
     }
+    return msgspec.json.encode(told)[:-1] + b',"data":['
 
 
-def partial_event(asked: Fields, picture: bytes, index: int) -> bytes:
+def image_parts(picture: Picture, meta: Mapping[str, Any]) -> Iterator[bytes]:
+    """One picture of the answer."""
+    return _with_picture({}, picture, _kept_as(meta))
+
+
+def image_at(url: str, meta: Mapping[str, Any]) -> bytes:
+    """One picture that was put somewhere."""
+    return msgspec.json.encode({"url": url, **_kept_as(meta)})
+
+
+def images_end(metas: Sequence[Mapping[str, Any]]) -> bytes:
+    """The answer behind its pictures, of which this is META."""
+    told = msgspec.json.encode({"usage": _usage(metas), "maskserve": metas})
+    return b"]," + told[1:]
+
+
+def image_bytes(picture: Picture) -> int:
+    """Of its text in an answer."""
+    return -(-len(picture) // 3) * 4
+
+
+def partial_event(asked: Fields, picture: Picture, index: int) -> Iterator[bytes]:
     """A preview on its way."""
     more = {"partial_image_index": index}
     return _event("image_edit.partial_image", asked, picture, more)
 
 
-def completed_event(asked: Fields, picture: bytes, meta: dict[str, Any]) -> bytes:
+def completed_event(asked: Fields, picture: Picture, meta: dict[str, Any]) -> Iterator[bytes]:
     more = {**_kept_as(meta), "usage": _usage([meta]), "maskserve": [meta]}
     return _event("image_edit.completed", asked, picture, more)
 
@@ -168,17 +186,27 @@ def error_event(error: MaskserveError | Failure) -> bytes:
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode(error_body(error))
 
 
-def _event(name: str, asked: Fields, picture: bytes, more: Mapping[str, Any]) -> bytes:
-    body = {
-        "type": name,
-        "b64_json": text_of_picture(picture),
+def _event(name: str, asked: Fields, picture: Picture, more: Mapping[str, Any]) -> Iterator[bytes]:
+    behind = {
         "created_at": int(time.time()),
         **_told_of(picture),
         "quality": "auto",
         "output_format": asked.output_format,
         **more,
     }
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(body))
+    yield b"event: %b\ndata: " % name.encode()
+    yield from _with_picture({"type": name}, picture, behind)
+    yield b"\n\n"
+
+
+def _with_picture(
+    before: Mapping[str, Any], picture: Picture, behind: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """A JSON object with a picture's base64, which is made a little at a time."""
+    yield msgspec.json.encode(before)[:-1] + (b"," if before else b"") + b'"b64_json":"'
+    for at in range(0, len(picture), _ENCODED_AT_A_TIME):
+        yield pybase64.b64encode(picture[at : at + _ENCODED_AT_A_TIME])
+    yield b'"' + (b"," if behind else b"") + msgspec.json.encode(behind)[1:]
 
 
 def _kept_as(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,16 +215,21 @@ def _kept_as(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {"template_id": meta[name]} if name in meta else {}
 
 
-def text_of_picture(picture: bytes) -> str:
+def text_of_picture(picture: Picture) -> str:
     text: str = pybase64.b64encode_as_string(picture)
     return text
 
 
-def _told_of(picture: bytes) -> dict[str, str]:
+def _told_of(picture: Picture) -> dict[str, str]:
     """What the answer says of a picture that a worker has made."""
-    with Image.open(io.BytesIO(picture)) as opened:
-        background = "transparent" if opened.mode == "RGBA" else "opaque"
-        return {"size": f"{opened.width}x{opened.height}", "background": background}
+    for part in (picture[:_HEAD], picture):  # all of it where profiles stand before its size
+        with (
+            suppress(UnidentifiedImageError, OSError, SyntaxError),
+            Image.open(io.BytesIO(part)) as opened,
+        ):
+            background = "transparent" if opened.mode == "RGBA" else "opaque"
+            return {"size": f"{opened.width}x{opened.height}", "background": background}
+    raise EngineFailed("the worker answered with something else")
 
 
 def _usage(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

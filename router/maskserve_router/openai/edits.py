@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
@@ -13,29 +14,35 @@ from typing import Any, TypeAlias
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts import bytes_tensor
 from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.settings import MAX_MARGIN
+from maskserve_core.contracts.settings import MAX_MARGIN, EditSettings
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import Size, read_size
 from maskserve_core.workflows.node_types import EDIT
 from maskserve_core.workflows.plan import NodeCall, every_step
+from maskserve_router.admission import EditRoom
 from maskserve_router.failures import Failure, text_of
 from maskserve_router.front import Front
+from maskserve_router.http_answers import JSON, WrittenAnswer, while_connected
 from maskserve_router.http_body import Bodies
-from maskserve_router.http_inference import first_of, while_connected
+from maskserve_router.http_events import Event, event_stream
 from maskserve_router.keys import KeyHolder
+from maskserve_router.measure import answer_bytes
+from maskserve_router.model_answer import ModelAnswer
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.openai.answers import (
     ModelNotFound,
     completed_event,
     error_event,
-    images_body,
+    image_at,
+    image_parts,
+    images_begin,
+    images_end,
     in_openais_words,
     json_answer,
     partial_event,
@@ -56,8 +63,10 @@ from maskserve_router.turns import Turns
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
 _MOST_STEPS = 1000
-Picture: TypeAlias = tuple[bytes, dict[str, Any]]
-"""A picture's file and its META."""
+_MIB = 2**20
+_ROUTE = "openai"
+Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
+"""A picture's file, where it came, and its META."""
 Tell: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -85,9 +94,17 @@ class ImageEdits:
             if form.fields.webhook is not None:
                 raise InvalidRequest("webhook", "is given without a job", "POST /v1/jobs")
             if form.fields.stream:
-                return await self._stream(request, client, form, size, headers, request_id)
-            work = self.answer(client, form, size, headers, request_id)
-            return json_answer(await while_connected(request, work), request_id)
+                return await self._stream(request, client, form, size, headers, request_id, held)
+            urls = _output_urls(form.fields, request_id)
+            made = self._made(client, form, size, headers, request_id)
+            parts = self._parts(form, made, urls)
+            first = await while_connected(request, _first_of(parts))
+            return WrittenAnswer(
+                _behind(first, parts),
+                held.pop_all(),
+                headers={"x-request-id": request_id},
+                media_type=JSON,
+            )
 
     async def read(
         self, request: Request, client: KeyHolder, held: ExitStack
@@ -112,6 +129,7 @@ class ImageEdits:
         parse = partial(self._turns.run, client, size)
         form = await read_form(request.headers, body, picture, parse, self._texts)
         del body
+        self._front.check_pictures(form.fields.n, client)
         if (url := form.fields.output_url) is not None:
             check_output(url, client.output_urls)
             if form.fields.stream:
@@ -145,12 +163,57 @@ class ImageEdits:
             MaskserveError: the router's own.
             Failure: a worker's.
         """
-        pictures = await self._pictures(client, form, size, headers, request_id, tell)
+        self._front.check_pictures(form.fields.n, client)
         urls = _output_urls(form.fields, called or request_id)
-        puts = zip(urls, pictures, strict=False)
-        await asyncio.gather(*(self._outputs.put(url, picture) for url, (picture, _) in puts))
-        made = 0 if urls else sum(len(picture) for picture, _ in pictures)
-        return await self._turns.run(client, made, _answer, form.fields, pictures, urls)
+        if not urls:
+            self._check_text(client, form)
+        made = self._made(client, form, size, headers, request_id, tell)
+        body = io.BytesIO()
+        with self._front.room(client) as room:
+            async with aclosing(self._parts(form, made, urls)) as parts:
+                async for part in parts:
+                    room.becomes(room.size + len(part))
+                    body.write(part)
+        return msgspec.Raw(body.getvalue())
+
+    async def _parts(
+        self, form: EditForm, made: AsyncGenerator[Picture, None], urls: Sequence[str]
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer's JSON in parts, picture by picture."""
+        metas: list[Mapping[str, Any]] = []
+        async with aclosing(made) as pictures:
+            async for picture, meta in pictures:
+                yield images_begin(form.fields, picture) if not metas else b","
+                if urls:
+                    await self._outputs.put(urls[len(metas)], picture)
+                    yield image_at(urls[len(metas)], meta)
+                else:
+                    for part in image_parts(picture, meta):
+                        yield part
+                metas.append(meta)
+                del picture  # it is written, and its room is given back
+        yield images_end(metas)
+
+    def _check_text(self, client: KeyHolder, form: EditForm) -> None:
+        """Refuse an answer that as one text could be more than its client can ever hold.
+
+        Raises:
+            InvalidRequest: naming `n`.
+        """
+        if not (shown := form.image or form.mask):
+            return
+        fields = form.fields
+        settings = EditSettings(
+            output_format=fields.output_format,
+            output_quality=fields.output_compression,
+            background=fields.background,
+            output_encoding="base64",
+        )
+        height, width = read_size(shown, "image", self._limits)
+        size = fields.n * answer_bytes(height * width, settings)
+        if size > (most := self._front.most_bytes(client)):
+            told = f"is {fields.n}, and their text may be {size // _MIB} MiB of {most // _MIB}"
+            raise InvalidRequest("n", told, "fewer pictures, jpeg, or output_url")
 
     def work(self, form: EditForm) -> float:
         """Megapixels of a form's picture times the steps of all its edits, as asked or by default.
@@ -213,46 +276,68 @@ class ImageEdits:
             raise InvalidRequest("size", f"is {size[:20]}", "auto beside expand")
         return replace(form, settings={**form.settings, "expand": margins})
 
-    async def _pictures(
+    async def _made(
         self,
         client: KeyHolder,
         form: EditForm,
         size: int,
         headers: dict[str, str],
         request_id: str,
-        tell: Tell | None,
-    ) -> list[Picture]:
-        """`n` edits, side by side, which differ in their seeds; none is left when one fails."""
-        seed = form.settings.get("seed")
-        first = secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed
+        tell: Tell | None = None,
+    ) -> AsyncGenerator[Picture, None]:
+        """The pictures of `n` edits, side by side, which differ in their seeds; in their order,
+        each with its META. The first comes when all are made, or when one of them waits for room
+        that those before it have; none is left when one fails.
+        """
+        first = form.settings.get("seed")
+        first = secrets.randbits(_DRAWN_SEED_BITS) if first is None else first
+        model = "edit" if tell is None else "edit_stream"
+        request = await self._turns.run(client, size, self._message, model, form, {})
+        rooms = self._front.rooms(client)
 
-        async def one(number: int) -> Picture:
+        async def one(number: int, room: EditRoom) -> Picture:
             name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
-            own = first + number if isinstance(first, int) else first
-            asked = {"seed": own, "request_id": name}
+            seed = first + number if isinstance(first, int) else first
+            message = _with_settings(request, {"seed": seed, "request_id": name})
             if tell is None:
-                message = await self._turns.run(client, size, self._message, "edit", form, asked)
-                raw = await self._front.infer(message, size, client, headers, None, "openai")
-                return await self._turns.run(client, len(raw), _picture, raw)
-            asked["progress"] = True
-            message = await self._turns.run(client, size, self._message, "edit_stream", form, asked)
+                sent = message, size, client, headers, None, _ROUTE, room
+                return await self._picture(client, await self._front.infer(*sent))
+            message = _with_settings(message, {"progress": True})
             last: Picture | None = None
-            async with aclosing(self._events(client, form, message, size, headers)) as events:
+            async with aclosing(self._events(client, message, size, headers, room)) as events:
                 async for last in events:
                     tell(number, last[1])
             if last is None:
                 raise EngineFailed("the stream ended before the answer")
             return last
 
-        tasks = [asyncio.create_task(one(number)) for number in range(form.fields.n)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except (MaskserveError, Failure) as error:
-            raise _told(form, error) from None
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        made: dict[int, Picture] = {}
+
+        async def make(number: int, room: EditRoom) -> None:
+            made[number] = await one(number, room)
+
+        with ExitStack() as opened:
+            numbered = [opened.enter_context(rooms.room(i)) for i in range(form.fields.n)]
+            tasks = [asyncio.create_task(make(i, room)) for i, room in enumerate(numbered)]
+            short = asyncio.create_task(rooms.short.wait())
+            whole = asyncio.gather(*tasks)
+            try:
+                await asyncio.wait((whole, short), return_when=asyncio.FIRST_COMPLETED)
+                if whole.done():
+                    whole.result()
+                for number, room in enumerate(numbered):
+                    with room:
+                        await tasks[number]
+                        yield made.pop(number)  # nobody else has it any more
+            except (MaskserveError, Failure) as error:
+                raise _told(form, error) from None
+            finally:
+                for task in (*tasks, short):
+                    task.cancel()
+                await asyncio.gather(*tasks, short, whole, return_exceptions=True)
+
+    async def _picture(self, client: KeyHolder, raw: bytes) -> Picture:
+        return await self._turns.run(client, len(raw), _picture_of, ModelAnswer.parse(raw))
 
     async def _stream(
         self,
@@ -262,59 +347,53 @@ class ImageEdits:
         size: int,
         headers: dict[str, str],
         request_id: str,
+        held: ExitStack,
     ) -> Response:
         asked: dict[str, Any] = {"request_id": request_id}
         if form.fields.partial_images:
             asked["preview_every"] = self._preview_every(form)
         message = await self._turns.run(client, size, self._message, "edit_stream", form, asked)
-        events = self._events(client, form, message, size, headers)
-        # An error that comes before all else is the status of the answer.
-        first = await while_connected(request, first_of(events))
-        return StreamingResponse(
-            self._sent(client, form, first, events),
-            media_type="text/event-stream; charset=utf-8",
-            headers={"x-request-id": request_id},
-        )
+        room = held.enter_context(self._front.room(client))
+        events = self._sent(form, self._events(client, message, size, headers, room))
+
+        def told(error: MaskserveError | Failure) -> bytes:
+            return error_event(_told(form, error))
+
+        try:
+            return await event_stream(request, events, held, told, {"x-request-id": request_id})
+        except (MaskserveError, Failure) as error:
+            raise _told(form, error) from None
 
     async def _sent(
-        self,
-        client: KeyHolder,
-        form: EditForm,
-        first: Picture,
-        rest: AsyncGenerator[Picture, None],
-    ) -> AsyncGenerator[bytes, None]:
-        sent, turn = 0, partial(self._turns.run, client)
-        try:
-            async with aclosing(rest) as events:
-                picture, meta = first
-                while meta.get("event") == "preview":
-                    if sent < form.fields.partial_images:
-                        yield await turn(len(picture), partial_event, form.fields, picture, sent)
-                        sent += 1
-                    picture, meta = await anext(events)
-                yield await turn(len(picture), completed_event, form.fields, picture, meta)
-        except StopAsyncIteration:
-            yield error_event(EngineFailed("the stream ended before the answer"))
-        except (MaskserveError, Failure) as error:
-            yield error_event(_told(form, error))
+        self, form: EditForm, pictures: AsyncGenerator[Picture, None]
+    ) -> AsyncGenerator[Event, None]:
+        sent, last = 0, None
+        async with aclosing(pictures):  # to their end, where the edit is booked
+            async for picture, meta in pictures:
+                if meta.get("event") != "preview":
+                    last = picture, meta
+                elif sent < form.fields.partial_images:
+                    yield partial_event(form.fields, picture, sent)
+                    sent += 1
+        if last is None:
+            raise EngineFailed("the stream ended before the answer")
+        yield completed_event(form.fields, *last)
 
     async def _events(
         self,
         client: KeyHolder,
-        form: EditForm,
         message: ModelRequest,
         size: int,
         headers: dict[str, str],
+        room: EditRoom,
     ) -> AsyncGenerator[Picture, None]:
         """Previews and the final picture, each with its META."""
-        try:
-            stream = self._front.stream(message, size, client, headers, None, "openai")
-            async with aclosing(stream) as answers:
-                async for raw in answers:
-                    if found := await self._turns.run(client, len(raw), _picture_of_event, raw):
-                        yield found
-        except (MaskserveError, Failure) as error:
-            raise _told(form, error) from None
+        stream = self._front.stream(message, size, client, headers, None, _ROUTE, room)
+        async with aclosing(stream) as answers:
+            async for raw in answers:
+                answer = ModelAnswer.parse(raw, streamed=True)
+                if answer.head.outputs:
+                    yield await self._turns.run(client, len(raw), _picture_of, answer)
 
     def _message(self, model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
         plan = self._front.plans.get(form.fields.model or "")
@@ -381,8 +460,29 @@ def _output_urls(asked: Fields, name: str) -> list[str]:
     return [f"{asked.output_url}{plain}{number}.{asked.output_format}" for number in numbers]
 
 
-def _answer(asked: Fields, pictures: Sequence[Picture], urls: Sequence[str]) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(images_body(asked, pictures, urls)))
+async def _first_of(parts: AsyncGenerator[bytes, None]) -> bytes:
+    """The first part; the generator is closed if there is none."""
+    try:
+        return await anext(parts)
+    except BaseException:
+        await parts.aclose()
+        raise
+
+
+async def _behind(first: bytes, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """All parts, of which the first is taken already."""
+    async with aclosing(parts):
+        yield first
+        async for part in parts:
+            yield part
+
+
+def _with_settings(message: ModelRequest, more: Mapping[str, Any]) -> ModelRequest:
+    """The same request with further settings; it shares the pictures."""
+    copied = message.copy()
+    settings = msgspec.json.decode(copied.view("SETTINGS"))
+    copied.write("SETTINGS", msgspec.json.encode({**settings, **more}))
+    return copied
 
 
 def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
@@ -414,18 +514,8 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelReque
     return message
 
 
-def _picture(raw: bytes) -> Picture:
-    return _picture_of(pb.ModelInferResponse.FromString(raw))
-
-
-def _picture_of_event(raw: bytes) -> Picture | None:
-    """None: it has no picture."""
-    response = pb.ModelStreamInferResponse.FromString(raw).infer_response
-    return _picture_of(response) if response.outputs else None
-
-
-def _picture_of(response: pb.ModelInferResponse) -> Picture:
-    found = bytes_tensor.outputs(response)
+def _picture_of(answer: ModelAnswer) -> Picture:
+    found = answer.outputs()
     meta = msgspec.json.decode(found["META"], type=dict[str, Any])
     if "outputs" in meta:  # of a workflow: their kinds
         meta["outputs"] = {
@@ -435,7 +525,7 @@ def _picture_of(response: pb.ModelInferResponse) -> Picture:
         }
     if "warnings" in meta:
         meta["warnings"] = [in_openais_words(told) for told in meta["warnings"]]
-    return bytes(found.get("IMAGE", b"")), meta
+    return found.get("IMAGE", memoryview(b"")), meta
 
 
 def _readable(kind: str, value: bytes) -> Any:

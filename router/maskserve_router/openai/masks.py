@@ -12,8 +12,8 @@ from starlette.routing import Route
 from maskserve_core.contracts.settings import MaskFrom
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.front import Front
+from maskserve_router.http_answers import while_connected
 from maskserve_router.http_body import Bodies
-from maskserve_router.http_inference import while_connected
 from maskserve_router.masks import MaskFinder
 from maskserve_router.openai.answers import answering, json_answer, text_of_picture
 from maskserve_router.openai.form import convert, read_multipart, setting_of

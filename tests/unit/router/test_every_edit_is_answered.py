@@ -187,11 +187,12 @@ class Site:
         self.edits[call.request_id] = asyncio.create_task(self._answered(call, client, streamed))
 
     async def _answered(self, call: EditCall, client: KeyHolder, streamed: bool) -> None:
-        if not streamed:
-            await self.dispatcher.infer(call, client)
-            return
-        async for _ in self.dispatcher.stream(call, client):
-            pass
+        with self.admission.room(client) as room:
+            if not streamed:
+                await self.dispatcher.infer(call, client, room)
+                return
+            async for _ in self.dispatcher.stream(call, client, room):
+                pass
 
     def end_a_call(self, end: int | None) -> None:
         """The oldest call of the worker with most of them is answered, or fails."""

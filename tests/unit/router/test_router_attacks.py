@@ -32,7 +32,7 @@ from maskserve_core.worker.logs import Repeats
 from maskserve_core.workflows.plan import WorkflowPlan
 from maskserve_harness.soaking.pictures import png_file
 from maskserve_router import front, grpc_server, http_inference, http_server
-from maskserve_router.admission import Admission
+from maskserve_router.admission import Admission, EditRoom
 from maskserve_router.config import AdmissionBounds, Http
 from maskserve_router.descriptors import connections, raise_limit
 from maskserve_router.edit_call import MODELS, parse_request
@@ -46,6 +46,7 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.openai import edits
 from maskserve_router.openai.form import EditForm, Fields
+from maskserve_router.picture_rooms import PictureRooms
 from maskserve_router.router import Router
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
@@ -480,7 +481,9 @@ def test_a_mask_of_many_pixels_costs_the_router_little(side: int):
     found = count_tokens(mask, settings, SERVED, LimitsConfig())
     assert tracemalloc.get_traced_memory()[1] < 64 * MIB
     tracemalloc.stop()
-    assert found == MaskTokens(4096, 4096, cover_a_side=True, inner=4096, ring=0)
+    assert found == MaskTokens(
+        4096, 4096, cover_a_side=True, inner=4096, ring=0, pixels=found.pixels
+    )
 
 
 # Connections
@@ -690,6 +693,12 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
         def client(self, headers: object) -> KeyHolder:
             return holder("a")
 
+        def room(self, client: KeyHolder) -> EditRoom:
+            return Admission(AdmissionBounds(), Metrics()).room(client)
+
+        def rooms(self, client: KeyHolder) -> PictureRooms:
+            return PictureRooms(Admission(AdmissionBounds(), Metrics()), client)
+
         async def infer(self, *_: Any) -> bytes:
             return answer.SerializeToString()
 
@@ -702,14 +711,18 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     generated = http_inference.HttpInference(none, any_front, Turns(1))
     for model in ("edit", "edit_stream"):
         message = ModelRequest(pb.ModelInferRequest(model_name=model))
-        assert len([each async for each in generated._answers(message, 0, holder("a"), {})]) == 1
+        asked = message, 0, holder("a"), {}, any_front.room(holder("a"))
+        assert len([each async for each in generated._answers(*asked)]) == 1
         assert threads.pop("generate_response") is not threading.current_thread()
-    for name in ("_edit_message", "_picture", "_picture_of_event"):
+    for name in ("_edit_message", "_picture_of"):
         watch(edits, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
     handlers = edits.ImageEdits(none, LimitsConfig(), any_front, Turns(1), none, none, none)
-    await handlers._pictures(holder("a"), form, 2 * MIB, {}, "r", None)
-    events = handlers._events(holder("a"), form, pb.ModelInferRequest(), MIB, {})
+    made = handlers._made(holder("a"), form, 2 * MIB, {}, "r")
+    assert [len(picture) async for picture, _ in made] == [MIB]
+    assert threads.pop("_picture_of") is not threading.current_thread()
+    room = any_front.room(holder("a"))
+    events = handlers._events(holder("a"), message, MIB, {}, room)
     assert [len(picture) async for picture, _ in events] == [MIB]
-    assert sorted(threads) == ["_edit_message", "_picture", "_picture_of_event"]
+    assert sorted(threads) == ["_edit_message", "_picture_of"]
     assert threading.current_thread() not in threads.values()

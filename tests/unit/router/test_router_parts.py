@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import Admission
+from maskserve_router.admission import Admission, NoRoom
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import (
@@ -42,6 +42,7 @@ from maskserve_router.kserve_http import (
     infer_response,
 )
 from maskserve_router.metrics import Metrics
+from maskserve_router.model_answer import ModelAnswer
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.predictions import Predictions
 from maskserve_router.retry_budget import RetryBudget
@@ -129,10 +130,9 @@ def test_keys_name_their_client_and_bound_it():
     client = keys.client({"x-api-key": "secret"})
     assert not client.admin
     admission = Admission(AdmissionBounds(), Metrics())
-    with admission.edit(client, 10):
-        with pytest.raises(RetryLater, match="key a has its share: 1"), admission.edit(client, 10):
-            pass
-        assert admission.bytes == 10
+    told = "key a has its share: 1"
+    with admission.edit(client), pytest.raises(RetryLater, match=told), admission.edit(client):
+        pass
     assert (admission.edits, admission.bytes, admission._edits.held(client.scope)) == (0, 0, 0)
     assert KeyRing((), 7).client({}).admin
 
@@ -140,16 +140,32 @@ def test_keys_name_their_client_and_bound_it():
 def test_edits_and_bytes_are_bounded():
     admission = Admission(AdmissionBounds(max_edits=2, max_bytes=100), Metrics())
     client = KeyRing((), 99).client({})
-    with admission.edit(client, 60):
-        with pytest.raises(RetryLater, match="60 bytes"), admission.edit(client, 60):
+    with admission.hold(client, 60):
+        with pytest.raises(NoRoom, match="60 bytes"), admission.hold(client, 60):
             pass
-        assert admission.edits == 1
-        more = admission.edit(client, 0)
-        with admission.edit(client, 40), pytest.raises(RetryLater, match="2 edits"), more:
+        assert admission.bytes == 60
+    assert admission.bytes == 0
+    with admission.edit(client), admission.edit(client):
+        with pytest.raises(RetryLater, match="2 edits"), admission.edit(client):
             pass
+        assert admission.edits == 2
     admission.closed = True
-    with pytest.raises(RetryLater, match="stopping"), admission.edit(client, 0):
+    with pytest.raises(RetryLater, match="stopping"), admission.edit(client):
         pass
+
+
+async def test_an_edits_room_is_taken_before_there_is_anything_and_given_back_at_its_end():
+    admission = Admission(AdmissionBounds(max_bytes=100), Metrics())
+    client = KeyRing((), 99).client({})
+    with admission.room(client) as room:
+        await room.take(60)
+        with admission.room(client) as other, pytest.raises(NoRoom, match="60 bytes"):
+            await other.take(41)
+        assert admission.bytes == 60
+        for there in (10, 120):  # what has come is counted, also beyond the budget
+            room.becomes(there)
+            assert admission.bytes == there
+    assert admission.bytes == 0
 
 
 def test_predictions_say_how_far_they_were_off_of_late():
@@ -294,7 +310,8 @@ def test_the_binary_extension_there_and_back():
         response.outputs.add(name=name, datatype="BYTES", shape=[1])
         response.raw_output_contents.append(struct.pack("<I", len(value)) + value)
     wanted.binary["IMAGE"] = True
-    content, length = infer_response(response.SerializeToString(), wanted)
+    parts, length = infer_response(response.SerializeToString(), wanted)
+    content = b"".join(parts)
     told = msgspec.json.decode(content[:length])
     assert told["outputs"][1]["data"] == ['{"a":1}']
     assert told["outputs"][0]["parameters"] == {"binary_data_size": 6}
@@ -356,7 +373,7 @@ def test_generate_makes_tensors_of_inputs_and_parameters_of_the_rest():
     response = pb.ModelInferResponse(model_name="edit", model_version="1")
     response.outputs.add(name="META", datatype="BYTES", shape=[1])
     response.raw_output_contents.append(struct.pack("<I", 2) + b"{}")
-    told = msgspec.json.decode(generate_response(response))
+    told = msgspec.json.decode(generate_response(ModelAnswer.parse(response.SerializeToString())))
     assert told == {"model_name": "edit", "model_version": "1", "META": "{}"}
 
 

@@ -121,10 +121,10 @@ def test_edits_of_one_key_leave_places_to_others():
     admission = Admission(AdmissionBounds(max_edits=12), Metrics())
     with ExitStack() as held:
         for _ in range(6):
-            held.enter_context(admission.edit(client("greedy"), 1))
+            held.enter_context(admission.edit(client("greedy")))
         with pytest.raises(RetryLater, match="key greedy has its share: 6 edits"):
-            held.enter_context(admission.edit(client("greedy"), 1))
-        held.enter_context(admission.edit(client("modest"), 1))
+            held.enter_context(admission.edit(client("greedy")))
+        held.enter_context(admission.edit(client("modest")))
 
 
 def test_without_keys_everybody_may_have_all():
@@ -132,7 +132,7 @@ def test_without_keys_everybody_may_have_all():
     anybody = KeyRing((), 3).client({})
     with ExitStack() as held:
         for _ in range(3):
-            held.enter_context(admission.edit(anybody, 1))
+            held.enter_context(admission.edit(anybody))
 
 
 def test_keys_are_told_apart_by_name_and_keep_their_books():

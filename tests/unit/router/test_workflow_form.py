@@ -16,7 +16,8 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.definition import Workflow
 from maskserve_core.workflows.nodes import edit, find, outline, shows
 from maskserve_core.workflows.passes import compiled
-from maskserve_router.openai.edits import _picture
+from maskserve_router.model_answer import ModelAnswer
+from maskserve_router.openai.edits import _picture_of
 from maskserve_router.openai.form import EditForm, Fields, convert
 from maskserve_router.openai.workflow_form import check_form, texts_of, workflow_message
 
@@ -101,6 +102,6 @@ def test_further_outputs_are_of_the_plans_kinds():
         "META": json.dumps({"event": "final", "outputs": kinds}).encode(),
     }.items():  # fmt: skip
         bytes_tensor.add_output(response, name, [raw])
-    picture, meta = _picture(response.SerializeToString())
+    picture, meta = _picture_of(ModelAnswer.parse(response.SerializeToString()))
     assert picture == b"image"
     assert meta["outputs"] == {"said": "7", "verdict": {"passed": True}, "rims": "cmltcw=="}

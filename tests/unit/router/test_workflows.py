@@ -649,7 +649,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
             made = await super().call(task, client)
             return made._replace(outputs={**made.outputs, "more": bytes(300_000)})
 
-    with pytest.raises(RetryLater, match="bytes of requests are under way"):
+    with pytest.raises(RetryLater, match="bytes of requests and answers are under way"):
         await workflows(Large(), Edits()).infer(request(), {}, None, holder("greedy"))
     assert served._admission.bytes == 0
 

@@ -119,7 +119,7 @@ async def test_the_router_expects_the_same(name: str) -> None:
     mask, image = encode(masks()[name]), memoryview(b"")
     for sides in (True, False):
         served = Served(64, 8, 20, mask_ring=0, dense_sides=sides)
-        measured, _ = await measure.edit(
+        measured, *_ = await measure.edit(
             ANYBODY, image, mask, EditSettings(), served, "m", prompted=False
         )
         assert measured.cache == (not (sides and name.startswith("side")))
@@ -147,7 +147,7 @@ async def test_the_router_knows_which_edits_have_anchors_of_their_own(
     turns = Turns(1)
     mask, served = encode(masks()["corner"]), Served(64, 8, 20, own_stride=0.2,
                                                   own_over_template=first)  # fmt: skip
-    measured, _ = await Measure(RouterConfig(), turns).edit(
+    measured, *_ = await Measure(RouterConfig(), turns).edit(
         ANYBODY, memoryview(b""), mask, EditSettings(**asked), served, "m", prompted=False
     )
     steps, over_template = own

@@ -107,7 +107,7 @@ async def test_the_router_expects_the_same(mask: str, prompted: bool) -> None:
     measure, image = Measure(RouterConfig(), turns), memoryview(b"")
     served = Served(64, 8, 20, mask_ring=0, dense_steps=NEEDED)
     given: Any = encode(masks()[mask])
-    measured, _ = await measure.edit(
+    measured, *_ = await measure.edit(
         ANYBODY, image, given, EditSettings(), served, "m", prompted=prompted
     )
     assert measured.dense_steps == NEEDED.of(20, prompt=prompted, side=mask == "side")

@@ -1,0 +1,231 @@
+"""What answers take of a router's memory: counted before edits are sent, until all is written."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from PIL import Image
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_router.measure import answer_bytes
+from maskserve_router.model_answer import ModelAnswer
+from maskserve_router.router import Router
+from tests.support.router import Faulty, calling, cluster, edit, http_edit, until
+
+MIB = 2**20
+SIDE = 590
+"""Of a picture whose answer may have 1 MiB."""
+
+
+def png(side: int, padding: int = 0) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.zeros((side, side, 4), np.uint8)).save(out, "PNG")
+    return out.getvalue() + bytes(padding)
+
+
+def form(**fields: Any) -> aiohttp.FormData:
+    data = aiohttp.FormData()
+    data.add_field("image", png(SIDE), filename="a.png")
+    for name, value in {"prompt": "x", **fields}.items():
+        data.add_field(name, str(value))
+    return data
+
+
+@asynccontextmanager
+async def site(
+    most_mib: int, mib: int = 1, **more: Any
+) -> AsyncIterator[tuple[Router, list[Faulty], Any]]:
+    answer = png(8, mib * MIB)
+    tables = {"admission": {"max_bytes": most_mib * MIB}}
+    async with cluster(answer=answer, **tables, **more) as (router, workers):
+        url = f"http://127.0.0.1:{router.http.port}"
+        async with aiohttp.ClientSession(url, read_bufsize=2**16) as session:
+            yield router, workers, session
+
+
+async def watch(router: Router, seen: list[int]) -> None:
+    while True:
+        seen.append(router.admission.bytes)
+        await asyncio.sleep(0)
+
+
+async def test_ten_pictures_go_through_room_for_three():
+    async with site(4) as (router, workers, session):
+        seen: list[int] = []
+        watching = asyncio.create_task(watch(router, seen))
+        async with session.post("/v1/images/edits", data=form(n=10, seed=5)) as answer:
+            told = await answer.json()
+            assert answer.status == 200, told
+        watching.cancel()
+        assert [base64.b64decode(each["b64_json"]) for each in told["data"]] == [png(8, MIB)] * 10
+        assert [each["seed"] for each in told["maskserve"]] == list(range(5, 15))
+        assert told["size"] == "8x8"
+        assert max(seen) <= 4 * MIB
+        assert sum(len(worker.seen) for worker in workers) == 10
+        await until("all is given back", lambda: not router.admission.bytes)
+
+
+async def test_what_there_is_no_room_for_is_refused_before_it_is_sent():
+    async with site(4) as (_, workers, session):
+        for worker in workers:
+            worker.hold()
+        first = asyncio.ensure_future(session.post("/v1/images/edits", data=form(n=3)))
+        await until("three are there", lambda: sum(len(w.seen) for w in workers) == 3)
+        async with session.post("/v1/images/edits", data=form()) as answer:
+            assert answer.status == 429
+            assert "bytes of requests and answers" in await answer.text()
+        for worker in workers:
+            worker.let_go()
+        answer = await first
+        assert answer.status == 200
+        assert len((await answer.json())["data"]) == 3
+        assert sum(len(worker.seen) for worker in workers) == 3
+
+
+async def test_a_picture_that_fails_before_any_is_written_is_the_status():
+    async with site(100) as (router, workers, session):
+        for worker in workers:
+            worker.fails = 9
+        async with session.post("/v1/images/edits", data=form(n=4)) as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "engine_failed"
+        assert router.admission.bytes == router.admission.edits == 0
+
+
+async def test_a_picture_that_fails_behind_others_ends_the_body_short():
+    async with site(3, models=("flux",)) as (router, workers, session):
+        (worker,) = workers
+        async with session.post("/v1/images/edits", data=form(n=10)) as answer:
+            assert answer.status == 200
+            worker.fails = 9
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        await until("all is given back", lambda: not router.admission.bytes)
+        assert router.admission.edits == 0
+
+
+@pytest.mark.parametrize("door", ["openai", "openai stream", "kserve"])
+async def test_an_answer_counts_until_its_client_has_it(door: str):
+    async with site(100, mib=24) as (router, _, session):  # more than lies between both
+        if door == "kserve":
+            head, _, body = http_edit().partition(b"\r\n\r\n")
+            lines = [line.split(": ", 1) for line in head.decode().split("\r\n")[2:]]
+            named = {name: value for name, value in lines if name != "Content-Length"}
+            parts = json.loads(body[: int(named["Inference-Header-Content-Length"])])
+            rest = body[int(named["Inference-Header-Content-Length"]) :]
+            first = json.dumps({**parts, "parameters": {"binary_data_output": True}}).encode()
+            named["Inference-Header-Content-Length"] = str(len(first))
+            asking = session.post("/v2/models/edit/infer", data=first + rest, headers=named)
+        else:
+            more = {"stream": "true"} if "stream" in door else {}
+            asking = session.post("/v1/images/edits", data=form(**more))
+        async with asking as answer:
+            assert answer.status == 200
+            await until("the edit has ended", lambda: not router.admission.edits)
+            await asyncio.sleep(0.1)
+            assert router.admission.bytes > 24 * MIB
+            assert len(await answer.read()) > 24 * MIB
+        await until("all is given back", lambda: not router.admission.bytes)
+
+
+async def test_grpc_answers_count_until_they_are_written():
+    async with site(100) as (router, _, _), calling(router) as call:
+        answer = pb.ModelInferResponse.FromString(await call(edit()))
+        assert len(answer.raw_output_contents[0]) > MIB
+        await until("all is given back", lambda: not router.admission.bytes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 3),
+        ({"background": "transparent"}, 4),
+        ({"output_format": "jpeg"}, 2),
+        ({"output_format": "webp"}, 3),
+        ({"output_format": "webp", "output_quality": 90}, 2),
+        ({"output_encoding": "base64"}, 4),
+    ],
+)
+def test_an_answer_of_noise_is_no_larger_than_its_room(settings: dict[str, Any], most: int):
+    asked = EditSettings(**settings)
+    room = answer_bytes(256 * 256, asked)
+    assert most * 256 * 256 < room < 1.5 * most * 256 * 256
+    channels = 4 if asked.background == "transparent" else 3
+    noise = np.random.default_rng(0).integers(0, 256, (256, 256, channels), np.uint8)
+    out = io.BytesIO()
+    quality = {"jpeg": 95, "webp": asked.output_quality or 0}.get(asked.output_format, 0)
+    lossless = {"lossless": asked.output_quality is None} if asked.output_format == "webp" else {}
+    Image.fromarray(noise).save(out, asked.output_format, quality=quality, **lossless)
+    text = 4 / 3 if asked.output_encoding == "base64" else 1
+    assert len(out.getvalue()) * text <= room
+
+
+def test_an_answers_contents_stay_where_they_came():
+    response = pb.ModelInferResponse(model_name="edit", id="7")
+    for name, value in (("IMAGE", b"i" * 1000), ("META", b"{}")):
+        response.outputs.add(name=name, datatype="BYTES", shape=[1])
+        response.raw_output_contents.append(len(value).to_bytes(4, "little") + value)
+    raw = response.SerializeToString()
+    found = ModelAnswer.parse(raw)
+    assert found.head.id == "7"
+    assert not found.head.raw_output_contents
+    assert {name: bytes(each) for name, each in found.outputs().items()} == {
+        "IMAGE": b"i" * 1000,
+        "META": b"{}",
+    }
+    assert all(content.obj is raw for content in found.contents)
+    stream = pb.ModelStreamInferResponse(infer_response=response).SerializeToString()
+    assert ModelAnswer.parse(stream, streamed=True).outputs().keys() == {"IMAGE", "META"}
+    failed = pb.ModelStreamInferResponse(error_message="no").SerializeToString()
+    assert ModelAnswer.parse(failed, streamed=True).error == "no"
+    for broken in (raw[:-1], b"\xff" * 20):
+        with pytest.raises(ValueError, match="is no answer"):
+            ModelAnswer.parse(broken)
+
+
+# What can never be is told so, and not to come back later.
+
+
+async def test_more_pictures_than_a_key_may_have_under_way_are_refused_for_good():
+    digest = hashlib.sha256(b"secret").hexdigest()
+    keys = [{"name": "small", "sha256": digest, "max_edits": 3}]
+    async with cluster(answer=png(8), keys=keys) as (router, workers):
+        url, key = f"http://127.0.0.1:{router.http.port}", {"x-api-key": "secret"}
+        async with aiohttp.ClientSession(url, headers=key) as session:
+            for path in ("/v1/images/edits", "/v1/jobs"):
+                async with session.post(path, data=form(n=4)) as answer:
+                    told = await answer.json()
+                    assert (answer.status, told["error"]["param"]) == (400, "n")
+                    assert "1 to 3" in told["error"]["message"]
+            assert not any(worker.seen for worker in workers)
+            async with session.post("/v1/images/edits", data=form(n=3)) as answer:
+                assert answer.status == 200
+                assert len((await answer.json())["data"]) == 3
+
+
+async def test_a_job_whose_text_can_have_no_room_ends_with_that_sentence(tmp_path: Path):
+    jobs = {"database": str(tmp_path / "jobs.db")}
+    async with site(8, jobs=jobs) as (_, workers, session):
+        async with session.post("/v1/jobs", data=form(n=8)) as answer:
+            job = (await answer.json())["id"]
+        for _ in range(200):
+            async with session.get(f"/v1/jobs/{job}") as answer:
+                told = await answer.json()
+            if told["status"] == "failed":
+                break
+            await asyncio.sleep(0.02)
+        assert told["error"]["param"] == "n"
+        assert "fewer pictures" in told["error"]["message"]
+        assert not any(worker.seen for worker in workers)
