@@ -340,6 +340,10 @@ class ControlsConfig(Table, frozen=True):
     none."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Bytes of ControlNets that stay on the denoiser's device."""
+    unequal_depths: Literal["each", "shallowest"] = "each"
+    """FLUX: where several of an edit have different numbers of blocks. `each`: each net's outputs
+    are spread over the model as if it were alone; `shallowest`: as diffusers does, which drops what
+    is deeper than the shallowest net."""
     service: str = ""
     """Address (HOST:PORT, gRPC) of a ControlNet service, which then runs them (`maskserve serve
     --controlnet-device`); empty: they run beside the base. At an address of loopback residuals come

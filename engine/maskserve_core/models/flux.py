@@ -41,6 +41,7 @@ SETTINGS = (
     "model.t5_offload",
     "model.gguf",
     "engine.flux_cuda_graphs",
+    "controls.unequal_depths",
 )
 """Keys of the configuration that other models do not have."""
 DEFAULTS = {

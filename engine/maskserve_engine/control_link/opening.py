@@ -52,6 +52,8 @@ class OpeningFacts(msgspec.Struct, frozen=True):
     """FLUX: text tokens of the prompt."""
     guidance: float | None = None
     """FLUX: guidance_scale."""
+    shallowest: bool = False
+    """FLUX: whether all its ControlNets are taken to be as shallow as one (`common_depth`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from maskserve_core.config import Config
 from maskserve_core.models import flux
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import Transformer
@@ -99,6 +101,14 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
     spec: ClassVar[FamilyFacts] = flux
     batches = FluxBatch
     text_places: ClassVar[tuple[str, ...]] = (_CONTEXT,)
+    shallowest = False
+    """`OpeningFacts.shallowest` of its rows: `[controls] unequal_depths`."""
+
+    @classmethod
+    def load(cls, facts: ModelFacts, config: Config) -> Self:
+        adapter = super().load(facts, config)
+        adapter.shallowest = config.controls.unequal_depths == "shallowest"
+        return adapter
 
     @staticmethod
     def transformer() -> Any:
@@ -160,6 +170,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
                 row.active,
                 len(row.text),
                 job.request.settings.guidance_scale,
+                self.shallowest,
             )
             ids = None
             if row.inactive is not None:

@@ -9,7 +9,7 @@ those that the net's own anchors have left (`batch.own_anchors`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -43,8 +43,12 @@ class FluxControlNet:
     """[modes, width] of a union net: a text token that says what kind of picture it is given."""
     channels: int
     """Of the latents' tokens that it takes."""
+    base: tuple[int, int]
+    """The base's double and single blocks."""
     places: tuple[tuple[int, ...], ...]
     """Per block of the net: the base's blocks behind which its output is added."""
+    shallower: dict[tuple[int, int], FluxControlNet] = field(default_factory=dict)
+    """The net with its first so many blocks' outputs alone, by that (`as_shallow_as`)."""
 
     @classmethod
     def of(cls, model: Any, base: Any, channels: int) -> FluxControlNet:
@@ -64,7 +68,7 @@ class FluxControlNet:
         for name in ("in_channels", *CONTROL.equal):
             if list(np.ravel(own[name])) != list(np.ravel(of_base[name])):
                 raise ValueError(f"its {name} is {own[name]}, that of the model {of_base[name]}")
-        doubles, singles = len(base.transformer_blocks), len(base.single_transformer_blocks)
+        of_blocks = len(base.transformer_blocks), len(base.single_transformer_blocks)
         weights = FluxWeights.of(model)
         with torch.no_grad():
             outs = [*model.controlnet_blocks, *model.controlnet_single_blocks]
@@ -74,11 +78,27 @@ class FluxControlNet:
                 tuple([linear(each) for each in outs]),
                 model.controlnet_mode_embedder.weight if model.union else None,
                 channels,
-                (
-                    *spread(len(weights.double_blocks), 0, doubles),
-                    *spread(len(weights.single_blocks), doubles, singles),
+                of_blocks,
+                _places(
+                    weights, of_blocks, (len(weights.double_blocks), len(weights.single_blocks))
                 ),
             )
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Its double and single blocks."""
+        return len(self.weights.double_blocks), len(self.weights.single_blocks)
+
+    def as_shallow_as(self, depth: tuple[int, int]) -> FluxControlNet:
+        """The same net, of which the first so many double and single blocks' outputs are added,
+        spread over the base as if it had no more.
+        """
+        if depth == self.depth:
+            return self
+        if depth not in self.shallower:
+            places = _places(self.weights, self.base, depth)
+            self.shallower[depth] = replace(self, places=places, shallower={})
+        return self.shallower[depth]
 
     def samples(self, packed: Packed, at: Vectors) -> Iterator[list[Tensor]]:
         """What the net says behind each of its blocks.
@@ -99,6 +119,30 @@ class FluxControlNet:
         for number, out in enumerate(self.outs):
             state.run(number, number + 1)
             yield list(out(state.computed_image(), stream.spans).split(stream.lengths))
+
+
+def _places(
+    weights: FluxWeights, base: tuple[int, int], depth: tuple[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """`FluxControlNet.places` of a net that is taken to be so deep."""
+    blocks, found = (weights.double_blocks, weights.single_blocks), list[tuple[int, ...]]()
+    for own, first, count, of in zip(blocks, (0, base[0]), depth, base, strict=True):
+        placed = spread(count, first, of)
+        found += [*placed, *[()] * (len(own) - len(placed))]
+    return tuple(found)
+
+
+def common_depth(depths: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """How deep diffusers takes each net of an edit with several to be: as the shallowest one, as it
+    adds the nets' outputs up before it spreads them. Of blocks that the first net has none of, none
+    has an output.
+    """
+    doubles, singles = zip(*depths, strict=True)
+    return _shallowest(doubles), _shallowest(singles)
+
+
+def _shallowest(counts: Sequence[int]) -> int:
+    return min(filter(None, counts)) if counts[0] else 0
 
 
 def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
@@ -261,9 +305,13 @@ class FluxNetRow:
     def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
         """From `FluxAdapter.opening`, as `Opening.on` the nets' device."""
         facts, arrays = opening.facts, opening.arrays
+        own = [nets[each.net] for each in facts.controls]
+        if facts.shallowest:
+            depth = common_depth([net.depth for net in own])
+            own = [net.as_shallow_as(depth) for net in own]
         inputs = [
             FluxNetInput.made(
-                each.input, nets[each.net], arrays[f"picture.{i}"], arrays["embeds"], facts.guidance
+                each.input, own[i], arrays[f"picture.{i}"], arrays["embeds"], facts.guidance
             )
             for i, each in enumerate(facts.controls)
         ]

@@ -34,6 +34,7 @@ NETS: dict[str, FluxControlNetModel] = {
     "doubles": random_net(3, 1, 0),
     "union": random_net(4, 1, 2, num_mode=3),
 }
+ALL_NETS = {**NETS, "deep": random_net(5, 1, 2)}
 
 
 def large_case(rng: np.random.Generator, **asked: Any) -> Case:
@@ -48,7 +49,7 @@ class Model:
     def __init__(self, folder: Path) -> None:
         config = config_of(folder, model={"outside_noise": "edit"})
         self.folder, self.encoder, self.adapter = folder, load_encoder(config), load_adapter(config)
-        self.nets = {name: self.adapter.control_net(net) for name, net in NETS.items()}
+        self.nets = {name: self.adapter.control_net(net) for name, net in ALL_NETS.items()}
 
     def control(self, rng: np.random.Generator, case: Case, net: str, **asked: Any) -> ControlInput:
         """With a random picture, encoded."""
@@ -74,7 +75,7 @@ class Model:
 
     def oracle(self, case: Case, controls: tuple[ControlInput, ...]) -> NDArray[np.float32]:
         """[C, h, w] of FluxControlNetInpaintPipeline."""
-        nets = [NETS[each.net] for each in controls]
+        nets = [ALL_NETS[each.net] for each in controls]
         pictures = [Image.fromarray(each.picture) for each in controls]
         modes = [-1 if each.mode is None else each.mode for each in controls]
         starts, ends = [each.start for each in controls], [each.end for each in controls]
@@ -125,7 +126,7 @@ def test_a_dense_row_equals_the_pipeline(inpaint: Model, net: str, whole: bool) 
 
 
 def test_several_nets_sum_as_in_the_pipeline(inpaint: Model) -> None:
-    """Of equal depths: where these differ, diffusers drops the deeper net's last blocks."""
+    """Of equal depths; others: below."""
     rng = fresh_rng()
     case = large_case(rng, num_inference_steps=5, strength=1.0)
     controls = (
@@ -135,6 +136,34 @@ def test_several_nets_sum_as_in_the_pipeline(inpaint: Model) -> None:
     expected = inpaint.oracle(case, controls)
     found = inpaint.alone(inpaint.job(case, controls))
     assert np.abs(found - expected).max() <= tolerance(expected)
+
+
+UNEQUAL = [("deep", "plain"), ("plain", "deep"), ("doubles", "plain"), ("doubles", "deep", "plain")]
+
+
+@pytest.mark.parametrize("names", UNEQUAL, ids="-".join)
+def test_nets_of_unequal_depth_sum_as_in_the_pipeline_where_that_is_asked_for(
+    inpaint: Model, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each net's outputs go where they go alone, which diffusers does not do: it adds up as
+    many outputs as the shallowest net has, and drops the others'.
+    """
+    rng = fresh_rng()
+    case = large_case(rng, num_inference_steps=3, strength=1.0)
+    controls = tuple(
+        [inpaint.control(rng, case, name, scale=float(rng.uniform(0.5, 1.0))) for name in names]
+    )
+    expected, job = inpaint.oracle(case, controls), inpaint.job(case, controls)
+    assert np.abs(inpaint.alone(job) - expected).max() > 20 * tolerance(expected)
+    config = config_of(inpaint.folder, controls={"unequal_depths": "shallowest"})
+    adapter: Any = load_adapter(config)
+    monkeypatch.setattr(inpaint.adapter, "shallowest", adapter.shallowest)
+    assert np.abs(inpaint.alone(job) - expected).max() <= tolerance(expected)
+    one = inpaint.job(case, controls[:1])
+    monkeypatch.setattr(inpaint.adapter, "shallowest", False)
+    plain = inpaint.alone(one)
+    monkeypatch.setattr(inpaint.adapter, "shallowest", True)
+    np.testing.assert_array_equal(inpaint.alone(one), plain)
 
 
 def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.float32]:
