@@ -5,10 +5,12 @@ view      what is known of a worker: its rows, its queue, the templates it has
 adapters  where LoRAs are, and how long they take to come
 predict   when an edit would be done on a worker
 policies  the rules that choose
+board     views of many workers by columns, for the rule that predicts
 """
 
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.routing.adapters import AdapterView
+from maskserve_core.routing.board import Board
 from maskserve_core.routing.policies import (
     POLICIES,
     LeastRequests,
@@ -26,6 +28,7 @@ from maskserve_core.routing.view import Edit, WorkerView
 __all__ = [
     "POLICIES",
     "AdapterView",
+    "Board",
     "Edit",
     "LeastRequests",
     "LeastTokens",
