@@ -11,6 +11,9 @@ import socket
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+HALF_CLOSED = "half closed"
+"""In a request's state: its client has shut its sending side, or has left. An answer that has begun
+tells which by what is written of it, so that it should not be silent."""
 _LOOK_S = 0.05
 _LOOKS_PER_WRITE = 20
 
@@ -32,6 +35,7 @@ class HalfClose(HttpToolsProtocol):
         if last is None or last.response_complete or last.more_body or self.scheme == "https":
             return False
         self._half_closed = True
+        last.scope["state"][HALF_CLOSED] = True
         last.keep_alive = False
         self._look(0)
         return True

@@ -9,19 +9,23 @@ a comment every few seconds. An error that comes later is an event.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from maskserve_core.errors import EngineFailed, MaskserveError
 from maskserve_router.failures import Failure
+from maskserve_router.half_close import HALF_CLOSED
 from maskserve_router.http_answers import WrittenAnswer, while_connected
 
 _REFUSED_WITHIN_S = 0.5
 _COMMENT_S = 10.0
+_LOOK_S = 1.0
+"""How often a client that may have left is written to."""
 _COMMENT = b":\n\n"
 _HEADERS = {
     "cache-control": "no-cache",
@@ -59,7 +63,7 @@ async def event_stream(
         await _end(first, events)
         raise
     return WrittenAnswer(
-        _written(first, events, error_event),
+        _written(first, events, error_event, request.scope.get("state", {})),
         held.pop_all(),
         headers={**_HEADERS, **(headers or {})},
         media_type="text/event-stream; charset=utf-8",
@@ -80,13 +84,18 @@ async def _written(
     coming: asyncio.Future[Event],
     events: AsyncGenerator[Event, None],
     error_event: Callable[[MaskserveError | Failure], bytes],
+    state: Mapping[str, Any],
 ) -> AsyncGenerator[bytes | memoryview, None]:
+    said = time.monotonic()
     try:
         while True:
-            while not (await asyncio.wait({coming}, timeout=_COMMENT_S))[0]:
-                yield _COMMENT
+            while not (await asyncio.wait({coming}, timeout=min(_LOOK_S, _COMMENT_S)))[0]:
+                if HALF_CLOSED in state or time.monotonic() >= said + _COMMENT_S:
+                    yield _COMMENT
+                    said = time.monotonic()
             for part in coming.result():
                 yield part
+            said = time.monotonic()
             coming = asyncio.ensure_future(anext(events))
     except StopAsyncIteration:
         pass

@@ -19,6 +19,7 @@ from maskserve_router.certificates import Certificates
 from maskserve_router.config import Http
 from maskserve_router.failures import RetryLater
 from maskserve_router.half_close import HalfClose
+from maskserve_router.http_offers import OfferlessParser
 from maskserve_router.metrics import Metrics
 from maskserve_router.places import Places
 
@@ -57,6 +58,7 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.parser = OfferlessParser(self)  # type: ignore[assignment]
             self._expect_headers()
             try:
                 places.take(self, self.client[0] if self.client else "")
@@ -131,10 +133,34 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
                 raise ValueError("too long")  # the parser stops, and uvicorn answers 400
 
         def on_headers_complete(self) -> None:
+            if self.parser.should_upgrade():
+                return
+            self._check_head()
             self._headers_came()
             places.told(self, silent=False)
             self._chunks = 0
             super().on_headers_complete()
+
+        def _check_head(self) -> None:
+            """Raises ValueError, so that the parser stops: what the parser takes and others read in
+            another way, or not at all (RFC 9112, sections 2.3, 3.2 and 6.1).
+            """
+            version = self.parser.get_http_version()
+            values: dict[bytes, list[bytes]] = {b"host": [], b"transfer-encoding": []}
+            for name, value in self.headers:
+                if name in values:
+                    values[name].append(value.strip().lower())
+            hosts, codings = values.values()
+            if version not in ("1.0", "1.1"):
+                raise ValueError(f"HTTP/{version}")
+            if len(hosts) > 1 or (not hosts and version == "1.1"):
+                raise ValueError("not one Host")
+            if codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
+                raise ValueError("another Transfer-Encoding than chunked")
+
+        def on_message_complete(self) -> None:
+            if not self.parser.should_upgrade():
+                super().on_message_complete()
 
         def on_body(self, body: bytes) -> None:
             self._unparsed_bytes = 0

@@ -28,7 +28,7 @@ from maskserve_core.workflows.plan import NodeCall, every_step
 from maskserve_router.admission import EditRoom
 from maskserve_router.failures import Failure, text_of
 from maskserve_router.front import Front
-from maskserve_router.http_answers import JSON, WrittenAnswer, while_connected
+from maskserve_router.http_answers import JSON, WrittenAnswer, each_of, while_connected
 from maskserve_router.http_body import Bodies
 from maskserve_router.http_events import Event, event_stream
 from maskserve_router.keys import KeyHolder
@@ -95,6 +95,9 @@ class ImageEdits:
                 raise InvalidRequest("webhook", "is given without a job", "POST /v1/jobs")
             if form.fields.stream:
                 return await self._stream(request, client, form, size, headers, request_id, held)
+            if request.scope["http_version"] == "1.0":  # knows no body without its length
+                work = self.answer(client, form, size, headers, request_id)
+                return self._whole(client, await while_connected(request, work), request_id)
             urls = _output_urls(form.fields, request_id)
             made = self._made(client, form, size, headers, request_id)
             parts = self._parts(form, made, urls)
@@ -105,6 +108,15 @@ class ImageEdits:
                 headers={"x-request-id": request_id},
                 media_type=JSON,
             )
+
+    def _whole(self, client: KeyHolder, body: msgspec.Raw, request_id: str) -> Response:
+        """An answer that is there, with its length."""
+        text = memoryview(body)
+        with ExitStack() as written:
+            written.enter_context(self._front.room(client)).becomes(len(text))
+            named = {"x-request-id": request_id, "content-length": str(len(text))}
+            parts = each_of([text])
+            return WrittenAnswer(parts, written.pop_all(), headers=named, media_type=JSON)
 
     async def read(
         self, request: Request, client: KeyHolder, held: ExitStack

@@ -19,6 +19,7 @@ from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_router import http_events
 from maskserve_router.measure import answer_bytes
 from maskserve_router.model_answer import ModelAnswer
 from maskserve_router.router import Router
@@ -229,3 +230,73 @@ async def test_a_job_whose_text_can_have_no_room_ends_with_that_sentence(tmp_pat
         assert told["error"]["param"] == "n"
         assert "fewer pictures" in told["error"]["message"]
         assert not any(worker.seen for worker in workers)
+
+
+# Streams are not silent.
+
+
+@pytest.mark.parametrize("door", ["/v1/images/edits", "/v2/models/edit_stream/generate_stream"])
+async def test_a_stream_that_waits_has_headers_and_comments(
+    monkeypatch: pytest.MonkeyPatch, door: str
+):
+    monkeypatch.setattr(http_events, "_COMMENT_S", 0.05)
+    async with site(100) as (router, workers, session):
+        for worker in workers:
+            worker.hold()
+        given: dict[str, Any] = {"data": form(stream="true")}
+        if "generate" in door:
+            text = {"MASK": base64.b64encode(png(8)).decode(), "PROMPT": "x", "IMAGE": ""}
+            settings = {"template_id": "0" * 32, "mask_mode": "alpha"}
+            given = {"json": {**text, "SETTINGS": json.dumps(settings)}}
+        async with session.post(door, **given) as answer:
+            assert answer.status == 200
+            assert answer.headers["cache-control"] == "no-cache"
+            assert answer.headers["x-accel-buffering"] == "no"
+            assert [await answer.content.readline() for _ in range(4)] == [b":\n", b"\n"] * 2
+            for worker in workers:
+                worker.fails = 9
+                worker.let_go()
+            rest = await answer.read()
+            assert rest.strip(b":\n").startswith((b"event: error\ndata: {", b"data: {"))
+            assert b"ENGINE_FAILED" in rest or b"engine_failed" in rest
+        await until("all is given back", lambda: not router.admission.bytes)
+        # What is refused at once is the status, as before.
+        async with session.post(
+            door, **(given if "generate" in door else {"data": form()})
+        ) as late:
+            assert late.status == 503
+
+
+async def test_a_stream_whose_client_leaves_before_anything_comes_is_withdrawn():
+    async with site(100) as (router, workers, session):
+        for worker in workers:
+            worker.hold()
+        async with session.post("/v1/images/edits", data=form(stream="true")):
+            await until("it is there", lambda: any(worker.seen for worker in workers))
+        await until("it is withdrawn", lambda: not router.admission.edits)
+        await until("all is given back", lambda: not router.admission.bytes)
+
+
+async def test_http_1_0_is_told_a_length():
+    async with site(100) as (router, _, _session):
+        port = router.http.port
+        request = form(n=2)()
+        body = io.BytesIO()
+
+        class Writer:
+            async def write(self, data: bytes) -> None:
+                body.write(data)
+
+        await request.write(Writer())  # type: ignore[arg-type]
+        head = (
+            f"POST /v1/images/edits HTTP/1.0\r\nContent-Type: {request.content_type}\r\n"
+            f"Content-Length: {len(body.getvalue())}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body.getvalue())
+        said, _, text = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+        writer.close()
+        assert b"transfer-encoding" not in said.lower()
+        assert f"content-length: {len(text)}".encode() in said.lower()
+        assert len(json.loads(text)["data"]) == 2
+        await until("all is given back", lambda: not router.admission.bytes)

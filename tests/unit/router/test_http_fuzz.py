@@ -1,0 +1,315 @@
+"""The HTTP listener beside h11, an independent parser: what each takes for requests in the same
+bytes, sent over sockets. A body that one of them takes for a request is a hole in whatever stands
+between clients and the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
+
+import h11
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from maskserve_router.config import Http
+from maskserve_router.http_server import HttpServer
+from maskserve_router.metrics import Metrics
+from tests.support.draws import fresh_seed
+from tests.support.examples import number
+
+MESSAGES = 10_000
+AT_ONCE = 16
+HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: hidden\r\n\r\n"
+JAVA = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQBAAAA\r\n"
+)
+METHODS = ["POST"] * 6 + ["GET", "GET", "PUT", "DELETE", "OPTIONS", "HEAD"]
+TARGETS = ["/a", "/b?x=1", "/c%20d", "/", "//x", "http://h/x"]
+LENGTHS = [
+    "{0}",
+    "0{0}",
+    "+{0}",
+    "-{0}",
+    "{0}, {0}",
+    "{0},{0}",
+    "{0} 1",
+    "{1}",
+    "{2}",
+    "0x{0:x}",
+    "{0}\t",
+    " ",
+    "1e1",
+    "99999999999999999999999",
+    "{0}\r\nContent-Length: {0}",
+    "{0}\r\nContent-Length: {1}",
+]
+CODINGS = [
+    "chunked",
+    "Chunked",
+    "chunked, identity",
+    "identity",
+    "identity, chunked",
+    "gzip, chunked",
+    "xchunked",
+    "chunked\x0b",
+    "\tchunked",
+    "chunked\r\nTransfer-Encoding: chunked",
+    "chunked\r\nTransfer-Encoding: identity",
+    "\r\n chunked",
+]
+OTHERS = [
+    "Connection: close",
+    "Connection: keep-alive",
+    "Upgrade: h2c",
+    "Connection: Upgrade\r\nUpgrade: websocket",
+    "Connection: upgrade, close\r\nUpgrade: h2c",
+    "Connection: X, Upgrade , y\r\nUpgrade: h2c, foo/2",
+    "Expect: 100-continue",
+    "Host: second",
+    "Name : value",
+    "Na me: value",
+    ": value",
+    "Name",
+    "Name: folded\r\n line",
+    "Name: \x01",
+    "Name: a\x00b",
+    "Name: \x7f",
+    "Trailer: Content-Length",
+]
+
+
+class Taken(NamedTuple):
+    """A request as it was read."""
+
+    method: str
+    target: str
+    body: bytes
+
+
+def message(rng: random.Random) -> bytes:
+    """One request, right or wrong in some places."""
+    wrong = rng.random() < 0.5
+    body = rng.choice([b"", b"hello", HIDDEN, HIDDEN, b"0\r\n\r\n" + HIDDEN, bytes(40)])
+    line = f"{rng.choice(METHODS)} {rng.choice(TARGETS)} HTTP/1.1"
+    if wrong and rng.random() < 0.2:
+        line = rng.choice(
+            [
+                line.replace("1.1", "1.0"),
+                line.replace("HTTP/1.1", "HTTP/2.0"),
+                line.replace(" HTTP", "  HTTP"),
+                line.replace("HTTP/1.1", ""),
+                "CONNECT h:1 HTTP/1.1",
+                "PRI * HTTP/2.0",
+                " " + line,
+                "\r\n" + line,
+                line + " ",
+            ]
+        )
+    headers = [b"Host: x"] if rng.random() < 0.95 else []
+    if rng.random() < 0.3:
+        headers.append(JAVA[:-2])
+    chunked = rng.random() < 0.4
+    if chunked:
+        coding = rng.choice(CODINGS) if wrong and rng.random() < 0.4 else "chunked"
+        headers.append(f"Transfer-Encoding: {coding}".encode())
+        content = b"".join(chunks(rng, body, wrong))
+    else:
+        length = rng.choice(LENGTHS) if wrong and rng.random() < 0.4 else "{0}"
+        size = len(body)
+        headers.append(
+            f"Content-Length: {length.format(size, size + 7, max(size - 3, 0))}".encode()
+        )
+        content = body
+    if wrong and rng.random() < 0.2:  # both
+        headers.append(b"Content-Length: 5" if chunked else b"Transfer-Encoding: chunked")
+    headers += [each.encode("latin-1") for each in OTHERS if rng.random() < (0.05 if wrong else 0)]
+    rng.shuffle(headers)
+    end = b"\n" if wrong and rng.random() < 0.1 else b"\r\n"
+    return end.join((line.encode(), *headers, b"", b"")) + content
+
+
+def chunks(rng: random.Random, body: bytes, wrong: bool) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(body):
+        step = rng.randint(1, len(body) - at)
+        size = rng.choice([f"{step:x}", f"{step:X}", f"0{step:x}"])
+        if wrong and rng.random() < 0.1:
+            size = rng.choice(
+                [f"+{step:x}", f"{step:x} ", f"0x{step:x}", f"{step + 1:x}", "", "-1"]
+            )
+        if rng.random() < 0.1:
+            size += rng.choice([";a=b", ";a", ';a="b"', ";\x01"] if wrong else [";a=b"])
+        end = rng.choice([b"\n", b"", b"\r"]) if wrong and rng.random() < 0.05 else b"\r\n"
+        parts += [size.encode(), b"\r\n", body[at : at + step], end]
+        at += step
+    last = rng.choice([b"0\r\n\r\n", b"0\r\nContent-Length: 5\r\n\r\n", b"0\r\nX: y\r\n\r\n"])
+    return [*parts, b"0\r\n\r\n" if rng.random() < 0.7 else last]
+
+
+def conversation(rng: random.Random) -> tuple[bytes, bool]:
+    """What a client sends on one connection, and whether a byte of it was changed on the way: what
+    is meant as a body may be none then.
+    """
+    raw = b"".join(message(rng) for _ in range(rng.randint(1, 3)))
+    if changed := rng.random() < 0.25:
+        at = rng.randrange(len(raw))
+        raw = rng.choice(
+            [
+                raw[:at],
+                raw[:at] + bytes([rng.randrange(256)]) + raw[at + 1 :],
+                raw[:at] + raw[at + 1 :],
+                raw[:at] + rng.choice([b"\r", b"\n", b"\0", b" ", b"\t"]) + raw[at:],
+            ]
+        )
+    return raw, changed
+
+
+def by_h11(raw: bytes) -> tuple[list[Taken], bool]:
+    """The requests that h11 takes, whole, and whether it refuses what is behind them."""
+    connection, taken = h11.Connection(h11.SERVER), list[Taken]()
+    connection.receive_data(raw)
+    request, body = None, b""
+    while True:
+        try:
+            event = connection.next_event()
+        except h11.RemoteProtocolError:
+            return taken, True
+        match event:
+            case h11.Request():
+                if event.method == b"CONNECT":
+                    return taken, True
+                request, body = event, b""
+            case h11.Data():
+                body += bytes(event.data)
+            case h11.EndOfMessage():
+                assert request is not None
+                taken.append(Taken(request.method.decode(), request.target.decode("latin-1"), body))
+                connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+                connection.send(h11.EndOfMessage())
+                if connection.our_state is not h11.DONE:
+                    return taken, False
+                connection.start_next_cycle()
+            case _:
+                return taken, event is h11.PAUSED
+
+
+class Listener:
+    """The router's listener before an application that writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, list[Taken]] = {}
+        """By the client's port."""
+        self.port = 0
+
+    async def read(self, request: Request) -> Response:
+        assert request.client is not None
+        with suppress(ClientDisconnect):
+            body = await request.body()
+            target = request.scope["raw_path"].decode("latin-1")
+            if query := request.scope["query_string"]:
+                target += "?" + query.decode("latin-1")
+            self.taken.setdefault(request.client.port, []).append(
+                Taken(request.method, target, body)
+            )
+        return Response()
+
+    async def asked(self, raw: bytes, rng: random.Random) -> tuple[list[Taken], bytes]:
+        """What it takes of these bytes, which come in pieces, and what it answers."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        mine = int(writer.get_extra_info("sockname")[1])
+        cuts = sorted(rng.randrange(len(raw) + 1) for _ in range(rng.randint(0, 3)))
+        said = b""
+        with suppress(OSError):  # it may have ended the connection
+            for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
+                writer.write(raw[begin:end])
+                await writer.drain()
+                await asyncio.sleep(0)
+            writer.write_eof()
+        with suppress(OSError):
+            while part := await asyncio.wait_for(reader.read(2**16), 20.0):
+                said += part
+        writer.close()
+        return self.taken.pop(mine, []), said
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Listener]:
+    listener = Listener()
+    methods = sorted({*METHODS, "CONNECT", "PRI"})
+    routes = [Route("/{rest:path}", listener.read, methods=methods)]
+    app = Starlette(routes=routes)
+    server = HttpServer(app, Http(), 256, Metrics(), "127.0.0.1", 0)
+    await server.start()
+    listener.port = server.port
+    try:
+        yield listener
+    finally:
+        await server.stop()
+
+
+def path_of(target: str) -> str:
+    """Of a target in absolute form."""
+    return target.removeprefix("http://h")
+
+
+async def test_java_gets_one_answer_to_its_body():
+    async with listening() as listener:
+        head = b"POST /a HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n"
+        for offer in (b"", JAVA, b"Connection: upgrade\r\nUpgrade: websocket\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            mine = writer.get_extra_info("sockname")[1]
+            writer.write(head % (offer, len(HIDDEN)))
+            await asyncio.sleep(0.05)  # the body comes a moment later
+            writer.write(HIDDEN[:7])
+            await asyncio.sleep(0.05)
+            writer.write(HIDDEN[7:] + head % (offer, 2) + b"hi")
+            writer.write_eof()
+            said = await asyncio.wait_for(reader.read(), 10.0)
+            writer.close()
+            assert said.count(b"HTTP/1.1 200") == said.count(b"HTTP/1.1 ") == 2
+            assert listener.taken[mine] == [Taken("POST", "/a", HIDDEN), Taken("POST", "/a", b"hi")]
+
+
+@pytest.mark.parametrize("ask", ["CONNECT h:1 HTTP/1.1\r\nHost: x", "PRI * HTTP/2.0\r\n\r\nSM"])
+async def test_tunnels_and_other_versions_are_refused(ask: str):
+    async with listening() as listener:
+        taken, said = await listener.asked(f"{ask}\r\n\r\n".encode() + HIDDEN, random.Random(0))
+        assert not taken
+        assert said[:12] in (b"HTTP/1.1 400", b"")  # or its end was faster
+
+
+async def test_the_same_requests_are_in_the_same_bytes():
+    rng = random.Random(fresh_seed())
+    raws = [conversation(rng) for _ in range(number(MESSAGES // 2))]
+    places = asyncio.Semaphore(AT_ONCE)
+    apart: list[str] = []
+    both = 0
+
+    async def compare(raw: bytes, changed: bool, own: random.Random) -> None:
+        nonlocal both
+        async with places:
+            taken, said = await listener.asked(raw, own)
+        theirs, refused = by_h11(raw)
+        ours = [each._replace(target=path_of(each.target)) for each in taken]
+        theirs = [each._replace(target=path_of(each.target)) for each in theirs]
+        shared = min(len(ours), len(theirs))
+        both += shared
+        if ours[:shared] != theirs[:shared] or (len(ours) > shared and not refused):
+            apart.append(f"{raw!r}\n  ours {ours}\n  h11 {theirs}, refused {refused}")
+        if not changed and any(each.target == "/hidden" for each in ours):
+            apart.append(f"{raw!r}\n  a body is a request: {ours}\n  h11 {theirs}")
+        if b" 500 " in said:
+            apart.append(f"{raw!r}\n  {said!r}")
+
+    async with listening() as listener:
+        seeds = [random.Random(rng.random()) for _ in raws]
+        await asyncio.gather(*(compare(*raw, own) for raw, own in zip(raws, seeds, strict=True)))
+    assert not apart, f"{len(apart)} of {len(raws)}:\n" + "\n".join(apart[:5])
+    assert both > len(raws) / 4
