@@ -13,7 +13,7 @@ from maskserve_router.admission import EditRoom
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call
 from maskserve_router.failures import Failure, guarded
-from maskserve_router.forwarded import known_headers
+from maskserve_router.forwarded import foreign_id, known_headers
 from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.masks import MaskFinder
 from maskserve_router.metrics import Metrics
@@ -56,7 +56,7 @@ class Edits:
         """The answer to one edit; arguments, and what it raises, as `Front.infer` has them."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
-        with self._told(call, client, route):
+        with self._told(call, client, route, foreign_id(headers)):
             return await self._dispatcher.infer(call, client, room)
 
     async def stream(
@@ -72,13 +72,13 @@ class Edits:
         """The answers to one, as `Front.stream`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
-        with self._told(call, client, route):
+        with self._told(call, client, route, foreign_id(headers)):
             async with aclosing(self._dispatcher.stream(call, client, room)) as answers:
                 async for answer in answers:
                     yield answer
 
     @contextmanager
-    def _told(self, call: EditCall, client: KeyHolder, route: str) -> Iterator[None]:
+    def _told(self, call: EditCall, client: KeyHolder, route: str, foreign: str) -> Iterator[None]:
         """Tell of an edit when it ends: a log line, a count, a span."""
         span = self._tracing.open(call)
         error: MaskserveError | Failure | None = None
@@ -109,6 +109,8 @@ class Edits:
                 "tries": call.tries,
                 "seconds": round(time.monotonic() - begin, 4),
             }
+            if foreign:
+                fields["x_request_id"] = foreign
             if error is not None and code != "OK":
                 told = error.details if isinstance(error, Failure) else str(error)
                 fields["error"] = told[:300]

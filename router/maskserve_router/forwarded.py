@@ -41,3 +41,9 @@ def known_headers(headers: Mapping[str, str]) -> Metadata:
     if _TRACESTATE.fullmatch(state) is None:
         raise InvalidRequest("tracestate", "is no text of ASCII characters", "up to 512 of them")
     return (("traceparent", parent), ("tracestate", state))
+
+
+def foreign_id(headers: Mapping[str, str]) -> str:
+    """The id that a client or a proxy has for a request, as far as it can be shown; empty: none."""
+    theirs = headers.get("x-request-id", "")[:128]
+    return "".join(c for c in theirs if c.isascii() and c.isprintable())

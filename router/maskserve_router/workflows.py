@@ -529,6 +529,12 @@ def _asked(
     """
     given = {tensor.name for tensor in message.head.inputs}
     settings = parse_settings(message.read("SETTINGS") if "SETTINGS" in given else b"")
+    if settings.output_format != "png":
+        told = f"is {settings.output_format}, and {plan.name} answers with PNG"
+        raise InvalidRequest("SETTINGS.output_format", told, "png")
+    if settings.output_quality is not None:
+        told = f"is {settings.output_quality}, and {plan.name} answers with PNG"
+        raise InvalidRequest("SETTINGS.output_quality", told, "none")
     settings = structs.replace(
         settings,
         request_id=request_id_of(settings.request_id or uuid.uuid4().hex, client.scope),

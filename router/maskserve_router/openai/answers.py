@@ -26,6 +26,7 @@ from maskserve_router.failures import (
     retry_after,
     text_of,
 )
+from maskserve_router.forwarded import foreign_id
 from maskserve_router.http_answers import JSON
 from maskserve_router.openai.form import Fields
 
@@ -34,7 +35,6 @@ _OURS = re.compile(r"\b(?:(?:SETTINGS|OP)\.(\w+)|(CONTROL)\[(\d+)\]|(IMAGE|MASK|
 _OPENAIS = {
     "output_quality": "output_compression",
     "preview_every": "partial_images",
-    "request_id": "x-request-id",
     "CONTROL": "image",
 }
 """Names of OpenAI's API by those of ours that are others."""
@@ -119,25 +119,27 @@ def json_answer(
 
 
 def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """`handler`, given the request's id, with its errors in OpenAI's form."""
+    """`handler`, given an id of the request, with its errors in OpenAI's form.
+
+    The id is made here. What a client or a proxy sends as `x-request-id` goes back with the answer
+    and into the log, and names nothing: it may be of any form, and of many requests at a time.
+    """
 
     async def answer(request: Request) -> Response:
-        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = uuid.uuid4().hex
         try:
-            return await handler(request, request_id)
+            response = await handler(request, request_id)
         except ClientDisconnect:
             return Response(status_code=499)
         except (MaskserveError, Failure) as error:
-            return error_answer(error, _sendable(request_id))
+            response = error_answer(error, request_id)
         except Exception as error:
-            return error_answer(guarded(_sendable(request_id), error), _sendable(request_id))
+            response = error_answer(guarded(request_id, error), request_id)
+        if theirs := foreign_id(request.headers):
+            response.headers["x-request-id"] = theirs
+        return response
 
     return answer
-
-
-def _sendable(request_id: str) -> str:
-    """An id that a client gave, as a header of the answer."""
-    return "".join(c for c in request_id[:128] if c.isascii() and c.isprintable())
 
 
 def images_begin(asked: Fields, picture: Picture) -> bytes:

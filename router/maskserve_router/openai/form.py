@@ -53,6 +53,13 @@ _TEXT = frozenset(
 """Settings that are text, whatever they look like; others are read as JSON."""
 _CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
 """A value in a list of objects, as forms have it: `loras[][name]`, `loras[0][name]`."""
+_MEMBER = re.compile(r"(\w{1,40})\[([A-Za-z_]\w{0,39})\]((?:\[\d{0,3}\]){0,2})")
+"""A value in an object: `mask_from[text]`, `mask_from[box][]`, `mask_from[points][][]`."""
+_NESTED = re.compile(r"(\w{1,40})((?:\[\d{0,3}\]){2})")
+"""A value in a list of lists: `points[][]`, `points[0][]`."""
+_OF_A_CLICK = 3
+"""Values in each of the inner lists, where the form does not say whose is which: all are clicks."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 T = TypeVar("T")
@@ -233,13 +240,22 @@ async def _read_multipart(
     values: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
     cells: dict[str, list[tuple[str, str, str]]] = {}
+    members: dict[str, dict[str, list[_Part]]] = {}
+    nested: dict[str, list[_Part]] = {}
     try:
         for key, value in form.multi_items():
             name = key.removesuffix("[]")
             if isinstance(value, UploadFile):
-                files.setdefault(name, []).append(await value.read())
+                content = await value.read()
+                if content or value.filename:  # else a browser's input that was left empty
+                    files.setdefault(name, []).append(content)
             elif cell := _CELL.fullmatch(key):
                 cells.setdefault(cell[1], []).append((cell[2], cell[3], value))
+            elif member := _MEMBER.fullmatch(key):
+                parts = members.setdefault(member[1], {}).setdefault(member[2], [])
+                parts.append((_places(member[3]), value))
+            elif inner := _NESTED.fullmatch(key):
+                nested.setdefault(inner[1], []).append((_places(inner[2]), value))
             elif name in ("image", "mask"):
                 raise InvalidRequest(name, "is text", "a file part (with a filename)")
             elif name != key:  # a list, as SDKs send one
@@ -250,11 +266,62 @@ async def _read_multipart(
                 values[name] = value
     finally:
         await form.close()
-    for name, parts in cells.items():
+    found = [
+        *((name, _objects(name, parts)) for name, parts in cells.items()),
+        *((name, _object(name, parts)) for name, parts in members.items()),
+        *((name, _list(name, name, parts)) for name, parts in nested.items()),
+    ]
+    for name, value in found:
         if name in values:
             raise InvalidRequest(name, "is given twice", "each field once")
-        values[name] = _objects(name, parts)
+        values[name] = value
     return values, files
+
+
+_Part: TypeAlias = tuple[tuple[str, ...], str]
+"""Where a value stands in lists (an index or nothing for each), and its text."""
+
+
+def _places(brackets: str) -> tuple[str, ...]:
+    """The indices of `[0][]`."""
+    return tuple(brackets[1:-1].split("][")) if brackets else ()
+
+
+def _object(name: str, members: Mapping[str, list[_Part]]) -> dict[str, Any]:
+    """The object that its values in a form stand for."""
+    return {key: _list(f"{name}.{key}", key, parts) for key, parts in members.items()}
+
+
+def _list(field: str, key: str, parts: list[_Part]) -> Any:
+    """The value, the list, or the list of lists that these parts stand for, in order.
+
+    Args:
+        field: that errors name.
+        key: of the setting.
+        parts: of the same depth.
+    """
+    if len({len(places) for places, _ in parts}) > 1 or (not parts[0][0] and len(parts) > 1):
+        raise InvalidRequest(field, "is given twice", "each field once")
+    read = [(places, setting_of(key, text)) for places, text in parts]
+    depth = len(read[0][0])
+    if not depth:
+        return read[0][1]
+    if depth == 1:
+        return [value for _, value in sorted(read, key=_in_order)]
+    if any(places[0] for places, _ in read):
+        rows: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+        for places, value in sorted(read, key=_in_order):
+            rows.setdefault(places[0], []).append((places[1:], value))
+        return [[value for _, value in sorted(row, key=_in_order)] for row in rows.values()]
+    flat = [value for _, value in read]
+    if len(flat) % _OF_A_CLICK:
+        raise InvalidRequest(field, f"has {len(flat)} values", "three of each click: x, y, 1 or 0")
+    return [flat[at : at + _OF_A_CLICK] for at in range(0, len(flat), _OF_A_CLICK)]
+
+
+def _in_order(part: tuple[tuple[str, ...], Any]) -> int:
+    """By the outermost index; without one they stay as they came."""
+    return int(part[0][0] or 0)
 
 
 def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
@@ -328,13 +395,20 @@ async def _read(name: str, told: Any, picture: Picture) -> bytes:
 
 
 def setting_of(name: str, value: Any) -> Any:
-    """A setting's value; forms carry text alone."""
+    """A setting's value; forms carry text alone: JSON, and what Python writes in its place (`True`,
+    `.5`).
+    """
     if not isinstance(value, str) or name in _TEXT:
         return value
     try:
         return msgspec.json.decode(value)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
-        return value  # its check says what is wrong with it
+        pass
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if _NUMBER.fullmatch(value):
+        return float(value)
+    return value  # its check says what is wrong with it
 
 
 def convert(values: Mapping[str, Any], into: type[T]) -> T:

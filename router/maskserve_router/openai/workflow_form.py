@@ -36,6 +36,17 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
         raise InvalidRequest("model", told, "a workflow that gives one, or KServe's API")
     if form.fields.output_format != "png":
         raise InvalidRequest("output_format", f"is {form.fields.output_format}", "png")
+    if form.fields.output_compression is not None:
+        told = f"is {form.fields.output_compression}, and {plan.name} answers with PNG"
+        raise InvalidRequest("output_compression", told, "none")
+    if not any(each.kind == "mask" for each in plan.inputs):
+        for name, given in (
+            ("mask", form.mask is not None),
+            ("mask_mode", "mask_mode" in form.settings),
+        ):
+            if given:
+                takes = ", ".join(each.name for each in plan.inputs)
+                raise InvalidRequest(name, f"is no input of {plan.name}", takes)
     if form.fields.size != "auto":
         raise InvalidRequest("size", f"is {form.fields.size[:20]}", "auto with a workflow")
     wanted = sum(each.kind == "picture" for each in plan.inputs)

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import io
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -300,3 +301,36 @@ async def test_http_1_0_is_told_a_length():
         assert f"content-length: {len(text)}".encode() in said.lower()
         assert len(json.loads(text)["data"]) == 2
         await until("all is given back", lambda: not router.admission.bytes)
+
+
+# What a proxy names a request by.
+
+
+@pytest.mark.parametrize("theirs", ["f3b2c6de-1#7", "{9d3c2f1e}", "Root=1-67891233-ab", "a" * 300])
+async def test_a_foreign_id_is_logged_and_names_nothing(theirs: str, caplog: Any):
+    caplog.set_level(logging.INFO, "maskserve.router")
+    async with site(100) as (router, workers, session):
+        for worker in workers:
+            worker.hold()
+        named = {"x-request-id": theirs}
+        asking = [
+            asyncio.ensure_future(session.post("/v1/images/edits", data=form(), headers=named))
+            for _ in range(2)
+        ]
+        await until("both are there", lambda: sum(len(w.seen) for w in workers) == 2)
+        for worker in workers:
+            worker.let_go()
+        for answer in await asyncio.gather(*asking):
+            assert answer.status == 200
+            assert answer.headers["x-request-id"] == theirs[:128]
+            await answer.read()
+        ids = [seen["request_id"] for worker in workers for seen in worker.seen]
+        assert len(set(ids)) == 2
+        assert not any(theirs in each for each in ids)
+        logged = [vars(each).get("fields", {}).get("x_request_id") for each in caplog.records]
+        assert logged.count(theirs[:128]) == 2
+        async with session.post("/v1/images/edits", data=form()) as answer:
+            assert answer.headers["x-request-id"] in [
+                seen["request_id"] for worker in workers for seen in worker.seen
+            ]
+        assert router.admission.edits == 0

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from typing import Any
 
 import aiohttp
 import grpc
+import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.settings import MaskFrom
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.images import decode_mask
+from maskserve_core.imaging.masks import selected
 from maskserve_core.workflows.run import Task
 from maskserve_core.workflows.values import Judgement
 from maskserve_router.failures import Failure
@@ -20,6 +25,7 @@ from maskserve_router.keys import KeyHolder
 from maskserve_router.masks import MaskFinder
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import Made
+from maskserve_router.openai.masks import _text_of_mask
 from maskserve_router.turns import Turns
 from tests.fakes.pictures import encode, scene
 from tests.support.router import cluster
@@ -176,3 +182,13 @@ async def test_a_client_that_leaves_ends_the_call() -> None:
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
+
+
+def test_a_mask_of_ours_is_read_alike_at_all_doors() -> None:
+    """It has alpha, as OpenAI's have, and is white, as KServe's and as people see it."""
+    white = np.zeros((6, 8), np.uint8)
+    white[:2, :3] = 255
+    file = base64.b64decode(_text_of_mask(encode(white)))
+    mask = decode_mask(file, "MASK", LimitsConfig())
+    for mode in ("white", "alpha", "auto", "strength"):
+        assert (selected(mask, mode) == (white == 255)).all()

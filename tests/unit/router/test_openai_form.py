@@ -239,3 +239,101 @@ def test_errors_have_the_names_of_this_api():
         body = error_body(Failure(grpc.StatusCode.INVALID_ARGUMENT, f"[INVALID_REQUEST] {ours}"))
         assert body["error"]["message"] == theirs
         assert body["error"]["param"] == theirs.partition(":")[0]
+
+
+@pytest.mark.parametrize("name", ["mask", "image", "other"])
+async def test_a_browsers_input_that_was_left_empty_is_none(name: str):
+    """It sends a part with an empty file name and no bytes."""
+    parts = body_of([PICTURE, ("prompt", "x")])
+    empty = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"; filename=""\r\n'
+    body = empty.encode() + b"Content-Type: application/octet-stream\r\n\r\n\r\n" + parts
+    headers = Headers({"content-type": f"multipart/form-data; boundary={BOUNDARY}"})
+    form = await read_form(headers, body, picture, now)
+    assert (form.image, form.mask) == (PICTURE[1], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("keep_result", "True", True),
+        ("reproducible", "False", False),
+        ("private_prompt", "TRUE", True),
+        ("strength", ".5", 0.5),
+        ("guidance_scale", "5.", 5.0),
+        ("guidance_scale", "+3", 3.0),
+        ("strength", "5e-1", 0.5),
+        ("negative_prompt", "True", "True"),
+    ],
+)
+async def test_what_python_writes_of_booleans_and_numbers_is_read(name: str, text: str, value: Any):
+    form = await form_of(PICTURE, ("prompt", "x"), (name, text))
+    assert form.settings == {name: value}
+    parse_settings(json.dumps(form.settings).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("keep_result", "yes"), ("strength", "."), ("strength", "1.5.5")]
+)
+async def test_other_texts_are_refused_by_the_settings_name(name: str, text: str):
+    form = await form_of(PICTURE, ("prompt", "x"), (name, text))
+    with pytest.raises(InvalidRequest, match=f"SETTINGS.{name}"):
+        parse_settings(json.dumps(form.settings).encode())
+
+
+CLICKS = {"points": [[10, 20, 1], [30.5, 40, 0]], "box": [1, 2, 30, 40]}
+
+
+def as_sdks_send(name: str, value: Any) -> list[Part]:
+    """A field of a form, as OpenAI's SDKs write one, of nested lists and objects."""
+    if isinstance(value, dict):
+        return [part for key, of in value.items() for part in as_sdks_send(f"{name}[{key}]", of)]
+    if isinstance(value, list):
+        return [part for each in value for part in as_sdks_send(f"{name}[]", each)]
+    return [(name, json.dumps(value) if not isinstance(value, str) else value)]
+
+
+@pytest.mark.parametrize("asked", [CLICKS, {"text": "a red car"}, {"box": [1, 2, 3, 4]}])
+async def test_an_object_of_a_form_is_one(asked: dict[str, Any]):
+    parts = as_sdks_send("mask_from", asked)
+    form = await form_of(PICTURE, ("prompt", "x"), *parts)
+    assert form.settings == {"mask_from": asked}
+    written = await form_of(PICTURE, ("prompt", "x"), ("mask_from", json.dumps(asked)))
+    assert written.settings == form.settings
+
+
+async def test_lists_of_an_object_may_say_their_places():
+    parts: list[Part] = [
+        ("mask_from[points][1][]", "30.5"),
+        ("mask_from[points][0][0]", "10"),
+        ("mask_from[points][1][]", "40"),
+        ("mask_from[points][0][2]", "1"),
+        ("mask_from[points][0][1]", "20"),
+        ("mask_from[points][1][]", "0"),
+        *((f"mask_from[box][{place}]", str(value)) for place, value in enumerate(CLICKS["box"])),
+    ]
+    form = await form_of(PICTURE, ("prompt", "x"), *parts)
+    assert form.settings == {"mask_from": CLICKS}
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ([("mask_from[points][][]", "1"), ("mask_from[points][][]", "2")], "mask_from.points"),
+        ([("mask_from[text]", "a"), ("mask_from[text]", "b")], "mask_from.text"),
+        ([("mask_from[text]", "a"), ("mask_from", '{"text": "b"}')], "mask_from"),
+        ([("mask_from[box][]", "1"), ("mask_from[box]", "[1]")], "mask_from.box"),
+    ],
+)
+async def test_objects_that_contradict_themselves_are_refused(parts: list[Part], named: str):
+    with pytest.raises(InvalidRequest, match=rf"\] {named}: "):
+        await form_of(PICTURE, ("prompt", "x"), *parts)
+
+
+def test_the_sdk_writes_objects_as_these_tests_do():
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(api_key="none")
+    written = client._serialize_multipartform({"mask_from": CLICKS})
+    ours: dict[str, list[str]] = {}
+    for name, text in as_sdks_send("mask_from", CLICKS):
+        ours.setdefault(name, []).append(str(text))
+    assert written == ours

@@ -40,10 +40,11 @@ def form(
     mask: bytes | None = None,
     control: tuple[bytes, ...] = (),
     texts: dict[str, str] | None = None,
+    settings: dict[str, object] | None = None,
     **fields: object,
 ) -> EditForm:
     read = convert({"prompt": "a star", **fields}, Fields)
-    return EditForm(read, image, mask, {"strength": 0.5}, control, texts or {})
+    return EditForm(read, image, mask, {"strength": 0.5, **(settings or {})}, control, texts or {})
 
 
 def with_alpha() -> bytes:
@@ -86,6 +87,9 @@ def test_texts_beside_the_prompt_are_fields():
         (NAMED, form(control=(b"more",), texts={"name": "a"}), "image"),
         (NAMED, form(texts={"name": "a"}, output_format="jpeg"), "output_format"),
         (NAMED, form(texts={"name": "a"}, size="640x640"), "size"),
+        (NAMED, form(texts={"name": "a"}, output_compression=80), "output_compression"),
+        (NAMED, form(texts={"name": "a"}, mask=b"mask"), "mask"),
+        (NAMED, form(texts={"name": "a"}, settings={"mask_mode": "white"}), "mask_mode"),
     ],
 )
 def test_what_a_workflow_does_not_take_is_refused_by_name(plan, given: EditForm, field: str):
