@@ -19,7 +19,7 @@ _REMEMBERED = 0.1
 """Weight of the last edit in the mean gap between two that end."""
 
 
-class NoRoom(RetryLater):
+class NoRoomInMemory(RetryLater):
     """There is no room for so many bytes now."""
 
 
@@ -36,7 +36,7 @@ class EditRoom:
         """Make room before anything is there.
 
         Raises:
-            NoRoom: there is none.
+            NoRoomInMemory: there is none.
         """
         self._admission.take_bytes(self._client, size)
         self.size += size
@@ -111,7 +111,7 @@ class Admission:
         """So many bytes of a client's request are in memory.
 
         Raises:
-            NoRoom: there is no room for them, or the client has its share.
+            NoRoomInMemory: there is no room for them, or the client has its share.
         """
         self.take_bytes(client, size)
         try:
@@ -127,7 +127,7 @@ class Admission:
         """The client holds so many bytes more.
 
         Raises:
-            NoRoom: there is no room for them, or the client has its share.
+            NoRoomInMemory: there is no room for them, or the client has its share.
         """
         what = "bytes of requests and answers are under way"
         self._take(self._bytes, client, size, "bytes", what)
@@ -157,7 +157,9 @@ class Admission:
         most: float = math.inf,
     ) -> None:
         own = shares.held(client.scope)
-        refuse = partial(self._refuse, error=NoRoom if shares is self._bytes else RetryLater)
+        refuse = partial(
+            self._refuse, error=NoRoomInMemory if shares is self._bytes else RetryLater
+        )
         try:
             if own + size > most:
                 raise Full(own=shares.total + size <= shares.budget)

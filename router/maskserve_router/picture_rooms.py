@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from maskserve_router.admission import Admission, EditRoom, NoRoom
+from maskserve_router.admission import Admission, EditRoom, NoRoomInMemory
 from maskserve_router.keys import KeyHolder
 
 _LOOK_S = 0.1
@@ -47,7 +47,7 @@ class PictureRooms:
             try:
                 await EditRoom.take(room, size)
                 break
-            except NoRoom:
+            except NoRoomInMemory:
                 if not number or time.monotonic() > end:
                     raise
             self.short.set()

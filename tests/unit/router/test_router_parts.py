@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import Admission, NoRoom
+from maskserve_router.admission import Admission, NoRoomInMemory
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import (
@@ -141,7 +141,7 @@ def test_edits_and_bytes_are_bounded():
     admission = Admission(AdmissionBounds(max_edits=2, max_bytes=100), Metrics())
     client = KeyRing((), 99).client({})
     with admission.hold(client, 60):
-        with pytest.raises(NoRoom, match="60 bytes"), admission.hold(client, 60):
+        with pytest.raises(NoRoomInMemory, match="60 bytes"), admission.hold(client, 60):
             pass
         assert admission.bytes == 60
     assert admission.bytes == 0
@@ -159,7 +159,7 @@ async def test_an_edits_room_is_taken_before_there_is_anything_and_given_back_at
     client = KeyRing((), 99).client({})
     with admission.room(client) as room:
         await room.take(60)
-        with admission.room(client) as other, pytest.raises(NoRoom, match="60 bytes"):
+        with admission.room(client) as other, pytest.raises(NoRoomInMemory, match="60 bytes"):
             await other.take(41)
         assert admission.bytes == 60
         for there in (10, 120):  # what has come is counted, also beyond the budget
