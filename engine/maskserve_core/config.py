@@ -35,6 +35,9 @@ class ModelConfig(Table, frozen=True):
     """Name clients may ask for; empty: the last part of the path."""
     revision: str = ""
     """Hub revision; empty: the default branch."""
+    variant: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]*\Z")] = ""
+    """Of the folder's weights, such as `fp16` (`model.fp16.safetensors`). Empty, or of a part that
+    lacks it: files without one, or of the only variant that there is."""
     device: Device = "auto"
     """Of the denoiser: `auto`, `cpu`, `cuda` or `cuda:N`, N counted over the worker's own GPUs."""
     encoder_device: Device = ""

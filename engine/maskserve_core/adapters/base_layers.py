@@ -5,13 +5,16 @@ Read from the headers of the model's own safetensors files: no weight is touched
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from maskserve_core.adapters.lora_header import BadAdapter, Layer
-from maskserve_core.files.safetensors_header import BadHeader, header_of
+from maskserve_core.files.safetensors_header import BadHeader, read_header, reader_of
 
 _FOLDERS = {
     "denoiser": ("transformer", "unet"),
@@ -163,6 +166,8 @@ _UNET = {
 """Layers of diffusers' UNets, and the names that Stability gave them."""
 _TABLES = re.compile(r"(.*\.)?((token|position|class)_embedding|shared|embed_tokens|.*_bias)")
 """Tables that are looked up: weights of two dimensions, and no layers that multiply."""
+_PACKED = ".quant_state.bitsandbytes__"
+"""Behind the name of a weight in 4 bits: the tensor that says what it is."""
 _CLIP = re.compile(r"(text_model\.)?encoder\.layers\.\d+\.self_attn\.q_proj")
 """A layer that CLIP's text models have, and no other text encoder of those served."""
 _ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
@@ -369,14 +374,24 @@ def _modern(part: str, module: str) -> str:
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of linear layers and convolutions."""
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        header = header_of(file)
-    except BadHeader as error:
+        with file.open("rb") as opened:
+            read = reader_of(opened)
+            tensors = read_header(read, os.fstat(opened.fileno()).st_size).tensors
+            for name, place in tensors.items():
+                layer, _, what = name.rpartition(".weight")
+                if not what and layer and _TABLES.fullmatch(layer) is None:
+                    shapes.setdefault(layer, place.shape)
+                elif what.startswith(_PACKED):
+                    state = msgspec.json.decode(read(place.begin, place.end), type=_QuantState)
+                    shapes[layer] = state.shape
+    except (BadHeader, msgspec.MsgspecError) as error:
         raise OSError(f"{file} {error}") from error
-    return {
-        name.removesuffix(".weight"): place.shape
-        for name, place in header.tensors.items()
-        if name.endswith(".weight")
-        and len(place.shape) >= 2
-        and _TABLES.fullmatch(name.removesuffix(".weight")) is None
-    }
+    return {layer: shape for layer, shape in shapes.items() if len(shape) >= 2}
+
+
+class _QuantState(msgspec.Struct):
+    """What bitsandbytes says of a layer's weights of 4 bits, which lie packed in one column."""
+
+    shape: tuple[int, ...]

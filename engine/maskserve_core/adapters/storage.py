@@ -1,5 +1,10 @@
 """Where adapters come from: a folder, or a URL that fsspec takes (s3://, gs://, https://, ...).
 
+    NAME.safetensors                             NAME; the suffix in any case
+    NAME/pytorch_lora_weights.safetensors        NAME, as diffusers' and PEFT's folders
+    A/NAME.safetensors                           A--NAME, and so on, as the hub's client has it
+    A/NAME/pytorch_lora_weights.safetensors      likewise
+
 No call waits for the storage longer than its time: it runs on a thread of its own, which is left
 behind if the storage is silent. Few such threads may be stuck at once.
 """
@@ -28,6 +33,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """The form of an adapter's name: it can lead to no other folder."""
 CHUNK_BYTES = 8 * 2**20
 
+JOINT = "--"
+"""Between the folders in a name."""
+DEPTH = 4
+"""Names of a path in the storage, at most; what lies deeper is not looked for."""
 FOLDER_FILES = ("pytorch_lora_weights.safetensors", PEFT_FILE)
 """Of a folder that is an adapter; the first of these that is there."""
 SUFFIX = ".safetensors"
@@ -152,7 +161,7 @@ class Storage:
     def _list(self) -> list[Stored]:
         files, root = self._files()
         files.invalidate_cache()
-        found: dict[str, dict[str, Any]] = files.find(root, maxdepth=2, detail=True)
+        found: dict[str, dict[str, Any]] = files.find(root, maxdepth=DEPTH, detail=True)
         if not found and not files.exists(root):
             raise StorageFailed(f"there is no folder {self.url}")
         for path, about in found.items():
@@ -213,15 +222,13 @@ def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Sto
     """
     about = found[path]
     inside = unquote(f"/{path.lstrip('/')}").removeprefix(f"/{root.strip('/')}").strip("/")
-    folder, _, file = inside.rpartition("/")
-    if about.get("type") == "directory" or inside.startswith("."):
+    *folders, file = inside.split("/")
+    if about.get("type") == "directory" or any(part.startswith(".") for part in (*folders, file)):
         return None
-    if folder:
-        name = folder if file in FOLDER_FILES else ""
-    else:
-        name = file.removesuffix(SUFFIX) if file.endswith(SUFFIX) else ""
-    if not name:
+    stem, suffix = file[: -len(SUFFIX)], file[-len(SUFFIX) :]
+    if not stem or suffix.lower() != SUFFIX:
         return None
+    name = JOINT.join(folders if folders and file in FOLDER_FILES else (*folders, stem))
     nbytes, said = int(about.get("size") or 0), [inside, *_stamps(about)]
     beside = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
     config = beside if file == PEFT_FILE and beside in found else ""

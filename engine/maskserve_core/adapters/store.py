@@ -244,9 +244,11 @@ def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     if path.is_dir():
-        path = next((path / file for file in FOLDER_FILES if (path / file).is_file()), path)
+        path = _file_in(path)
     in_folder = path.name in FOLDER_FILES
-    name = path.resolve().parent.name if in_folder else path.name.removesuffix(SUFFIX)
+    name = path.resolve().parent.name if in_folder else path.name
+    if name.lower().endswith(SUFFIX):
+        name = name[: -len(SUFFIX)]
     if NAME.fullmatch(name) is None:
         raise BadAdapter(why_no_name(name))
     limits = AdaptersConfig()
@@ -260,6 +262,24 @@ def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
         "notes": list(plan.notes),
         "digest": _digest_here(path),
     }
+
+
+def _file_in(folder: Path) -> Path:
+    """The adapter that a folder is.
+
+    Raises:
+        BadAdapter: it is none, or holds several.
+    """
+    for name in FOLDER_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(each.name for each in folder.iterdir() if each.suffix.lower() == SUFFIX)
+    if len(found) == 1:
+        return folder / found[0]
+    if not found:
+        raise BadAdapter(f"is a folder without {' or '.join(FOLDER_FILES)}")
+    shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    raise BadAdapter(f"is a folder of several files, each an adapter of its own: {shown}")
 
 
 def _digest_here(path: Path) -> str:

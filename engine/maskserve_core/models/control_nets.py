@@ -20,10 +20,10 @@ from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
 from maskserve_core.files.digests import file_digest
 from maskserve_core.files.safetensors_header import BadHeader, header_of
+from maskserve_core.files.weight_files import weight_files
 from maskserve_core.models.facts import ModelFacts
 
 _CONFIG = "config.json"
-_WEIGHTS = "*.safetensors"
 
 
 class KnownControlNet(NamedTuple):
@@ -99,7 +99,7 @@ class ControlNets:
         try:
             config = json.loads((plain.path / _CONFIG).read_text(encoding="utf-8"))
             check_config(config, self._facts)
-            files = sorted(plain.path.glob(_WEIGHTS))
+            files = weight_files(plain.path).files
             if not files:
                 raise ValueError("has no safetensors weights, and no others are read")
             numbers = sum(map(_numbers, files))
@@ -157,7 +157,7 @@ def content_of(path: Path) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path / _CONFIG, *sorted(path.glob(_WEIGHTS))]
+    return [path / _CONFIG, *sorted(path.glob("*.safetensors"))]
 
 
 def _digest(about: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,33 @@ def check_family(config: Config, facts: ModelFacts) -> None:
             owners = ", ".join(each.NAME for each in FAMILIES.values() if name in each.SETTINGS)
             use = json.dumps(default) if default != "" else "none"
             raise ConfigError(f"[{section}] {key}: a setting of {owners}; use {use}")
+
+
+_GROUP = 32
+"""Numbers of a token that share a scale in int4 (`cache.entries` of the engine)."""
+
+
+def check_widths(config: Config, facts: ModelFacts) -> None:
+    """See that a model's tokens fit the formats in which they are kept.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    cache, side = config.cache, facts.native_resolution // facts.vae_scale_factor
+    formats = {"entry_format": cache.entry_format, "own_format": cache.own_format}
+    if not cache.enabled:
+        del formats["entry_format"]
+    asked = [key for key, form in formats.items() if form == "int4"]
+    if not asked:
+        return
+    work = counted_work(facts, side, side)
+    maps: Sequence[int] = facts.denoiser.get("block_out_channels", ())
+    odd = [width for width in (*(block.width for block in work.blocks), *maps) if width % _GROUP]
+    if odd:
+        raise ConfigError(
+            f"[cache] {asked[0]}: int4 has a scale per {_GROUP} numbers, and this model's tokens "
+            f"have {min(odd)}; use int8"
+        )
 
 
 def recorded_rows(facts: ModelFacts, config: Config) -> int:

@@ -16,6 +16,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.contracts.status_record import LoadCost
 from maskserve_core.errors import InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.files.weight_files import weight_files
 from maskserve_core.models.control_nets import ControlNets, KnownControlNet, version_of
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.loading import Kind, Loaded, ResourceLoader
@@ -57,7 +58,11 @@ class NetFolder(NamedTuple):
         if version_of(self.path) != self.version:
             raise _replaced(self.name)
         return self._class.from_pretrained(
-            self.path, torch_dtype=self.dtype, use_safetensors=True, local_files_only=True
+            self.path,
+            torch_dtype=self.dtype,
+            variant=weight_files(self.path).variant or None,
+            use_safetensors=True,
+            local_files_only=True,
         ).eval()
 
     def shape(self) -> Any:
@@ -151,7 +156,7 @@ def _replaced(name: str) -> MaskserveError:
 
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder).files:
         with file.open("rb") as opened:
             while piece := opened.read(2**20):
                 digest.update(piece)

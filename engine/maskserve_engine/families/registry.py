@@ -15,7 +15,7 @@ import numpy as np
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.registry import check_family, load_facts
+from maskserve_core.models.registry import check_family, check_widths, load_facts
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.stages.decode import Decoder
@@ -120,6 +120,7 @@ def load_adapter(config: Config) -> Adapter:
     """
     facts, family = _of(config)
     check_family(config, facts)
+    check_widths(config, facts)
     return family.load_adapter(facts, config)
 
 

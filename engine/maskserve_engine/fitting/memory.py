@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from maskserve_core.config import Config, Stage, beside_denoiser
+from maskserve_core.config import Config, ConfigError, Stage, beside_denoiser
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.files.safetensors_header import header_of
+from maskserve_core.files.weight_files import weight_files
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, own_rule, own_stride, read_json
 from maskserve_core.models.registry import control_work, recorded_rows
@@ -216,7 +217,7 @@ def weight_bytes(config: Config, stage: Stage) -> int:
     for part, named in read_json(folder / "model_index.json").items():
         if part != "vae" and not (stage == "encoder" and part.startswith("text_encoder")):
             continue
-        files, t5 = list((folder / part).glob("*.safetensors")), named[-1] == _T5
+        files, t5 = _files(config, part), named[-1] == _T5
         form = config.model.t5_weights if t5 else "bf16"
         if t5 and config.model.t5_offload:
             total += largest_layer_bytes(shape_of(config, part))
@@ -225,6 +226,15 @@ def weight_bytes(config: Config, stage: Stage) -> int:
         elif (folder / part / "config.json").is_file():
             total += bytes_as(shape_of(config, part), form, within="")
     return total
+
+
+def _files(config: Config, part: str) -> tuple[Path, ...]:
+    """Of the part's weights; ConfigError: which, the configuration has to say."""
+    folder = Path(config.model.path) / part
+    try:
+        return weight_files(folder, config.model.variant).files
+    except ValueError as error:
+        raise ConfigError(f"[model] variant: {folder} {error}") from error
 
 
 def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
@@ -237,7 +247,7 @@ def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
     folder = Path(config.model.path)
     part = next(name for name in _DENOISERS if (folder / name).is_dir())
     if read_json(folder / part / "config.json").get("quantization_config"):
-        return {"bf16": sum(map(_file_bytes, (folder / part).glob("*.safetensors")))}
+        return {"bf16": sum(map(_file_bytes, _files(config, part)))}
     model = shape_of(config, part)
     return {form: bytes_as(model, form) for form in forms}
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.files.weight_files import weight_files
 from maskserve_core.models.facts import ModelFacts, read_json
 
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -101,11 +102,16 @@ def load_part(config: Config, name: str, cls: Any, device: torch.device | None =
     if device.type == "meta":
         return shape_of(config, name)
     try:
+        variant = weight_files(folder, config.model.variant).variant
+    except ValueError as error:
+        raise ConfigError(f"[model] variant: {folder} {error}") from error
+    try:
         # diffusers says torch_dtype, transformers has moved to dtype.
         argument = "dtype" if cls.__module__.startswith("transformers") else "torch_dtype"
         model = cls.from_pretrained(
             str(folder),
             local_files_only=True,
+            variant=variant or None,
             device_map={"": device},
             **{argument: dtype},
         )

@@ -125,7 +125,7 @@ def form_in_words(config: Config) -> str:
     weights as the folder has them.
     """
     form = config.model.weights
-    words: list[str] = []
+    words: list[str] = [f"variant {config.model.variant}"] if config.model.variant else []
     if form == "nf4":
         words.append(form)
     elif form != "bf16":

@@ -24,7 +24,7 @@ def stages_revision(config: Config) -> str:
     """
     model = config.model
     pipeline = read_json(Path(model.path) / "model_index.json").get("_class_name")
-    how = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)}"
+    how = f"{pipeline} {model.max_sequence_length} {' '.join(model.fuse_loras)} {model.variant}"
     return model_revision(model.path, how, _OF_STAGES)
 
 

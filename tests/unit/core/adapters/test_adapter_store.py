@@ -20,8 +20,9 @@ from msgspec import structs
 
 from maskserve_core.adapters.catalogue import Catalogue
 from maskserve_core.adapters.header_process import Described
+from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
-from maskserve_core.adapters.store import AdapterStore
+from maskserve_core.adapters.store import AdapterStore, file_facts
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
 from tests.fakes.loras import OTHER_MODEL, lora, write
@@ -96,12 +97,14 @@ def test_the_catalogue_tells_what_each_adapter_is(tmp_path: Path, folder: Path) 
     raw = write(folder / "one.safetensors", lora(rank=7))
     write(folder / "two" / "pytorch_lora_weights.safetensors")
     write(folder / "bad.safetensors", lora(OTHER_MODEL, prefix="unet."))
-    for stray in ("notes.txt", "a b.safetensors", "-dash.safetensors", "two/other.safetensors"):
+    strays = ("notes.txt", ".hidden/x.safetensors", "a/.cache/x.safetensors", ".safetensors",
+              "a/b/c/d/deep.safetensors")  # fmt: skip
+    for stray in (*strays, "a b.safetensors", "-dash.safetensors", "two/other.safetensors"):
         write(folder / stray)
     with opened(tmp_path) as store:
         store.catalogue.scan()
         known = store.catalogue.all()
-        assert set(known) == {"one", "two", "bad", "a b", "-dash"}
+        assert set(known) == {"one", "two", "two--other", "bad", "a b", "-dash"}
         for name in ("a b", "-dash"):
             with pytest.raises(InvalidRequest, match="has a name that is not served"):
                 store.catalogue.find(name)
@@ -111,6 +114,42 @@ def test_the_catalogue_tells_what_each_adapter_is(tmp_path: Path, folder: Path) 
         assert brought(store, "two")
         with pytest.raises(AdapterNotFound, match="no adapter three"):
             store.catalogue.find("three")
+
+
+LAYOUTS = {
+    "plain.safetensors": "plain",
+    "upper.SAFETENSORS": "upper",
+    "lightning/Qwen-Image-Lightning-4steps-V1.0.safetensors":
+        "lightning--Qwen-Image-Lightning-4steps-V1.0",
+    "org/repo/pytorch_lora_weights.safetensors": "org--repo",
+    "org/repo/checkpoint-500/pytorch_lora_weights.safetensors": "org--repo--checkpoint-500",
+    "models--org--repo/snapshots/0a1b/x.safetensors": "models--org--repo--snapshots--0a1b--x",
+}  # fmt: skip
+
+
+def test_files_in_folders_are_named_after_both(tmp_path: Path, folder: Path) -> None:
+    raw = {
+        name: write(folder / path, lora(seed=n)) for n, (path, name) in enumerate(LAYOUTS.items())
+    }
+    with opened(tmp_path) as store:
+        store.catalogue.scan()
+        assert set(store.catalogue.all()) == set(raw)
+        for name, written in raw.items():
+            assert brought(store, name) == written
+
+
+def test_a_folder_is_checked_as_the_file_in_it(tmp_path: Path) -> None:
+    write(tmp_path / "one" / "Any Name.SAFETENSORS")
+    with pytest.raises(BadAdapter, match="name that is not served: 'Any Name'"):
+        file_facts(tmp_path / "one")
+    write(tmp_path / "two" / "mine.SAFETENSORS")
+    assert file_facts(tmp_path / "two")["name"] == "mine"
+    write(tmp_path / "two" / "other.safetensors")
+    with pytest.raises(BadAdapter, match=r"each an adapter of its own: mine\S+, other"):
+        file_facts(tmp_path / "two")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(BadAdapter, match="is a folder without pytorch_lora_weights"):
+        file_facts(tmp_path / "none")
 
 
 def test_a_clock_that_is_set_back_hides_no_adapter(tmp_path: Path, folder: Path) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 from diffusers import AutoencoderKL
+from msgspec import structs
 
 from maskserve_core.config import CacheConfig, Config, ConfigError
 from maskserve_core.models import flux, unet, z_image
 from maskserve_core.models.facts import EditDefaults, text_shares
-from maskserve_core.models.registry import FAMILIES, load_facts
+from maskserve_core.models.registry import FAMILIES, check_widths, load_facts
 from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
 from maskserve_harness.checkout import CHECKOUT
@@ -106,3 +108,32 @@ def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) 
     shares = text_shares(Config(cache=CacheConfig(own_anchors=0.45)), facts, 28, shared=False)
     assert shares.template == template
     assert (shares.ahead > 0) is (template < 1.0)
+
+
+@pytest.mark.parametrize("key", ["entry_format", "own_format"])
+def test_int4_is_refused_at_start_of_a_width_that_it_does_not_divide(
+    tiny_fill: Path, key: str
+) -> None:
+    """Keys and values have a scale for each 32 numbers of a token."""
+    facts = load_facts(tiny_fill)
+    narrow = replace(facts, denoiser={**facts.denoiser, "num_attention_heads": 3,
+                                      "attention_head_dim": 8})  # fmt: skip
+    fits = {"entry_format": "int8", "own_format": "int8"}
+    check_widths(with_cache(**fits), narrow)
+    with pytest.raises(ConfigError, match=rf"\[cache\] {key}: int4 .* have 24; use int8"):
+        check_widths(with_cache(**{**fits, key: "int4"}), narrow)
+    check_widths(with_cache(**{**fits, key: "int4"}), facts)
+    check_widths(with_cache(enabled=False), narrow)
+
+
+def test_int4_is_refused_at_start_of_such_feature_maps(tiny_unets: dict[str, Path]) -> None:
+    facts = load_facts(tiny_unets["sdxl-base"])
+    channels = [48, *facts.denoiser["block_out_channels"][1:]]
+    odd = replace(facts, denoiser={**facts.denoiser, "block_out_channels": channels})
+    with pytest.raises(ConfigError, match="have 48"):
+        check_widths(Config(), odd)
+
+
+def with_cache(**cache: Any) -> Config:
+    plain = Config()
+    return structs.replace(plain, cache=structs.replace(plain.cache, **cache))

@@ -5,6 +5,7 @@ edits are accepted, and of what runs them; for each family. The layers are diffu
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from safetensors.torch import save_file
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.lora_header import BadAdapter
@@ -132,6 +134,29 @@ def test_what_no_edit_can_apply_is_noted_at_every_door(served: Served, tmp_path:
         assert set(parts) == set(known.parts)
         served.adapter.low_rank(parts["denoiser"])
         adapters.close()
+
+
+def test_a_folder_in_4_bits_has_the_layers_of_the_plain_one(served: Served, tmp_path: Path) -> None:
+    """As bitsandbytes writes it: a weight is one column of bytes, its shape stands beside it."""
+    config = structs.replace(
+        served.config, model=structs.replace(served.config.model, weights="nf4")
+    )
+    adapter: Any = load_adapter(config)
+    packed = {name: x.contiguous() for name, x in adapter.model.state_dict().items()}
+    if not any("quant_state" in name for name in packed):
+        pytest.skip("a model as narrow has no such layer")
+    folder = Path(shutil.copytree(served.folder, tmp_path / "model"))
+    for file in (folder / served.part).glob("*.safetensors"):
+        file.unlink()
+    save_file(packed, folder / served.part / "diffusion_pytorch_model.safetensors")
+    ours, plain = BaseLayers.of_folder(folder), BaseLayers.of_folder(served.folder)
+    assert ours is not None
+    assert plain is not None
+    write(tmp_path / "x.safetensors", served.files())
+    found, expected = (read(tmp_path / "x.safetensors", each) for each in (folder, served.folder))
+    assert found["denoiser"].keys() == expected["denoiser"].keys()
+    assert ours._shapes["denoiser"] == plain._shapes["denoiser"]
+    adapter.low_rank(found["denoiser"])
 
 
 def test_alphas_in_metadata_are_those_of_a_training(served: Served, tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Which files of a folder are a model's weights.
+
+A folder may have them more than once, in *variants*, as the hub's libraries name them:
+
+    diffusion_pytorch_model.safetensors              without a variant
+    diffusion_pytorch_model.fp16.safetensors         of the variant fp16
+    model.fp16-00001-of-00002.safetensors            likewise, of several files
+    model-00001-of-00002.fp16.safetensors            likewise, as it was once written
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_SHARD = r"-\d+-of-\d+"
+_FORM = re.compile(
+    rf"[^.]+?({_SHARD})?(\.(?P<variant>[^.]+?)({_SHARD})?)?\.safetensors", re.IGNORECASE
+)
+
+
+class WeightFiles(NamedTuple):
+    """The files that are read of a folder."""
+
+    variant: str
+    """Empty: none."""
+    files: tuple[Path, ...]
+    """By name; none where the folder has no safetensors files."""
+
+
+def weight_files(folder: Path, variant: str = "") -> WeightFiles:
+    """The weights of a folder.
+
+    Args:
+        folder: of one model.
+        variant: that is preferred. Where the folder lacks it, files without a variant are taken,
+            and where it has none of these, those of its only variant.
+
+    Raises:
+        ValueError: there are several variants, and none of them is asked for; the end of a
+            sentence about the folder.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        named = _FORM.fullmatch(path.name)
+        found.setdefault((named and named["variant"]) or "", []).append(path)
+    for name in (variant, ""):
+        if name in found:
+            return WeightFiles(name, tuple(found[name]))
+    if len(found) > 1:
+        raise ValueError(f"holds weights of the variants {', '.join(found)}, and no others")
+    for name, files in found.items():
+        return WeightFiles(name, tuple(files))
+    return WeightFiles("", ())
