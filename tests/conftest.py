@@ -28,6 +28,12 @@ HERE = Path(__file__).parent
 FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
 
 
+# Another processor's instructions for torch are another's for oneDNN, too: else torch has it pack
+# numbers for instructions that torch has been told not to use.
+_ISA = {"default": "SSE41", "avx2": "AVX2"}
+if _CAPABILITY := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ISA.get(_CAPABILITY.lower(), "ALL"))
+
 # Tests started in a shell's background inherit an ignored SIGINT, and so would all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

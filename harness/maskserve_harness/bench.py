@@ -12,9 +12,13 @@ from pathlib import Path
 COMMANDS = {
     # The model's steps, and what surrounds them in a worker.
     "step": "benchmarks.step",
+    "pipeline": "benchmarks.pipeline",
     "bench_adapters": "benchmarks.bench_adapters",
+    "adapter_misses": "benchmarks.adapter_misses",
     "own_anchors": "quality.own_command",
     "kernel_table": "benchmarks.kernel_table",
+    "plan_table": "benchmarks.plan_table",
+    "planner": "benchmarks.planner",
     "plan_counts": "benchmarks.plan_counts",
     "gpu_estimate": "benchmarks.gpu_estimate",
     "gpu_cards": "benchmarks.gpu_cards",
@@ -27,6 +31,9 @@ COMMANDS = {
     "model_counts": "benchmarks.model_counts",
     # Many workers.
     "simulate_cluster": "simulator.command",
+    "router": "benchmarks.router_added",
+    "routing": "benchmarks.routing",
+    "scale": "simulator.scale",
     # Load.
     "end_to_end": "rivals.end_to_end",
     "flashps": "rivals.flashps",
@@ -36,8 +43,12 @@ COMMANDS = {
     "soak": "soaking.command",
     # The quality of pictures.
     "eval_quality": "quality.command",
+    "eval_unet_quality": "quality.unet_command",
+    "eval_demo_model": "demo_model.eval_command",
     "profile_lora": "quality.profile_lora",
     "unet_adapters": "quality.unet_adapters",
+    "pieces": "quality.pieces",
+    "vae_batches": "benchmarks.vae_batches",
     "windows": "quality.windows",
     "approximate": "quality.approximate",
     # The code itself.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_harness.bench import COMMANDS
 from maskserve_harness.benchmarks.bytes_table import table, unet_table
 from maskserve_harness.documents.module_index import code_lines, modules, packages
 from maskserve_harness.simulator.plan_tables import gains_table, rates_table
@@ -61,14 +60,6 @@ FILE = re.compile(
 def test_files_that_documents_name_are_there(text: Path) -> None:
     named = set(FILE.findall(text.read_text(encoding="utf-8")))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_benchmarks_that_documents_name_are_there(text: Path) -> None:
-    """A study that is finished stands in the history: its command is named with the commit."""
-    called = r"scripts/bench ([a-z_]+)(?![^`\n]*` at [0-9a-f]{7}\b)"
-    named = re.findall(called, text.read_text(encoding="utf-8"))
-    assert [name for name in named if name not in COMMANDS] == []
 
 
 def test_the_table_of_bytes_is_what_the_engine_takes() -> None:

@@ -10,6 +10,7 @@ of the calls that go beyond the first 5 or 8.
 
 from __future__ import annotations
 
+import argparse
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.residency import Residency, Resource
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
+from maskserve_harness.reports import table
 
 NBYTES = 1000
 WARM = 0.1
@@ -129,3 +131,17 @@ class _AtOnce:
 
     def close(self) -> None:
         pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--calls", type=int, default=200_000)
+    args = parser.parse_args()
+    rows = []
+    for service in SERVICES:
+        calls = drawn(service, args.calls, 0)
+        missed, loads = misses(service, calls)
+        lru, beyond = misses_of_lru(service.slots, calls), 1 - service.share
+        rows.append([service.name, *(f"{each:.3f}" for each in (missed, lru, beyond, loads))])
+    print(table(["service", "misses", "of an LRU", "beyond the first", "loads a call"], rows))
+    return 0

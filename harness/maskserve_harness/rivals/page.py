@@ -255,8 +255,8 @@ has {p95_vs_static_h200:+.0%}. Eight workers at 95 % load, public mix: mask-awar
 P95 is {p95_vs_least_requests:.0%} under that of least requests in flight (bar 26 %) and
 {p95_vs_round_robin:.0%} under round robin. The paper's request-level rule counts what was assigned,
 which is round robin's information; the number in flight tells of slow workers, too, and is a far
-stronger rival ([why](../../decisions/routing.md)). On real workers of this machine's sort both are
-[measured](../../benchmarks.md#flashpss-comparisons), and gain far less."""
+stronger rival ([why](../../decisions/routing.md)). On two cores both
+are [measured](../../benchmarks.md#flashpss-comparisons), and gain far less."""
 
 READING = """## Measured elsewhere
 

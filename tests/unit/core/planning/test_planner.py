@@ -28,8 +28,8 @@ from maskserve_core.planning.two_stream import (
     run,
     step_costs,
 )
+from maskserve_harness.benchmarks.algorithm_1 import algorithm_1
 from maskserve_harness.published_models import FLUX_DEV, SDXL
-from tests.support.algorithm_1 import algorithm_1
 from tests.support.examples import examples
 from tests.support.model_configs import TINY_SDXL
 from tests.support.planning import INF, costs_of, flux_costs, random_costs

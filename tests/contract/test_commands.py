@@ -1,0 +1,141 @@
+"""Every command that a document or the Makefile names is there, with the flags that it is given.
+
+What starts is a parser, not the command: the benchmarks that stand behind most take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from maskserve_client import cli as client_cli
+from maskserve_harness.bench import COMMANDS, module_of
+from maskserve_router import cli as router_cli
+
+ROOT = Path(__file__).resolve().parents[2]
+HARNESS = ROOT / "harness"
+TEXTS = sorted(
+    path
+    for path in [
+        ROOT / "Makefile",
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("docs/*.toml"),
+        *ROOT.glob("assets/**/*.md"),
+        *ROOT.glob("deploy/**/*.md"),
+    ]
+    if path.name != "CHANGELOG.md"
+)
+"""CHANGELOG.md tells of commands that have left."""
+IDS = [str(path.relative_to(ROOT)) for path in TEXTS]
+CODE = re.compile(r"`([^`\n]+)`|^(?: {4}|\t)(.+)$|^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WORDS = ("serve", "edit", "mask", "status", "cancel", "drain", "templates", "adapters", "jobs")
+COMMAND_WORDS = (*WORDS, "workflows", "web")
+
+
+def commands_of(text: str, name: str) -> Iterator[list[str]]:
+    """The words behind a program's name, of each call in a document's code."""
+    for found in CODE.finditer(text.replace("\\\n", " ")):
+        for line in (found[1] or found[2] or found[3]).splitlines():
+            for call in re.findall(rf"(?:^|[\s/]){name}(?= )([^|;&#`]*)", line):
+                try:
+                    yield shlex.split(call.replace("…", " "))
+                except ValueError:  # a quotation that goes on in the next line
+                    yield call.replace("…", " ").split()
+
+
+def flags_of(words: list[str]) -> set[str]:
+    return {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
+
+
+@cache
+def flags_of_bench(name: str) -> frozenset[str]:
+    """Flags that a command of scripts/bench takes: those of its module, and of ours that it reads
+    them from.
+    """
+    flags, todo, seen = set[str](), [module_of(name)], set[str]()
+    while todo:
+        module = todo.pop()
+        path = HARNESS.joinpath(*module.split(".")).with_suffix(".py")
+        if module in seen or not path.is_file():
+            continue
+        seen.add(module)
+        source = path.read_text(encoding="utf-8")
+        flags |= set(re.findall(r"[\"'](--[a-z][\w-]*)[\"']", source))
+        todo += [
+            node.module
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.ImportFrom) and node.module
+        ]
+    return frozenset(flags)
+
+
+def parsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Subcommands by name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def flags_of_parser(parser: argparse.ArgumentParser) -> set[str]:
+    """Its flags and those of all its subcommands."""
+    own = {flag for action in parser._actions for flag in action.option_strings}
+    return own.union(*(flags_of_parser(each) for each in parsers_of(parser).values()))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=IDS)
+def test_benchmarks_that_are_named_are_there_with_their_flags(text: Path) -> None:
+    """None is excused by a commit that had it: a figure whose command has left leaves, too."""
+    wrong = []
+    content = text.read_text(encoding="utf-8")
+    for name in re.findall(r"scripts/bench ([a-z_]+)", content):
+        if name not in COMMANDS:
+            wrong.append(name)
+    for name, *words in commands_of(content, r"scripts/bench"):
+        if name in COMMANDS:
+            unknown = flags_of(words) - flags_of_bench(name)
+            wrong += [f"{name} {flag}" for flag in sorted(unknown)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=IDS)
+def test_targets_that_are_named_are_in_the_makefile(text: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    code = [found.group().strip("` \n") for found in CODE.finditer(text.read_text("utf-8"))]
+    calls = re.findall(r"^(?:[A-Z_]+=\S+ )*make ([a-z][a-z-]*)", "\n".join(code), re.MULTILINE)
+    assert [name for name in calls if name not in targets] == []
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=IDS)
+def test_commands_of_maskserve_take_the_flags_that_are_named(text: Path) -> None:
+    subcommands, wrong = parsers_of(client_cli.parser()), list[str]()
+    for words in commands_of(text.read_text(encoding="utf-8"), "maskserve"):
+        if words and words[0] in COMMAND_WORDS:
+            unknown = flags_of(words) - flags_of_parser(subcommands[words[0]])
+            wrong += [f"{words[0]} {flag}" for flag in sorted(unknown)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=IDS)
+def test_commands_of_the_router_take_the_flags_that_are_named(text: Path) -> None:
+    source = Path(router_cli.__file__).read_text(encoding="utf-8")
+    known = set(re.findall(r"\"(--[a-z][\w-]*)\"", source))
+    calls = commands_of(text.read_text(encoding="utf-8"), "maskserve-router")
+    assert not {flag for words in calls for flag in flags_of(words)} - known
+
+
+def test_a_command_that_is_not_there_is_seen() -> None:
+    text = "`python scripts/bench stepp --json x` and\n\n    maskserve serve --nosuch 1\n"
+    assert list(commands_of(text, r"scripts/bench")) == [["stepp", "--json", "x"]]
+    assert [flags_of(words) for words in commands_of(text, "maskserve")] == [{"--nosuch"}]
+    assert "--json" in flags_of_bench("step")
+    assert "--nosuch" not in flags_of_bench("step")
