@@ -50,6 +50,7 @@ COMMANDS = {
     "pieces": "quality.pieces",
     "vae_batches": "benchmarks.vae_batches",
     "windows": "quality.windows",
+    "eval_photo_model": "photo_model.command",
     "approximate": "quality.approximate",
     # The code itself.
     "module_index": "documents.module_index",
@@ -73,6 +74,7 @@ COMMANDS = {
     "train_enlarge": "maskserve_training.enlarge",
     "train_inpaint_model": "maskserve_training.inpaint",
     "train_demo_edit": "maskserve_training.edit",
+    "train_photo_model": "maskserve_training.photo",
 }
 """The module of each command, in this package or by its whole name. It has a `main()` that reads
 `sys.argv`, and its docstring's first paragraph says what it does."""

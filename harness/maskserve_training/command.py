@@ -22,7 +22,7 @@ from maskserve_training import data
 from maskserve_training.export import assemble, export
 from maskserve_training.flux import merged_ema, train
 from maskserve_training.sampler import Sampler, encode_prompts
-from maskserve_training.text import TEXT_PARTS, train_text
+from maskserve_training.text import TEXT_PARTS, demo_language, train_text
 from maskserve_training.transformer import build_transformer
 from maskserve_training.vae import build_vae, train_decoder
 
@@ -58,7 +58,7 @@ def main() -> int:
     text = args.work / "text"
     if not (text / "tokenizer_2").exists():
         if args.start is None:
-            train_text(text)
+            train_text(text, demo_language())
         else:
             for part in TEXT_PARTS:
                 shutil.copytree(args.start / part, text / part)
@@ -68,7 +68,7 @@ def main() -> int:
         parts = [data.read_part(folder) for folder in _data(args, vae)]
         if not args.minutes:
             return 0
-        helpers = [] if args.worker is not None else _start_helpers(args.workers)
+        helpers = [] if args.worker is not None else start_helpers(args.workers)
         worker = args.worker or 0
         train(
             transformer,
@@ -124,6 +124,7 @@ def _data(args: argparse.Namespace, vae: AutoencoderKL) -> list[Path]:
     return sorted(done.parent for done in (args.work / "data").glob("*/done"))
 
 
-def _start_helpers(workers: int) -> list[subprocess.Popen[bytes]]:
+def start_helpers(workers: int) -> list[subprocess.Popen[bytes]]:
+    """Start the command that runs again, as each worker but the first."""
     command = [sys.executable, *sys.argv]
     return [subprocess.Popen([*command, "--worker", str(i)]) for i in range(1, workers)]

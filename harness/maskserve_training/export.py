@@ -29,11 +29,22 @@ def assemble(
     )
 
 
-def export(pipe: DiffusionPipeline, folder: Path, max_sequence_length: int, **more: float) -> None:
-    """Write `pipe` as fp32 safetensors, and the server's call arguments, `more` among them, beside
-    it.
+def export(
+    pipe: DiffusionPipeline,
+    folder: Path,
+    max_sequence_length: int,
+    *,
+    halved: tuple[str, ...] = (),
+    steps: int = STEPS,
+    **more: float,
+) -> None:
+    """Write `pipe` as safetensors, and the server's call arguments, `steps` and `more` among them,
+    beside it. The parts `halved` are stored as bf16, all others as fp32.
     """
-    pipe.to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    pipe.to(torch.float32)
+    for part in halved:
+        getattr(pipe, part).to(torch.bfloat16)
+    pipe.save_pretrained(folder, safe_serialization=True)
     for config in folder.glob("*/config.json"):  # the build's own paths help nobody
         parts = json.loads(config.read_text())
         parts.pop("_name_or_path", None)
@@ -42,5 +53,5 @@ def export(pipe: DiffusionPipeline, folder: Path, max_sequence_length: int, **mo
         "[model]\n"
         f"max_sequence_length = {max_sequence_length}\n"
         f"native_resolution = {int(pipe.vae.config.sample_size)}\n"
-        f"num_inference_steps = {STEPS}\n" + "".join(f"{k} = {v}\n" for k, v in more.items())
+        f"num_inference_steps = {steps}\n" + "".join(f"{k} = {v}\n" for k, v in more.items())
     )

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
-from maskserve_training.transformer import Batch
+from maskserve_training.transformer import HintedBatch
 
 _NUMBERS: Final = len(COLOURS) + len(SHAPES)
 
@@ -50,7 +50,7 @@ class Hints(nn.Module):
 
         return keep
 
-    def loss(self, batch: Batch, active: torch.Tensor) -> torch.Tensor:
+    def loss(self, batch: HintedBatch, active: torch.Tensor) -> torch.Tensor:
         """Sum of the heads' mean cross entropies; `active` (B, N) is 1 in masks.
 
         Those of blocks that have run since the last call.

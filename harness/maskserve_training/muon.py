@@ -1,7 +1,8 @@
-"""Muon in float32.
+"""Muon in the precision that the processor is fast in.
 
-torch.optim.Muon makes matrices orthogonal in bfloat16. A processor without such instructions takes
-fifteen times as long for that, and three quarters of a training step.
+torch.optim.Muon makes matrices orthogonal in bfloat16. A processor without matrix instructions for
+it takes fifteen times as long for that, and three quarters of a training step; one with them is
+four times as fast as in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch import nn
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ITERATIONS: Final = 5
+_PRECISION: Final = (
+    torch.bfloat16 if torch.cpu.get_capabilities().get("amx_bf16") else torch.float32
+)
 
 
 class Muon(torch.optim.Optimizer):
@@ -49,10 +53,11 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix with about the same singular vectors whose singular values are all about 1."""
     a, b, c = _COEFFICIENTS
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x = x / x.norm().clamp(min=1e-7)
+    x = (x / x.norm().clamp(min=1e-7)).to(_PRECISION)
     for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.to(matrix.dtype)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 

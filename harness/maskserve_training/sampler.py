@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH, every_phrase
 from maskserve_training.data import ASKED_COLOURS, ASKED_SHAPES, Part
-from maskserve_training.transformer import Batch
+from maskserve_training.transformer import HintedBatch
 
 EMPTY_SHARE: Final = 0.04  # of samples: empty prompt, the region is just continued
 IDENTITY_SHARE: Final = 0.06  # of samples: no mask, empty prompt, the picture itself (priming)
@@ -71,7 +71,7 @@ class Sampler:
             np.maximum(p.other[:, 1] - p.other[:, 0], p.other[:, 3] - p.other[:, 2]) for p in parts
         ]
 
-    def draw(self, tokens: int, kind: str, window: int | None) -> Batch:
+    def draw(self, tokens: int, kind: str, window: int | None) -> HintedBatch:
         """Samples of about `tokens` tokens in all, text included, of scenes of one size.
 
         They are whole pictures, or windows of `window` x `window` tokens round their masks; a
@@ -104,7 +104,7 @@ class Sampler:
             samples.append(self._sample(part, int(i), at))
         return self._batch(samples, ids)
 
-    def draw_objects(self, tokens: int) -> Batch:
+    def draw_objects(self, tokens: int) -> HintedBatch:
         """About `tokens` tokens of small windows round relational scenes' objects alone."""
         number = self._pick_part("relations")
         part = self._parts[number]
@@ -117,9 +117,9 @@ class Sampler:
             samples.append(self._sample(part, int(i), [at]))
         return self._batch(samples, _ids(self._origin(size), size))
 
-    def _batch(self, samples: list[_Sample], ids: torch.Tensor) -> Batch:
+    def _batch(self, samples: list[_Sample], ids: torch.Tensor) -> HintedBatch:
         texts = [self._wording(s.prompt) for s in samples]
-        return Batch(
+        return HintedBatch(
             clean=_stack([s.answer for s in samples]),
             condition=_stack([s.condition for s in samples]),
             prompt=torch.stack([states for states, _ in texts]),

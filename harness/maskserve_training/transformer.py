@@ -13,7 +13,7 @@ from maskserve_training import muon
 from maskserve_training.text import WIDTH
 
 HEAD_DIM: Final = 32
-AXES: Final = (8, 12, 12)  # rotary dimensions of (unused, row, column); they sum to HEAD_DIM
+_AXES: Final = (8, 12, 12)  # rotary dimensions of (unused, row, column) in HEAD_DIM
 OUTSIDE_WEIGHT: Final = 0.1  # of the loss on tokens no masked pixel touches
 
 
@@ -31,10 +31,6 @@ class Batch:
     """(B, pooled width) CLIP output."""
     ids: torch.Tensor
     """(N, 3) image ids: 0, row, column."""
-    shown: torch.Tensor
-    """(B, 2) colour and shape number of the answer's object, -1 for none."""
-    seen: torch.Tensor
-    """(B, N, 2): the same of another object, at the tokens it covers; elsewhere -1."""
 
     @property
     def text_ids(self) -> torch.Tensor:
@@ -42,22 +38,39 @@ class Batch:
         return torch.zeros(self.prompt.shape[1], 3)
 
 
+@dataclass(frozen=True)
+class HintedBatch(Batch):
+    """Drawn edits, of which is known what stands where."""
+
+    shown: torch.Tensor
+    """(B, 2) colour and shape number of the answer's object, -1 for none."""
+    seen: torch.Tensor
+    """(B, N, 2): the same of another object, at the tokens it covers; elsewhere -1."""
+
+
 def build_transformer(
-    latent_channels: int, factor: int, heads: int, layers: int, single_layers: int
+    latent_channels: int,
+    factor: int,
+    heads: int,
+    layers: int,
+    single_layers: int,
+    head_dim: int = HEAD_DIM,
 ) -> FluxTransformer2DModel:
-    """An untrained FLUX Fill transformer, heads * HEAD_DIM wide."""
+    """An untrained FLUX Fill transformer, heads * head_dim wide; head_dim is HEAD_DIM or a
+    multiple.
+    """
     return FluxTransformer2DModel(
         patch_size=1,
         in_channels=8 * latent_channels + 4 * factor**2,
         out_channels=4 * latent_channels,
         num_layers=layers,
         num_single_layers=single_layers,
-        attention_head_dim=HEAD_DIM,
+        attention_head_dim=head_dim,
         num_attention_heads=heads,
         joint_attention_dim=WIDTH,
         pooled_projection_dim=WIDTH,
         guidance_embeds=False,
-        axes_dims_rope=AXES,
+        axes_dims_rope=tuple(axis * head_dim // HEAD_DIM for axis in _AXES),
     )
 
 
@@ -88,22 +101,28 @@ def pack_mask(mask: torch.Tensor, factor: int) -> torch.Tensor:
     return pack(planes.reshape(b, factor * factor, h, w))
 
 
-def sample_times(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Times (B,) in 0..1: some even, most near 1, where the shape is decided."""
+def sample_times(count: int, generator: torch.Generator, lateness: float = 1.8) -> torch.Tensor:
+    """Times (B,) in 0..1: some even, most near 1, where the shape is decided: round
+    sigmoid(`lateness`).
+    """
     even = torch.rand(count, generator=generator)
-    late = torch.sigmoid(1.8 + torch.randn(count, generator=generator))
+    late = torch.sigmoid(lateness + torch.randn(count, generator=generator))
     return torch.where(torch.rand(count, generator=generator) < 0.3, even, late)
 
 
 def loss_of(
-    model: nn.Module, batch: Batch, active: torch.Tensor, generator: torch.Generator
+    model: nn.Module,
+    batch: Batch,
+    active: torch.Tensor,
+    generator: torch.Generator,
+    lateness: float = 1.8,
 ) -> torch.Tensor:
     """Flow-matching loss: the velocity is noise minus clean latents, time is the noise's share.
 
-    `active` (B, N) is 1 where a masked pixel touches a token.
+    `active` (B, N) is 1 where a masked pixel touches a token; `lateness` as of `sample_times`.
     """
     clean = batch.clean
-    time = sample_times(len(clean), generator)
+    time = sample_times(len(clean), generator, lateness)
     noise = torch.randn(clean.shape, generator=generator)
     mixed = clean + time[:, None, None] * (noise - clean)
     with torch.autocast("cpu", torch.bfloat16):

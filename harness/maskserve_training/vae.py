@@ -9,7 +9,7 @@ product, and those of a patch independent of its neighbours. The decoder is trai
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +29,18 @@ _DECODER_BIAS: Final = 20.0
 _LOG_VARIANCE: Final = -12.0  # of the posterior: a point, for all purposes
 
 
-def build_vae(latent_channels: int, resolution: int, factor: int = 4) -> AutoencoderKL:
-    """A VAE with `factor` (4 or 8) pixels per latent side: encoder final, decoder untrained."""
+Crops = Callable[[np.random.Generator, int, int], list[Picture]]
+"""Draws crops, of so many pixels a side and so many, of one picture: what a VAE is made for."""
+
+
+def build_vae(
+    latent_channels: int, resolution: int, factor: int = 4, crops: Crops | None = None
+) -> AutoencoderKL:
+    """A VAE with `factor` (4 or 8) pixels per latent side: encoder final, decoder untrained.
+
+    It is for pictures as of `crops`, of drawn scenes where none is given.
+    """
+    crops = crops or scene_crops(resolution)
     torch.manual_seed(0)
     channels = {4: (16, 32, 64), 8: (16, 48, 64, 128)}[factor]
     vae = AutoencoderKL(
@@ -49,22 +59,22 @@ def build_vae(latent_channels: int, resolution: int, factor: int = 4) -> Autoenc
         scaling_factor=1.0,
         shift_factor=0.0,
     )
-    components, deviation = _principal_components(factor, latent_channels, resolution)
+    components, deviation = _principal_components(factor, latent_channels, resolution, crops)
     spread = deviation[:, None, None, None] ** _WHITENING
     _write_encoder(vae, components / spread)
     _begin_decoder(vae, components * spread)
-    normalise(vae)
+    normalise(vae, crops)
     return vae.eval()
 
 
 def _principal_components(
-    factor: int, count: int, resolution: int
+    factor: int, count: int, side: int, crops: Crops
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The strongest `count` patch directions (count, 3, f, f) and their deviations (count,)."""
     rng = np.random.default_rng(5)
     moment = np.zeros((3 * factor**2,) * 2)
     for _ in range(400):
-        x = to_tensor(_pictures(rng, resolution, resolution, 1))
+        x = to_tensor(crops(rng, side, 1))
         rows = nn.functional.unfold(x, factor, stride=factor)[0].T.double().numpy()
         moment += rows.T @ rows / len(rows) / 400
     values, vectors = np.linalg.eigh(moment)
@@ -168,17 +178,27 @@ def to_tensor(pictures: list[Picture]) -> torch.Tensor:
 
 
 def train_decoder(
-    vae: AutoencoderKL, folder: Path, seconds: float, *, batch: int = 8, crop: int = 64
+    vae: AutoencoderKL,
+    folder: Path,
+    seconds: float,
+    *,
+    batch: int = 8,
+    crop: int = 64,
+    crops: Crops | None = None,
+    checkpoint: Path | None = None,
 ) -> None:
-    """Train the decoder in place for so much CPU time; saves to `folder` every minute and at the
-    end.
+    """Train the decoder in place for so much CPU time, that of the runs before in `checkpoint`
+    included; saves to `folder` every minute and at the end.
     """
+    draw, rng = (
+        crops or scene_crops(int(vae.config.sample_size)),
+        np.random.default_rng(int(time.time())),
+    )
     vae.train()
     vae.encoder.requires_grad_(False)
-    crops = _crops(int(vae.config.sample_size), crop, batch, seed=int(time.time()))
 
     def take(step: int, progress: float) -> Step:
-        x = next(crops)
+        x = to_tensor([p for _ in range(batch // 2) for p in draw(rng, crop, 2)])
         z = vae.encode(x).latent_dist.mode()
         with torch.autocast("cpu", torch.bfloat16, enabled=progress < 0.85):
             output = vae.decode(z).sample
@@ -191,17 +211,17 @@ def train_decoder(
     )
     Training(
         "vae", vae.decoder, [optimiser], seconds, 2e-3, 100, decay=0.7, save_every=60.0,
-        say_every=200, save=lambda: vae.save_pretrained(folder),
+        say_every=200, checkpoint=checkpoint, save=lambda: vae.save_pretrained(folder),
     ).run(take)  # fmt: skip
     vae.eval().save_pretrained(folder)
 
 
 @torch.no_grad()
-def normalise(vae: AutoencoderKL, samples: int = 256) -> None:
-    """Set shift and scaling factor so that latents of scenes have mean 0 and variance 1."""
+def normalise(vae: AutoencoderKL, crops: Crops, samples: int = 256) -> None:
+    """Set shift and scaling factor so that latents of pictures have mean 0 and variance 1."""
     rng = np.random.default_rng(2)
     side = int(vae.config.sample_size)
-    pictures = [_pictures(rng, side, side, 1)[0] for _ in range(samples)]
+    pictures = [crops(rng, side, 1)[0] for _ in range(samples)]
     latents = torch.cat(
         [vae.encode(to_tensor(pictures[i : i + 32])).latent_dist.mode()
          for i in range(0, samples, 32)]
@@ -214,11 +234,13 @@ def normalise(vae: AutoencoderKL, samples: int = 256) -> None:
     print("latent std per channel", [round(float(s), 2) for s in spread], flush=True)
 
 
-def _crops(resolution: int, side: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    while True:
-        pictures = [p for _ in range(batch // 2) for p in _pictures(rng, resolution, side, 2)]
-        yield to_tensor(pictures)
+def scene_crops(resolution: int) -> Crops:
+    """Crops of scenes of `resolution` pixels a side, as the demo model's edits show them."""
+
+    def draw(rng: np.random.Generator, side: int, count: int) -> list[Picture]:
+        return _pictures(rng, resolution, side, count)
+
+    return draw
 
 
 def _pictures(rng: np.random.Generator, resolution: int, side: int, count: int) -> list[Picture]:

@@ -96,6 +96,11 @@ def phrase(rng: np.random.Generator, colour: str, shape: str, *, noisy: bool = F
     `noisy` slips in words the encoders have never met.
     """
     text = str(rng.choice(templates(colour, shape))).format(c=colour, s=shape)
+    return vary(rng, text, noisy=noisy)
+
+
+def vary(rng: np.random.Generator, text: str, *, noisy: bool) -> str:
+    """`text` in any case that people write; `noisy` may slip a word of random letters in."""
     if noisy and rng.random() < 0.3:
         parts = text.split(" ")
         stranger = "".join(rng.choice(list(_LETTERS), size=rng.integers(2, 5)))

@@ -6,7 +6,7 @@ import torch
 from maskserve_training.attention import MatmulAttention
 from maskserve_training.hints import Hints, _mean, front_of
 from maskserve_training.text import WIDTH
-from maskserve_training.transformer import Batch, build_transformer, loss_of
+from maskserve_training.transformer import HintedBatch, build_transformer, loss_of
 
 CHANNELS, FACTOR, TOKENS, TEXT = 2, 4, 6, 3
 
@@ -19,14 +19,14 @@ def model():
     return model
 
 
-def _batch(shown: int, seen: int) -> Batch:
+def _batch(shown: int, seen: int) -> HintedBatch:
     mask = torch.zeros(2, TOKENS, 4 * FACTOR**2)
     mask[:, :2] = 1
     ids = torch.zeros(TOKENS, 3)
     ids[:, 2] = torch.arange(TOKENS)
     numbers = torch.full((2, TOKENS, 2), -1)
     numbers[:, -1] = seen
-    return Batch(
+    return HintedBatch(
         clean=torch.randn(2, TOKENS, 4 * CHANNELS),
         condition=torch.cat([torch.randn(2, TOKENS, 4 * CHANNELS), mask], dim=2),
         prompt=torch.randn(2, TEXT, WIDTH),
@@ -37,7 +37,7 @@ def _batch(shown: int, seen: int) -> Batch:
     )
 
 
-def _hint(model, hints: Hints, batch: Batch) -> torch.Tensor:
+def _hint(model, hints: Hints, batch: HintedBatch) -> torch.Tensor:
     active = batch.condition[..., -4 * FACTOR**2 :].amax(dim=2)
     loss_of(model, batch, active, torch.Generator().manual_seed(0))
     return hints.loss(batch, active)

@@ -1,0 +1,97 @@
+"""How the photo model learns: what it is fed, and that a run goes on where the last one stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxFillPipeline
+from PIL import Image
+
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
+from maskserve_harness.demo_model.scenes import Picture
+from maskserve_harness.photo_model.scenes import Stock, draw_example
+from maskserve_harness.photo_model.words import LOOKS, THINGS, draw_prompts, words
+from maskserve_training import photo
+from maskserve_training.export import assemble
+from maskserve_training.photo_sources import SOURCES, textures
+from maskserve_training.text import Language, train_text
+from maskserve_training.transformer import build_transformer
+from maskserve_training.vae import build_vae
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> FluxFillPipeline:
+    """The photo model at its smallest: an untrained decoder and transformer."""
+    folder = tmp_path_factory.mktemp("text")
+    language = Language(words(), len(LOOKS), len(THINGS), draw_prompts)
+    train_text(folder, language, steps=2, batch=8)
+
+    def crops(rng: np.random.Generator, side: int, count: int) -> list[Picture]:
+        return [rng.integers(256, size=(side, side, 3)).astype(np.uint8) for _ in range(count)]
+
+    vae = build_vae(4, 32, 8, crops)
+    return assemble(vae, folder, build_transformer(4, 8, 1, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Stock:
+    noise = np.random.default_rng(0).integers(256, size=(96, 96, 3)).astype(np.uint8)
+    return Stock([Image.fromarray(noise)], textures())
+
+
+def test_examples_are_encoded_as_the_pipeline_does(pipe: FluxFillPipeline, pictures: Stock) -> None:
+    sampler = photo.PhotoSampler(pictures, pipe, [0])
+    example = draw_example(np.random.default_rng(1), pictures, (64, 64), "object")
+    batch = sampler.encode([example], ["a cat"])
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(model: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        seen.setdefault("hidden", kwargs["hidden_states"])
+        seen.setdefault("prompt", kwargs["encoder_hidden_states"])
+        seen.setdefault("pooled", kwargs["pooled_projections"])
+
+    hook = pipe.transformer.register_forward_pre_hook(look, with_kwargs=True)
+    pipe(
+        prompt="a cat",
+        image=Image.fromarray(example.answer),
+        mask_image=Image.fromarray(example.mask.astype(np.uint8) * 255),
+        height=64,
+        width=64,
+        num_inference_steps=1,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        output_type="latent",
+    )
+    hook.remove()
+    condition = seen["hidden"][..., -batch.condition.shape[2] :]
+    torch.testing.assert_close(batch.condition, condition, atol=0.02, rtol=0)
+    torch.testing.assert_close(batch.prompt, seen["prompt"])
+    torch.testing.assert_close(batch.pooled, seen["pooled"])
+    assert batch.ids.shape == (16, 3)
+
+
+def test_a_run_goes_on_from_its_checkpoint(
+    pipe: FluxFillPipeline, pictures: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(photo, "_WINDOW", 64)
+    monkeypatch.setattr(photo, "_COUNTS", {64: 2, photo.RESOLUTION: 1})
+    monkeypatch.setattr(photo, "_WHOLE", 0.0)
+    sampler = photo.PhotoSampler(pictures, pipe, [0])
+    steps = []
+    for seconds in (0.2, 0.4):
+        model = build_transformer(4, 8, 1, 1, 1)
+        photo.train(model, sampler, tmp_path, seconds=seconds, rate=1e-3)
+        state = torch.load(tmp_path / "worker0.pt", weights_only=True)
+        steps.append(state["step"])
+        assert state["spent"] >= seconds
+    assert steps[1] > steps[0] > 0
+
+
+def test_every_photograph_is_listed_with_its_licence() -> None:
+    table = (CHECKOUT / "docs" / "photo-model.md").read_text(encoding="utf-8")
+    for source in SOURCES:
+        for name in source.files:
+            assert f"`{name.removesuffix('.exr.js')}`" in table, name
