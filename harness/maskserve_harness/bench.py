@@ -34,6 +34,7 @@ COMMANDS = {
     "router": "benchmarks.router_added",
     "routing": "benchmarks.routing",
     "scale": "simulator.scale",
+    "router_scale": "benchmarks.router_scale",
     # Load.
     "end_to_end": "rivals.end_to_end",
     "flashps": "rivals.flashps",

@@ -70,9 +70,9 @@ class Workers(Table, frozen=True):
     """How often names are resolved anew."""
     poll_interval_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.06
     """How often each worker is asked for its status."""
-    polls_per_s: Annotated[int, Meta(ge=1, le=10**5)] = 1000
+    polls_per_s: Annotated[int, Meta(ge=1, le=10**5)] = 500
     """How many such questions all workers together get at most: of more workers each is asked the
-    less often. A thousand take a quarter of a core."""
+    less often. Five hundred take up to half a core."""
     poll_timeout_s: Seconds = 1.0
     """A status that takes longer is a miss."""
     misses: Count = 2

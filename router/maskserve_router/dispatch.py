@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
@@ -45,6 +45,10 @@ from maskserve_router.sending import Send, result_of, streamed, template_of, una
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Unread
 from maskserve_router.worker import Sent, Worker, WorkerEpoch
+
+_ASKED = 16
+"""Workers that are asked when an edit would be done there, where all are full: those that have a
+place first."""
 
 
 class Dispatcher:
@@ -256,7 +260,7 @@ class Dispatcher:
         if due_s is not None:
             return call.arrival + due_s - time.monotonic()
         # Refused before its size was known: due it was, at whatever time.
-        by_size = any(w.served.due_ms for w in self._pool.workers.values() if w.served)
+        by_size = self._pool.roster.some_due_by_size(time.monotonic())
         return -math.inf if by_size else None
 
     @contextmanager
@@ -343,20 +347,21 @@ class Dispatcher:
         """Seconds to its answer from the worker that would be done first; where none has a place,
         behind all that gets one before it. None: no worker serves it.
         """
-        serving = {w.address: w for w in self._pool.ready() if w.view(now).serves(edit)}
-        able = [w for w in serving.values() if w.view(now).takes(edit)]
-        ahead: dict[str, list[Edit]] = {}
-        if not able:
-            able = list(serving.values())
-            waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
-            ahead = dealt(waiting, [worker.view(now) for worker in able])
-        return min(
-            (
-                worker.least_s(edit, now, ahead=ahead.get(worker.address, ()), primed=call.primed)
-                for worker in able
-            ),
-            default=None,
-        )
+        roster = self._pool.roster
+        board = roster.board(now)
+
+        def asked(number: int, ahead: Sequence[Edit] = ()) -> float:
+            return roster.worker(number).least_s(edit, now, ahead=ahead, primed=call.primed)
+
+        if len(able := board.taking(edit)):
+            return board.least_s(edit, now, able, asked, primed=call.primed)
+        waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
+        # No other gets one of the edits that wait, nor can be better than those that get none.
+        near = board.earliest(board.serving(edit), len(waiting) + _ASKED)
+        got = dealt(waiting, [board.view(number) for number in near])
+        near.sort(key=lambda number: got.free_s[board.view(number).worker])
+        times = (asked(n, got.edits[board.view(n).worker]) for n in near[:_ASKED])
+        return min(times, default=None)
 
     def _due(self, call: EditCall) -> float:
         """When its answer is due; infinite: at no time, or edits go by arrival."""
@@ -366,10 +371,14 @@ class Dispatcher:
 
     def _alone_s(self, call: EditCall, edit: Edit) -> float | None:
         """Seconds to its answer from a worker with nothing else to do; None: none takes edits."""
-        now = time.monotonic()
-        serving = [w for w in self._pool.ready() if edit.model in ("", w.model)]
-        alone = (each.least_s(edit, now, alone=True, primed=call.primed) for each in serving)
-        return min(alone, default=None)
+        now, roster = time.monotonic(), self._pool.roster
+        board = roster.board(now)
+
+        def asked(number: int) -> float:
+            return roster.worker(number).least_s(edit, now, alone=True, primed=call.primed)
+
+        able = board.there(edit)
+        return board.least_s(edit, now, able, asked, alone=True, primed=call.primed)
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:
@@ -405,8 +414,10 @@ class Dispatcher:
     def _others_than_home(self, template_id: str) -> frozenset[WorkerEpoch]:
         """Of a kept result the workers without it, while one that has it takes edits."""
         home = self._homes.get(template_id)
+        if home is None:
+            return frozenset()
         ready = self._pool.ready()
-        if home is None or all(worker.results_at != home for worker in ready):
+        if all(worker.results_at != home for worker in ready):
             return frozenset()
         return frozenset(worker.epoch for worker in ready if worker.results_at != home)
 

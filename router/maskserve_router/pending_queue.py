@@ -132,7 +132,8 @@ class PendingQueue:
         """
         new = Waiting(request_id, edit, self._key(edit, arrival, starts_by), frozenset(), False)
         ahead = []
-        waiting = sorted([*self._waiting, new])
+        waiting = self._waiting.copy()
+        insort(waiting, new)
         for each in self._sent.in_turn(waiting, lambda waiting: waiting.whose):
             if each is new:
                 break
@@ -158,10 +159,17 @@ class PendingQueue:
 
     def dispatch(self) -> None:
         """Send off every waiting edit that a worker has a place for, in the order of turns."""
-        full: set[str] = set()
+        if not self._waiting:
+            return
+        edits = {waiting.edit.model: waiting.edit for waiting in self._waiting}
+        full = {model for model, edit in edits.items() if self._full(edit)}
+        if all(waiting.edit.model in full and not waiting.avoid for waiting in self._waiting):
+            return
         for waiting in self._sent.in_turn(self._waiting, lambda waiting: waiting.whose):
-            if waiting.place.done() or waiting.edit.model in full:
-                continue  # done: it has ended in this moment, and leaves by itself
+            if waiting.place.done():
+                continue  # it has ended in this moment, and leaves by itself
+            if waiting.edit.model in full and not waiting.avoid:
+                continue
             try:
                 sent = self._send(waiting)
             except NoWorkerAvailable as none:
@@ -172,25 +180,47 @@ class PendingQueue:
                 waiting.place.set_exception(none)
             else:
                 waiting.place.set_result(sent)
+                if self._full(waiting.edit):
+                    full.add(waiting.edit.model)
             self._drop(waiting)
+
+    def _full(self, edit: Edit) -> bool:
+        """Whether no worker has a place for edits of its model, though some serve it."""
+        board = self._pool.roster.board(time.monotonic())
+        return not len(board.taking(edit)) and len(board.serving(edit)) > 0
 
     def _send(self, waiting: Waiting) -> Sent:
         now, edit = time.monotonic(), waiting.edit
-        views = [
-            worker.view(now)
-            for worker in self._pool.workers.values()
-            if worker.epoch not in waiting.avoid
-        ]
-        begin = time.perf_counter()
-        chosen = self._policy.choose(edit, views, now)
-        self._decided(time.perf_counter() - begin)
-        worker: Worker = self._pool.workers[chosen]
+        worker = self._chosen(edit, now, waiting.avoid)
         predicted = worker.predict(edit, now)
         sent = Sent(waiting.request_id, edit, worker, now, predicted, listed_at=now)
         worker.add(sent)
         self._sent.book(waiting.whose)
         worker.breaker.sent(waiting.request_id)
         return sent
+
+    def _chosen(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:
+        """Raises NoWorkerAvailable: no worker takes it but those to avoid."""
+        roster, workers = self._pool.roster, self._pool.workers
+        without = {
+            worker.number
+            for epoch in avoid
+            if (worker := workers.get(epoch.address)) is not None and worker.epoch == epoch
+        }
+        board = roster.board(now)
+        begin = time.perf_counter()
+        if self._policy.predicts:
+            number = board.choose(edit, now, without)
+        else:
+            takers = [n for n in board.taking(edit).tolist() if n not in without]
+            by_name = {board.view(n).worker: n for n in takers}
+            views = [board.view(n) for n in takers]
+            number = by_name[self._policy.choose(edit, views, now)] if views else None
+        self._decided(time.perf_counter() - begin)
+        if number is not None:
+            return roster.worker(number)
+        others = [worker for worker in workers.values() if worker.number not in without]
+        raise NoWorkerAvailable(edit, [worker.view(now) for worker in others])
 
     def _expire(self, waiting: Waiting) -> None:
         if not waiting.place.done():

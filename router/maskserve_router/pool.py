@@ -16,6 +16,7 @@ from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
 from maskserve_router.names import resolved
 from maskserve_router.operations import control_request
+from maskserve_router.roster import Roster
 from maskserve_router.template_index import TemplateIndex
 from maskserve_router.worker import Worker, read_status
 
@@ -37,6 +38,7 @@ class Pool:
         self.config = config
         self.workers: dict[str, Worker] = {}
         self._index = TemplateIndex()
+        self.roster = Roster(self._index)
         self._changed = changed
         self._polls: dict[Worker, asyncio.Task[None]] = {}
         """Of one that is retired for as long as it finishes what it holds, even where its address
@@ -65,7 +67,7 @@ class Pool:
 
     def models(self) -> Counter[str]:
         """Models that workers serve, as far as they have said, and how many serve each."""
-        return Counter(worker.model for worker in self.workers.values() if worker.model)
+        return self.roster.models(time.monotonic())
 
     def ready(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.ready]
@@ -86,6 +88,12 @@ class Pool:
 
     # Which workers there are.
 
+    def join(self, address: str) -> Worker:
+        """A worker at an address, which is not asked yet."""
+        worker = self.workers[address] = Worker(address, self.config, self._index)
+        self.roster.join(worker)
+        return worker
+
     async def _keep_resolving(self) -> None:
         while True:
             await asyncio.sleep(self.config.workers.dns_interval_s)
@@ -98,11 +106,13 @@ class Pool:
         wanted = await resolved(self.config.workers.addresses, self.workers)
         for address in sorted(wanted - set(self.workers)):
             log.info("worker %s is new", address)
-            worker = self.workers[address] = Worker(address, self.config, self._index)
+            worker = self.join(address)
             self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
         for address in sorted(set(self.workers) - wanted):
             log.info("worker %s is no longer among the workers", address)
-            task = asyncio.create_task(self._retire(self.workers.pop(address)))
+            worker = self.workers.pop(address)
+            self.roster.leave(worker)
+            task = asyncio.create_task(self._retire(worker))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         self._changed()

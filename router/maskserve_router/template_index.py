@@ -17,6 +17,8 @@ class TemplateIndex:
 
     def __init__(self) -> None:
         self._tiers: dict[str, dict[str, int]] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+        """Templates of a worker in a tier."""
         self._free: list[int] = []
         self._numbers = 0
 
@@ -38,17 +40,24 @@ class TemplateIndex:
             self.remove(number, tier, self._of(number, tier))
 
     def add(self, number: int, tier: str, templates: Iterable[str]) -> None:
-        held, bit = self._tiers.setdefault(tier, {}), 1 << number
+        held, bit, more = self._tiers.setdefault(tier, {}), 1 << number, 0
         for template in templates:
-            held[template] = held.get(template, 0) | bit
+            before = held.get(template, 0)
+            if not before & bit:
+                held[template] = before | bit
+                more += 1
+        self._counts[tier, number] = self._counts.get((tier, number), 0) + more
 
     def remove(self, number: int, tier: str, templates: Iterable[str]) -> None:
-        held, bit = self._tiers.get(tier, {}), 1 << number
+        held, bit, fewer = self._tiers.get(tier, {}), 1 << number, 0
         for template in templates:
-            if left := held.get(template, 0) & ~bit:
-                held[template] = left
-            else:
-                held.pop(template, None)
+            before = held.get(template, 0)
+            if before == bit:
+                del held[template]
+            elif before & bit:
+                held[template] = before ^ bit
+            fewer += bool(before & bit)
+        self._counts[tier, number] = self._counts.get((tier, number), 0) - fewer
 
     def of(self, number: int) -> dict[str, list[str]]:
         """All that a worker has, by tier."""
@@ -66,6 +75,8 @@ class TemplateIndex:
         return bits[:count].view(np.bool_)
 
     def _of(self, number: int, tier: str) -> list[str]:
+        if not self._counts.get((tier, number)):
+            return []
         bit = 1 << number
         return [template for template, mask in self._tiers[tier].items() if mask & bit]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from maskserve_core.contracts.status_record import (
 )
 from maskserve_core.errors import MaskserveError
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
+from maskserve_core.worker.listings import changes_of
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import RouterConfig
@@ -110,6 +111,10 @@ def _check_status(status: PolledStatus) -> None:
         within("served.own_ring", served.own_ring, 0, 2**16)
 
 
+def _sets(templates: Mapping[str, tuple[str, ...]]) -> dict[str, frozenset[str]]:
+    return {tier: frozenset(ids) for tier, ids in templates.items()}
+
+
 class WorkerEpoch(NamedTuple):
     """A worker from when it answers until it is given up: what comes back may do better."""
 
@@ -164,8 +169,6 @@ class Worker:
     as_of: float = 0.0
     """When the record was written, on the router's clock."""
     up: bool = False
-    draining: bool = False
-    """An operator asked this router to send it nothing more."""
     misses: int = 0
     taken_in_s: float = 0.0
     """What its last record took to be read."""
@@ -179,6 +182,11 @@ class Worker:
     """Of its templates as the index has them; empty: none is known. None: the worker tells all of
     them each time."""
     times: AnswerTimes = field(default_factory=AnswerTimes)
+    changed: Callable[[Worker], object] | None = None
+    """Told whenever decisions may see it otherwise than before."""
+    _listed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Templates as the index has them of a worker that tells all of them."""
+    _draining: bool = False
     _answered: set[str] = field(default_factory=set)
     """Edits that were answered since the record was written."""
     _view: WorkerView | None = None
@@ -215,8 +223,28 @@ class Worker:
         """Whether it says that it takes edits; the breaker may still hold them back."""
         return self.up and not self.draining and self.status is not None and self.status.takes_edits
 
+    @property
+    def draining(self) -> bool:
+        """An operator asked this router to send it nothing more."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.changed is not None:
+            self.changed(self)
+
+    def _see_anew(self) -> None:
+        """Its view is no longer what it was."""
+        self._view = None
+        self._tell()
+
     def lost(self, reason: Failure) -> None:
         """It no longer answers: the calls that wait in it are ended."""
+        self._tell()
         self.up, self.epochs = False, self.epochs + 1
         self.templates_version = ""  # what comes back may be another version of itself
         for sent in list(self.sent.values()):
@@ -238,29 +266,30 @@ class Worker:
             elif now - sent.listed_at > self.config.faults.unlisted_s:
                 told = "[ENGINE_FAILED] the worker does nothing about the edit"
                 sent.end(Failure(grpc.StatusCode.UNAVAILABLE, told))
-        self._view = None
+        self._see_anew()
 
     def tells_all(self) -> None:
         """It is of a version that tells no changes of its templates, but all of them each time."""
         self.index.clear(self.number)
-        self.templates_version = None
+        self.templates_version, self._listed = None, {}
 
     def _take_templates(self, status: PolledStatus) -> None:
         """Bring the index to what a record says."""
         changes = status.template_changes
         if changes is None:
-            before = None if self.templates_version is not None else self.status
-            self.templates_version = None
-            if before is not None and before.templates == status.templates:
+            if self.templates_version is not None:
+                self.tells_all()
+            if self._listed == status.templates:
                 return
-            changes = TemplateChanges("", added=status.templates)
-        elif changes.since not in ("", self.templates_version):
-            # Nothing follows from changes since another version: all is told the next time.
-            self.templates_version, changes = "", TemplateChanges("")
+            before, self._listed = self._listed, status.templates
+            changes = changes_of(_sets(before), _sets(status.templates))
         else:
+            if changes.since not in ("", self.templates_version):
+                # Nothing follows from changes since another version: all is told the next time.
+                changes = TemplateChanges("")
+            if not changes.since:
+                self.index.clear(self.number)
             self.templates_version = changes.version
-        if not changes.since:
-            self.index.clear(self.number)
         for tier, templates in changes.added.items():
             self.index.add(self.number, tier, templates)
         for tier, templates in changes.removed.items():
@@ -321,7 +350,7 @@ class Worker:
     def add(self, sent: Sent) -> None:
         """Write an edit into the ledger."""
         self.sent[sent.request_id] = sent
-        self._view = None
+        self._see_anew()
 
     def answered(self, sent: Sent, seconds: float) -> None:
         """It has answered an edit, so long after it was sent."""
@@ -331,7 +360,7 @@ class Worker:
         """The edit is answered, or given up."""
         if self.sent.pop(sent.request_id, None) is not None:
             self._answered.add(sent.request_id)
-            self._view = None
+            self._see_anew()
 
     def view(self, now: float) -> WorkerView:
         """As policies see it: the record, less what was answered since, and what was sent since.

@@ -88,7 +88,7 @@ class Board:
             setattr(self, name, new)
 
         larger("_costs", (len(_COLUMNS),), np.float64)
-        larger("_flags", (4,), np.bool_)  # ready, takes, plain, all templates
+        larger("_flags", (5,), np.bool_)  # ready, takes, plain, all templates, there
         larger("_model", (), np.intp)
         larger("_urgency", (2,), np.float64)
         larger("_free_at", (2,), np.int64)
@@ -105,7 +105,15 @@ class Board:
     _work: Floats
     """Busy, its slope, loading, its slope; of each profile at each knot."""
 
-    def put(self, number: int, view: WorkerView, slowdown: float = 1.0, rest: float = 0.0) -> None:
+    def put(
+        self,
+        number: int,
+        view: WorkerView,
+        slowdown: float = 1.0,
+        rest: float = 0.0,
+        *,
+        there: bool | None = None,
+    ) -> None:
         """Write a worker's row anew.
 
         Args:
@@ -113,6 +121,8 @@ class Board:
             view: as it is now.
             slowdown: how many times its denoising an edit takes there to be answered.
             rest: and seconds per token.
+            there: whether it says that it takes edits, if they are sent to it now or not; None: as
+                its view.
         """
         while number >= len(self._costs):
             self._size(2 * len(self._costs))
@@ -146,6 +156,7 @@ class Board:
             view.ready and len(view.waiting) < (view.max_waiting or view.free_rows),
             fits and not pricing.degrees,
             view.templates is None,
+            view.ready if there is None else there,
         )
         self._model[number] = self._models.setdefault(view.model, len(self._models))
         self._urgency[number] = view.lowest_priority, view.latest_due
@@ -176,6 +187,10 @@ class Board:
     def serving(self, edit: Edit) -> Rows:
         """Who takes edits like this one, now or once there is a place."""
         return self._of_model(edit, self._flags[:, 0])
+
+    def there(self, edit: Edit) -> Rows:
+        """Who says that it serves it, also where nothing is sent for a time."""
+        return self._of_model(edit, self._flags[:, 4])
 
     def taking(self, edit: Edit) -> Rows:
         """Who has a place for it."""

@@ -35,6 +35,11 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it is the rule of `Board.choose`."""
+        ...
+
     def choose(self, edit: Edit, workers: Sequence[WorkerView], now: float) -> str:
         """Id of the worker that should take `edit`.
 
@@ -67,6 +72,7 @@ class MaskAware:
     """
 
     name = "mask_aware"
+    predicts = True
 
     def choose(self, edit: Edit, workers: Sequence[WorkerView], now: float) -> str:
         return _least(edit, workers, lambda worker: predicted_seconds(edit, worker, now))
@@ -76,6 +82,7 @@ class RoundRobin:
     """The next worker by id after the one chosen last. The only policy with a memory."""
 
     name = "round_robin"
+    predicts = False
 
     def __init__(self) -> None:
         self._last = ""
@@ -93,6 +100,7 @@ class LeastRequests:
     """The fewest edits, running and waiting."""
 
     name = "least_requests"
+    predicts = False
 
     def choose(self, edit: Edit, workers: Sequence[WorkerView], now: float) -> str:
         return _least(edit, workers, lambda w: len(w.running) + len(w.waiting))
@@ -102,6 +110,7 @@ class LeastTokens:
     """The fewest tokens to compute per step, running and waiting: the paper's token-level rule."""
 
     name = "least_tokens"
+    predicts = False
 
     def choose(self, edit: Edit, workers: Sequence[WorkerView], now: float) -> str:
         return _least(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from maskserve_core.routing.view import Edit, WorkerView
 
@@ -49,8 +50,17 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
     return total
 
 
-def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> dict[str, list[Edit]]:
-    """Which of the edits that wait before all workers each of these would get, by worker.
+class Dealt(NamedTuple):
+    """What each of some workers would get of the edits that wait before them."""
+
+    edits: dict[str, list[Edit]]
+    """By worker."""
+    free_s: dict[str, float]
+    """Seconds until it has a place behind them, by worker."""
+
+
+def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Dealt:
+    """Deal the edits that wait before all workers.
 
     Each goes where places come free first, by what edits before it take of the worker; so one
     prediction at each worker is enough for whoever is behind them all.
@@ -59,19 +69,17 @@ def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> dict[str, lis
         edits: in the order in which they get places.
         workers: that any of them may go to, with the rows that each has; of none, nobody gets any.
     """
-    if not workers:
-        return {}
     free: list[tuple[float, int]] = []
     for number, worker in enumerate(workers):
         profile = worker.profile
         until = profile.free_at * worker.pricing.step + profile.until(profile.free_at)[0]
         heapq.heappush(free, (until, number))
     got: dict[str, list[Edit]] = {worker.worker: [] for worker in workers}
-    for edit in edits:
+    for edit in edits if workers else ():
         until, number = free[0]
         worker = workers[number]
         compute, load, _ = worker.price(edit)
         step_s = max(compute + worker.pricing.step / worker.max_rows, load)
         heapq.heapreplace(free, (until + edit.steps * step_s / worker.devices, number))
         got[worker.worker].append(edit)
-    return got
+    return Dealt(got, {workers[number].worker: until for until, number in free})

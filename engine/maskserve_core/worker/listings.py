@@ -52,10 +52,18 @@ class TemplateListings:
         since = since if since in self._kept else ""
         if since not in self._told:
             before, now = self._kept.get(since, {}), self._kept[self.version]
-            self._told[since] = TemplateChanges(
-                self.version, since, added=_more(now, before), removed=_more(before, now)
-            )
+            self._told[since] = changes_of(before, now, since, self.version)
         return self._told[since]
+
+
+def changes_of(
+    before: Mapping[str, frozenset[str]],
+    now: Mapping[str, frozenset[str]],
+    since: str = "",
+    version: str = "",
+) -> TemplateChanges:
+    """What is other in the second listing, and the versions of both."""
+    return TemplateChanges(version, since, added=_more(now, before), removed=_more(before, now))
 
 
 def _more(

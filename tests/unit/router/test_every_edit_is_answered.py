@@ -332,4 +332,4 @@ def test_an_edit_with_a_deadline_that_comes_while_others_wait_and_no_worker_is_r
 
 
 def test_nobody_gets_what_waits_where_there_is_nobody() -> None:
-    assert dealt([Edit(4, 1, 9)], []) == {}
+    assert dealt([Edit(4, 1, 9)], []).edits == {}

@@ -19,7 +19,7 @@ def full_pool(places: int) -> tuple[Pool, Worker]:
     """One worker of one row, at which so many may wait."""
     config = router_config_of({"admission": {"waiting_per_worker": places}})
     pool = Pool(config, lambda: None)
-    worker = pool.workers["w:1"] = Worker("w:1", config)
+    worker = pool.join("w:1")
     worker.heard(PolledStatus("w", "m", "ready", max_rows=1, max_waiting=99), 0.0)
     return pool, worker
 

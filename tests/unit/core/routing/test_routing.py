@@ -500,7 +500,7 @@ def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_f
         worker("idle", running=(row(8),) * 4, max_rows=4),
     )
     waiting = [replace(EDIT, active_tokens=10 * n) for n in range(1, 13)]
-    got = dealt(waiting, [busy, idle])
+    got = dealt(waiting, [busy, idle]).edits
     assert sorted([*got["busy"], *got["idle"]], key=lambda e: e.active_tokens) == waiting
     assert len(got["idle"]) > len(got["busy"]) > 0
     sent = {"busy": busy, "idle": idle}
@@ -510,4 +510,4 @@ def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_f
     exact = min(predicted_seconds(EDIT, view, 0.0) for view in sent.values())
     found = min(predicted_seconds(EDIT, view.sent(got[view.worker]), 0.0) for view in (busy, idle))
     assert found == pytest.approx(exact, rel=0.15)
-    assert dealt([], [busy]) == {"busy": []}
+    assert dealt([], [busy]).edits == {"busy": []}
