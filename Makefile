@@ -106,7 +106,7 @@ lint: $(STAMP)
 installs: $(STAMP)
 	$(PY) scripts/bench check_install
 
-bench: $(STAMP) ## measured beside what people would use instead: 19 minutes
+bench: $(STAMP) ## measured beside what people would use instead: 20 to 35 minutes, by processor
 	$(PY) scripts/bench end_to_end
 
 bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: an hour and a half

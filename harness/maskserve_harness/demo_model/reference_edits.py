@@ -7,11 +7,15 @@ model that takes the source as reference is not told where the mask is. Numpy an
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
+from PIL import Image
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES, coverage
 from maskserve_harness.demo_model.scenes import (
@@ -38,6 +42,11 @@ BOTH: Final = (
 COLOUR: Final = ("make the {name} {c}", "colour the {name} {c}", "turn the {name} {c}")
 SHAPE: Final = ("make the {name} a {s}", "turn the {name} into a {s}")
 GONE: Final = ("remove the {name}", "erase the {name}")
+PACKAGE_PICTURES: Final = (
+    "brick.png", "coins.png", "color.png", "grass.png", "gravel.png", "ihc.png",
+    "microaneurysms.png", "moon.png", "motorcycle_left.png", "page.png", "retina.jpg",
+)  # fmt: skip
+"""Of scikit-image, but for those in assets/photos."""
 _HELD_OUT_SEED: Final = 9_000_000
 
 
@@ -84,12 +93,28 @@ class NamedWish:
 
 
 def make_object_scene(
-    rng: np.random.Generator, size: tuple[int, int], most: int = 4, *, held_out: bool = False
+    rng: np.random.Generator,
+    size: tuple[int, int],
+    most: int = 4,
+    *,
+    held_out: bool = False,
+    photographs: Sequence[Path] = (),
 ) -> ObjectScene:
-    """One to `most` objects on a background of `size` (height, width)."""
+    """One to `most` objects on a background of `size` (height, width).
+
+    Args:
+        rng: that draws.
+        size: of the picture.
+        most: objects.
+        held_out: adds the photograph that training never sees.
+        photographs: that backgrounds are cut out of; none: backgrounds as training draws them.
+    """
     kind = str(rng.choice(["gradient", "noise", "stripes", "photo"], p=[0.4, 0.2, 0.2, 0.2]))
     while True:
-        background, _ = draw_background(rng, kind, size, held_out=held_out)
+        if photographs:
+            background = crop_of(rng, photographs[int(rng.integers(len(photographs)))], size)
+        else:
+            background, _ = draw_background(rng, kind, size, held_out=held_out)
         wanted, things = int(rng.integers(1, most + 1)), list[PlacedObject]()
         for _ in range(8 * wanted):
             if len(things) == wanted:
@@ -157,14 +182,44 @@ def mask_of(thing: PlacedObject, size: tuple[int, int]) -> Mask:
     return mask
 
 
+def package_photographs() -> list[Path]:
+    """Pictures that scikit-image and matplotlib bring along and no generator of ours has seen."""
+    folders = {
+        "skimage": ("data", PACKAGE_PICTURES),
+        "matplotlib": ("mpl-data/sample_data", ("grace_hopper.jpg",)),
+    }
+    found = []
+    for package, (folder, names) in folders.items():
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        found += [Path(spec.origin).parent / folder / name for name in names]
+    return found
+
+
+def crop_of(rng: np.random.Generator, file: Path, size: tuple[int, int]) -> Float:
+    """[height, width, 3] of a photograph, 0..255: a square of half its shorter side or more."""
+    with Image.open(file) as opened:
+        photo = opened.convert("RGB")
+    side = int(rng.uniform(0.5, 1.0) * min(photo.size))
+    left, top = (int(rng.integers(0, each - side + 1)) for each in photo.size)
+    cut = photo.crop((left, top, left + side, top + side))
+    return np.asarray(cut.resize(size[::-1], Image.Resampling.LANCZOS), np.float32)
+
+
 def named_edits(
-    n: int = 200, size: tuple[int, int] = (128, 128), kind: str = "both", *, side: bool = False
+    n: int = 200,
+    size: tuple[int, int] = (128, 128),
+    kind: str = "both",
+    *,
+    side: bool = False,
+    photographs: Sequence[Path] = (),
 ) -> list[Edit]:
     """The first `n` of a fixed list of edits that training never draws."""
     edits = []
     for i in range(n):
         rng = np.random.default_rng([_HELD_OUT_SEED, i])
-        scene = make_object_scene(rng, size, held_out=True)
+        scene = make_object_scene(rng, size, held_out=True, photographs=photographs)
         wish = draw_named_wish(rng, scene, kind, side=side)
         mask = mask_of(scene.things[wish.number], size)
         source, thing = scene.drawn(scene.things), wish.becomes
@@ -178,10 +233,12 @@ NAMED_CLASSES: Final = ("both", "colour", "shape", "gone", "side")
 """What a prompt asks of the object; `side` calls it by its place."""
 
 
-def named_class(name: str, n: int, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """The first `n` edits of one of NAMED_CLASSES."""
+def named_class(
+    name: str, n: int, size: tuple[int, int] = (128, 128), photographs: Sequence[Path] = ()
+) -> list[Edit]:
+    """The first `n` edits of one of NAMED_CLASSES; arguments as of `make_object_scene`."""
     side = name == "side"
-    return named_edits(n, size, "both" if side else name, side=side)
+    return named_edits(n, size, "both" if side else name, side=side, photographs=photographs)
 
 
 def prompt_words() -> list[str]:

@@ -27,6 +27,8 @@ steps, the reference alone. At 20 steps, at the four that it is served with, and
     python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --steps 4
     python scripts/bench eval_quality --model assets/models/demo-edit --own --n 8 --steps 4
 
+So do objects on photographs that its training never drew (`--scenes photographs`).
+
 With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
 missed, as by edits that ignore them.
 
@@ -52,7 +54,11 @@ from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.evaluation import run_edits
-from maskserve_harness.demo_model.reference_edits import NAMED_CLASSES, named_class
+from maskserve_harness.demo_model.reference_edits import (
+    NAMED_CLASSES,
+    named_class,
+    package_photographs,
+)
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.adapters import AdapterRig, asked_of, judged
 from maskserve_harness.quality.choices import CacheChoice, default, first_looks, frontier
@@ -76,6 +82,13 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--n", type=int, default=16, help="edits of each class (default 16)")
     add("--classes", nargs="+", choices=(*CLASSES, *NAMED_CLASSES), help="default: all")
+    add(
+        "--scenes",
+        choices=("drawn", "photographs"),
+        default="drawn",
+        help="of a model that takes references: as its training drew them, or objects on "
+        "photographs that it never saw",
+    )
     add("--steps", type=int, default=20)
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
@@ -215,11 +228,20 @@ def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> di
     }
 
 
-def classes_of(facts: ModelFacts, wanted: list[str] | None, n: int) -> dict[str, list[Edit]]:
-    """Edits of the classes that a model is asked for; all that it knows if none is named."""
+def classes_of(facts: ModelFacts, args: argparse.Namespace) -> dict[str, list[Edit]]:
+    """Edits of the classes that a model is asked for; all that it knows if none is named.
+
+    Raises:
+        SystemExit: the model has no such scenes.
+    """
+    unseen = args.scenes == "photographs"
     if facts.semantics.reference:
-        return {name: named_class(name, n) for name in wanted or NAMED_CLASSES}
-    return {name: edits_of(name, n) for name in wanted or CLASSES}
+        photographs = package_photographs() if unseen else ()
+        names = args.classes or NAMED_CLASSES
+        return {name: named_class(name, args.n, photographs=photographs) for name in names}
+    if unseen:
+        raise SystemExit("eval_quality: --scenes: of models that see the source as reference")
+    return {name: edits_of(name, args.n) for name in args.classes or CLASSES}
 
 
 def judge_adapters(args: argparse.Namespace) -> int:
@@ -253,7 +275,7 @@ def compare_own(folder: Path, args: argparse.Namespace) -> int:
             jobs.setdefault(str(edit.shape), []).append(controlled.given(job, control))
     else:
         rig = Rig(folder, args.steps)
-        classes = classes_of(rig.adapter.facts, args.classes, args.n)
+        classes = classes_of(rig.adapter.facts, args)
         jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     rows = []
     for row in own_table(rig, classes, jobs, args.choices):
@@ -278,7 +300,7 @@ def main() -> int:
     if args.own:
         return compare_own(args.model, args)
     rig = Rig(args.model, args.steps, wordless=args.wordless)
-    classes = classes_of(rig.adapter.facts, args.classes, args.n)
+    classes = classes_of(rig.adapter.facts, args)
     if args.frontier and rig.adapter.facts.semantics.reference:
         raise SystemExit("eval_quality: --frontier: not of models that see the source as reference")
     run = Run(rig, classes)

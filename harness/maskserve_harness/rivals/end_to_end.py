@@ -1,6 +1,6 @@
 """Edits per second and latencies beside what people would use instead, on one machine.
 
-    make bench          # quick: 15 minutes on two cores
+    make bench          # quick: 18 minutes on a 2-core AMD EPYC (2026-11-27), 34 on an Intel Xeon
     make bench-full     # more edits, rounds and rates: an hour and a half
 
 Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that

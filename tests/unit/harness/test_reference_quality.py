@@ -16,7 +16,12 @@ import torch
 
 from maskserve_core.models.facts import ALL_STEPS
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
-from maskserve_harness.demo_model.reference_edits import NAMED_CLASSES, named_class
+from maskserve_harness.demo_model.reference_edits import (
+    NAMED_CLASSES,
+    named_class,
+    package_photographs,
+)
+from maskserve_harness.demo_model.scenes import PHOTOS
 from maskserve_harness.quality.choices import CacheChoice, default, first_looks, published
 from maskserve_harness.quality.command import Run, flux_facts
 from maskserve_harness.quality.own_anchors import table as own_table
@@ -30,6 +35,21 @@ from tests.fakes.tiny_z_image import build_tiny_z_image
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     return Rig(build_tiny_flux2(tmp_path_factory.mktemp("models") / "klein"), steps=4)
+
+
+@pytest.mark.parametrize("name", NAMED_CLASSES)
+def test_scenes_on_photographs_are_none_that_training_draws(name: str) -> None:
+    photographs = package_photographs()
+    assert not {file.stem for file in photographs} & {file.stem for file in PHOTOS.iterdir()}
+    size = (64, 96)
+    for photo in photographs:
+        [edit] = named_class(name, 1, size, [photo])
+        [again] = named_class(name, 1, size, [photo])
+        [drawn] = named_class(name, 1, size)
+        assert edit.source.shape == (*size, 3)
+        assert np.array_equal(edit.source, again.source)
+        assert not np.array_equal(edit.source, drawn.source)
+        assert np.array_equal(edit.source[~edit.mask], edit.target[~edit.mask])
 
 
 def test_all_first_looks_are_made_and_a_worker_serves_one_of_them(rig: Rig) -> None:
