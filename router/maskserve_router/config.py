@@ -200,11 +200,18 @@ class JobsConfig(Table, frozen=True):
     """How long a job that has ended, and its result, is kept."""
     max_wait_s: Seconds = 86_400.0
     """A job that has not begun by then has failed."""
+    keep_jobs: Count = 10_000
+    """Ended jobs of a key that are kept; beyond, the oldest goes. A key may have as many that have
+    no end yet."""
     max_bytes: Bytes = 4096 * MIB
-    """Bytes of all jobs' pictures and results; a key may have as many as it leaves free."""
+    """Bytes of all jobs: half for what they are to do, half for results. Of each half a key may
+    have as much as it leaves free; a job whose result would find no room waits."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
-    """A router that has not said for so long that it still has a job has lost it, and the job runs
-    again."""
+    """A router that has not said for so long that it lives has lost its jobs, and they run again at
+    another."""
+    retries: Annotated[int, Meta(ge=0, le=100)] = 5
+    """Times that a job is begun anew after a fault that is the server's, as a worker that died; the
+    pauses double, from two seconds."""
     webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
     """Hosts that webhooks may name, `name` or `name:port`; empty: no webhooks."""
     webhook_secret: str = ""

@@ -14,6 +14,7 @@ from maskserve_core.contracts.settings import EditSettings, MaskFrom
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.reading import sentences
 from maskserve_core.workflows.plan import INPUT_KINDS
+from maskserve_router.jobs.store import MOST_LISTED
 from maskserve_router.openai.form import EXTENSIONS, Fields, ImageUrl
 
 Json = dict[str, Any]
@@ -120,10 +121,27 @@ def _jobs() -> Json:
             "501": {"description": "jobs are not kept here"},
         },
     }
-    listed = _object(object=_TEXT, data=_list(_ref("Job")), today={"type": "object"})
+    named = {"type": ["string", "null"]}
+    listed = _object(
+        object=_TEXT,
+        data=_list(_ref("Job")),
+        first_id=named,
+        last_id=named,
+        has_more={"type": "boolean"},
+        today={"type": "object"},
+    )
+    pages = [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED},
+        },
+        {"name": "after", "in": "query", "schema": _TEXT},
+    ]
+    listing = {**_answers("Those of the key", listed, "Error"), "parameters": pages}
     one = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
     return {
-        "/v1/jobs": {"post": add, "get": _answers("Those of the key", listed, "Error")},
+        "/v1/jobs": {"post": add, "get": listing},
         "/v1/jobs/{id}": {
             "parameters": [one],
             "get": _answers("State, progress and result", _ref("Job"), "Error"),

@@ -30,6 +30,10 @@ _MOST_S = 1.6
 """Processor seconds of those 16 that a key may have used when it is read from: a tenth of one."""
 _ENTRY_S = 0.05
 """What a message that has waited counts as before it is there: of many that wait one is read."""
+_STATEMENTS = 4
+"""Threads that ask a database."""
+_CALL_S = 0.001
+"""What the loop does for a call that asks a database, beside the statement itself."""
 _BYTES_PER_S = 400e6
 """What the loop copies: gRPC makes three copies of a message as it comes, two as it is sent."""
 T = TypeVar("T")
@@ -91,6 +95,13 @@ class InTurn:
             place.set_result(None)
 
 
+class _Threads:
+    """Threads that keys have in turn."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self.pool, self.places = ThreadPoolExecutor(threads, name), InTurn(threads)
+
+
 class Turns:
     """Used from the event loop only.
 
@@ -99,8 +110,8 @@ class Turns:
     """
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "turns")
-        self._places = InTurn(threads)
+        self._work = _Threads(threads, "turns")
+        self._statements = _Threads(_STATEMENTS, "statements")
         self._used, self._at = KeyWork(), time.monotonic()
         self._last: dict[str, float] = {}
         """Key -> when it was last read from, of those of late."""
@@ -135,7 +146,8 @@ class Turns:
         self._at = now
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._work, self._statements):
+            threads.pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *given: Any) -> T:
         """What `work(*given)` gives.
@@ -148,18 +160,31 @@ class Turns:
         """
         if size <= _SMALL:
             return work(*given)
-        await self._places.enter(client.scope)
+        return await self._threaded(self._work, client, work, *given)
+
+    async def ask(self, client: KeyHolder, work: Callable[..., T], *given: Any) -> T:
+        """What `work(*given)` gives, which asks a database for a client: it may wait for the disk,
+        and a client that asks for much waits behind itself.
+        """
+        await self.may_read(client)
+        self._spent(client.scope, _CALL_S)
+        return await self._threaded(self._statements, client, work, *given)
+
+    async def _threaded(
+        self, threads: _Threads, client: KeyHolder, work: Callable[..., T], *given: Any
+    ) -> T:
+        await threads.places.enter(client.scope)
         spent = [0.0]
-        task = asyncio.get_running_loop().run_in_executor(self._pool, _timed, spent, work, *given)
+        task = asyncio.get_running_loop().run_in_executor(threads.pool, _timed, spent, work, *given)
         # A thread cannot be stopped: the place is free when it is done, not when the client leaves.
-        task.add_done_callback(lambda done: self._over(client.scope, done, spent[0]))
+        task.add_done_callback(lambda done: self._over(threads, client.scope, done, spent[0]))
         return await asyncio.shield(task)
 
-    def _over(self, key: str, done: asyncio.Future[Any], seconds: float) -> None:
+    def _over(self, threads: _Threads, key: str, done: asyncio.Future[Any], seconds: float) -> None:
         self._spent(key, seconds)
         if not done.cancelled():
             done.exception()  # where nobody waits for it any more, it is not complained of
-        self._places.leave(key)
+        threads.places.leave(key)
 
 
 def _timed(spent: list[float], work: Callable[..., T], *given: Any) -> T:

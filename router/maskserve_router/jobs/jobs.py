@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -33,14 +33,22 @@ from maskserve_core.worker.logs import about
 from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure, NotSupported, RetryLater, guarded, retry_after
+from maskserve_router.jobs.owners import Owners
+from maskserve_router.jobs.pauses import Pauses
 from maskserve_router.jobs.store import (
     CANCELLED,
     FAILED,
+    QUEUED,
+    RUN,
     SUCCEEDED,
+    TELL,
+    Holding,
     JobRecord,
     JobStore,
     OtherRequest,
     QuotaReached,
+    Stray,
+    WaitingKey,
     open_store,
 )
 from maskserve_router.jobs.webhooks import Webhooks
@@ -56,6 +64,12 @@ _SEED_BITS: Final = 32
 _LOOK_S: Final = 1.0
 """How often jobs of other routers, and those whose time has come, are looked for."""
 _CLEAN_S: Final = 60.0
+_RETRY_S: Final = 2.0
+"""Pause after a fault of the server's; each is twice the one before."""
+_NOWHERE: Final = (
+    "are not kept here: [jobs] database is empty, and the router's port is drawn or its state "
+    "folder cannot be written"
+)
 _TELLING: Final = 64
 """Webhooks that are told at a time."""
 _MOST_RUNS: Final = 32
@@ -81,7 +95,7 @@ class Jobs:
         edits: reads forms and answers them.
         keys: whose a job is.
         admission: counts what is in memory.
-        turns: writes and reads forms, off the loop.
+        turns: writes and reads forms, and asks the database for clients, off the loop.
         webhooks: tell of ends.
         metrics: count.
     """
@@ -100,13 +114,16 @@ class Jobs:
         self._edits, self._keys, self._admission = edits, keys, admission
         self._turns, self._webhooks, self._metrics = turns, webhooks, metrics
         self._owner = f"{config.name[:24]}-{secrets.token_hex(8)}"
+        self._owners = Owners(self._owner, config.jobs.lease_s)
         self._store: JobStore | None = None
-        # Statements wait for the disk; two threads, so that a large picture delays no lease.
+        # Statements wait for the disk; two threads, so that a large picture delays no beat.
         self._threads = ThreadPoolExecutor(2, "jobs")
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._telling: dict[str, asyncio.Task[None]] = {}
-        self._places, self._calls = Shares(config.jobs.running), Shares(_TELLING)
+        self._runs = _UnderWay(RUN, config.jobs.running)
+        self._calls = _UnderWay(TELL, _TELLING)
+        self._pauses = Pauses()
         self._progress: dict[str, dict[str, Any]] = {}
+        self._strays: frozenset[Stray] = frozenset()
+        self._kept_progress: dict[str, dict[str, Any]] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -128,15 +145,16 @@ class Jobs:
         """Take no more, let those that run end within the grace, and leave the others."""
         for task in self._tasks[:1]:
             task.cancel()
-        if self._running:
-            await asyncio.wait(self._running.values(), timeout=max(grace_s, 0.0))
-        left = [*self._running.values(), *self._telling.values(), *self._tasks]
+        if self._runs.tasks:
+            await asyncio.wait(self._runs.tasks.values(), timeout=max(grace_s, 0.0))
+        left = [*self._runs.tasks.values(), *self._calls.tasks.values(), *self._tasks]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         if self._store is not None:
             try:
-                await self._do(self._store.leave, self._owner)
+                await self._do(self._store.free, self._owner)
+                await self._do(self._store.tidy)
             except (SQLAlchemyError, OSError) as error:
                 log.warning("jobs run again when their leases pass: %s", _short(error))
             await self._do(self._store.close)
@@ -180,27 +198,20 @@ class Jobs:
         kept = await self._turns.run(client, pictures, _ENCODER.encode, seeded)
         megapixels = await self._turns.run(client, pictures, self._edits.work, form)
         work = Daily(1, len(kept), megapixels)
-        total, own = await self._asked(store.held, client.scope)
-        if len(kept) > room(self._config.max_bytes, total, own, client.scope):
-            raise RetryLater(f"{total} bytes of jobs are kept already; try again later", 60.0)
+        total, held = await self._asked(client, store.counts, client.scope)
+        free = room(self._half, total.form_bytes, held.form_bytes, client.scope)
+        if len(kept) > free:
+            raise RetryLater(
+                f"jobs that wait have {total.form_bytes} bytes already; try again later", 60.0
+            )
+        if held.open >= self._config.keep_jobs:
+            raise RetryLater(f"{held.open} jobs have no end yet; try again later", 60.0)
         job = JobRecord(
-            secrets.token_hex(16),
-            client.scope,
-            "queued",
-            time.time(),
-            None,
-            None,
-            None,
-            0,
-            len(kept),
-            None,
-            None,
-            webhook,
-            None,
-            telling=False,
+            secrets.token_hex(16), client.scope, QUEUED, time.time(), len(kept), webhook
         )
+        add = partial(store.add, job, kept, digest, idempotency, work, client.daily)
         try:
-            added = await self._asked(store.add, job, kept, digest, idempotency, work, client.daily)
+            added = await self._asked(client, add)
         except OtherRequest:
             raise InvalidRequest(
                 "Idempotency-Key", "came with another request before", "one key for one request"
@@ -221,21 +232,24 @@ class Jobs:
         Raises:
             JobNotFound: it has none of that name.
         """
-        job = await self._asked((await self._opened()).get, name)
+        job = await self._asked(client, (await self._opened()).get, name)
         if job is None or (job.scope != client.scope and not client.admin):
             raise JobNotFound
         # What has ended is told as it is kept, by every router alike.
         return replace(job, progress=self._progress.get(name, job.progress)) if job.open else job
 
-    async def result(self, job: JobRecord) -> bytes | None:
+    async def result(self, job: JobRecord, client: KeyHolder) -> bytes | None:
         """The answer's JSON; None: there is none."""
-        return await self._asked((await self._opened()).result, job.id)
+        return await self._asked(client, (await self._opened()).result, job.id)
 
-    async def listed(self, client: KeyHolder) -> tuple[list[JobRecord], Daily]:
-        """A client's jobs, the latest first, and what those of today amount to."""
-        store = await self._opened()
-        jobs = await self._asked(store.listed, client.scope)
-        return jobs, await self._asked(store.used, client.scope, time.time())
+    async def listed(self, client: KeyHolder, limit: int, after: str | None) -> bytes:
+        """A page of a client's jobs as JSON, the latest first, and what those of today amount to.
+
+        Raises:
+            JobNotFound: it has no job `after`.
+        """
+        page = partial(_listed, await self._opened(), client.scope, limit, after)
+        return await self._asked(client, page)
 
     async def end(self, name: str, client: KeyHolder) -> JobRecord | None:
         """End a job: one that is under way is cancelled, one that has ended is forgotten (None).
@@ -244,25 +258,33 @@ class Jobs:
             JobNotFound: the client has none of that name.
         """
         job, store = await self.get(name, client), await self._opened()
-        now, keep_s = time.time(), self._config.keep_s
-        cancel = partial(store.end, name, CANCELLED, now, keep_s, owner=None)
-        if job.open and await self._asked(cancel):
+        cancel = partial(store.end, name, CANCELLED, time.time(), *self._kept, fence=None)
+        if job.open and await self._asked(client, cancel):
             self._counted(CANCELLED)
-            if name in self._running:
-                self._running[name].cancel()
+            if name in self._runs.tasks:
+                self._runs.tasks[name].cancel()
             self._wake.set()
             return await self.get(name, client)
-        await self._asked(store.remove, name)
+        await self._asked(client, store.remove, name)
         return None
 
     # The database.
+
+    @property
+    def _half(self) -> int:
+        """Bytes of what jobs are to do, and as many of their results."""
+        return self._config.max_bytes // 2
+
+    @property
+    def _kept(self) -> tuple[float, int]:
+        """How long ended jobs are kept, and how many of a key."""
+        return self._config.keep_s, self._config.keep_jobs
 
     async def _opened(self) -> JobStore:
         if self._store is not None:
             return self._store
         if not self._place:
-            told = "are not kept here: the router's port is drawn, and [jobs] database is empty"
-            raise NotSupported("jobs", told)
+            raise NotSupported("jobs", _NOWHERE)
         with _keeping():
             return await self._open()
 
@@ -275,10 +297,10 @@ class Jobs:
             store.close()
         return self._store
 
-    async def _asked(self, work: Callable[..., T], *given: Any) -> T:
-        """What the store says to a client; raises RetryLater where it cannot."""
+    async def _asked(self, client: KeyHolder, work: Callable[..., T], *given: Any) -> T:
+        """What the store says to a client, in its turn; raises RetryLater where it cannot."""
         with _keeping():
-            return await self._do(work, *given)
+            return await self._turns.ask(client, work, *given)
 
     async def _do(self, work: Callable[..., T], *given: Any) -> T:
         loop = asyncio.get_running_loop()
@@ -291,8 +313,8 @@ class Jobs:
         while True:
             self._wake.clear()
             try:
-                await self._take(self._running, self._places, self._run, ended=False)
-                await self._take(self._telling, self._calls, self._tell, ended=True)
+                await self._take(self._runs, self._run)
+                await self._take(self._calls, self._tell)
             except (SQLAlchemyError, OSError) as error:
                 log.error("jobs wait: %s", _short(error))
             except Exception as error:
@@ -300,106 +322,162 @@ class Jobs:
             await _either(self._wake, _LOOK_S)
 
     async def _take(
-        self,
-        under_way: dict[str, asyncio.Task[None]],
-        places: Shares,
-        work: Callable[[JobRecord], Coroutine[Any, Any, None]],
-        *,
-        ended: bool,
+        self, under_way: _UnderWay, work: Callable[[JobRecord], Coroutine[Any, Any, None]]
     ) -> None:
         assert self._store is not None
-
-        def turn(scopes: Sequence[str]) -> str | None:
-            fair = places.in_turn(scopes, lambda scope: scope)
-            # A job gives its place back, a webhook that nobody answers does not for long.
-            return next((s for s in fair if not ended or places.room(s)), None)
-
-        take = partial(self._store.take, ended=ended)
+        places = under_way.places
+        if places.total >= places.budget:
+            return
+        keys, results = await self._do(self._store.waiting, under_way.kind, time.time())
         while places.total < places.budget:
-            lease_s = self._config.lease_s
-            job = await self._do(take, self._owner, time.time(), lease_s, turn)
-            if job is None:
+            free = [key for key in keys if self._may(under_way, key, results)]
+            turns = places.in_turn(free, lambda key: key.scope)
+            if not turns:
                 return
+            take = partial(self._store.take, self._owner, under_way.kind, turns[0].scope)
+            job = await self._do(take, time.time())
+            if job is None:
+                keys.remove(turns[0])
+                continue
+            if (before := under_way.tasks.get(job.id)) is not None:
+                # It was put back or given up just now; nothing is done twice at a time.
+                before.cancel()
+                await asyncio.wait([before])
             places.book(job.scope)
             task = asyncio.create_task(work(job))
-            under_way[job.id] = task
-            task.add_done_callback(partial(self._over, under_way, places, job))
+            under_way.tasks[job.id], under_way.fences[job.id] = task, job.fence
+            if under_way is self._runs:
+                self._pauses.began(job.scope, job.id)
+            task.add_done_callback(partial(self._over, under_way, job))
 
-    def _over(
-        self,
-        under_way: dict[str, asyncio.Task[None]],
-        places: Shares,
-        job: JobRecord,
-        task: asyncio.Task[None],
-    ) -> None:
-        del under_way[job.id]
-        places.give_back(job.scope)
-        self._progress.pop(job.id, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("job %s: %s", job.id, _short(error), extra=about(job.id))
-        self._wake.set()
+    def _may(self, under_way: _UnderWay, key: WaitingKey, results: int) -> bool:
+        """Whether a job of the key may be taken now."""
+        if under_way is self._calls:
+            # A job gives its place back, a webhook that nobody answers does not for long.
+            return bool(under_way.places.room(key.scope))
+        # A job whose result would find no room waits.
+        free = room(self._half, results, key.result_bytes, key.scope)
+        return free > 0 and self._pauses.may(key.scope, time.monotonic())
+
+    def _over(self, under_way: _UnderWay, job: JobRecord, task: asyncio.Task[None]) -> None:
+        try:
+            if under_way.tasks.get(job.id) is task:
+                del under_way.tasks[job.id], under_way.fences[job.id]
+                self._progress.pop(job.id, None)
+                self._kept_progress.pop(job.id, None)
+            if under_way is self._runs:
+                self._pauses.ended(job.scope, job.id)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("job %s: %s", job.id, _short(error), extra=about(job.id))
+        finally:
+            under_way.places.give_back(job.scope)
+            self._wake.set()
 
     async def _keep(self) -> None:
-        """Renew leases, end what others ended, and forget what has expired."""
+        """Say that this router lives, end what others ended, free what lost ones had, and forget
+        what has expired.
+        """
         assert self._store is not None
         cleaned = -_CLEAN_S
         while True:
             try:
-                held = {**self._running, **self._telling}
-                progress = {name: self._progress.get(name) for name in held}
-                lease_s = self._config.lease_s
-                renew = partial(self._store.renew, self._owner, time.time(), lease_s, progress)
-                kept = await self._do(renew) if held else frozenset()
-                for name in held.keys() - kept:
-                    held[name].cancel()
-                self._metrics.jobs_waiting.set(await self._do(self._store.waiting))
-                self._metrics.jobs_running.set(len(self._running))
+                await self._beat()
+                for owner, beat in self._owners.lost(
+                    await self._do(self._store.beats), time.monotonic()
+                ):
+                    await self._do(self._store.free, owner, beat)
+                    self._wake.set()
+                total, _ = await self._do(self._store.counts, "")
+                self._metrics.jobs_waiting.set(total.run)
+                self._metrics.jobs_running.set(len(self._runs.tasks))
                 if time.monotonic() - cleaned >= min(_CLEAN_S, self._config.keep_s):
                     cleaned = time.monotonic()
-                    late = DeadlineExceeded(f"it did not begin in {self._config.max_wait_s:g} s")
-                    bounds = self._config.keep_s, self._config.max_wait_s
-                    told = error_body(late)["error"]
-                    await self._do(self._store.expire, time.time(), *bounds, told)
+                    await self._expire()
+                await self._do(self._store.tidy)
             except (SQLAlchemyError, OSError) as error:
                 log.error("leases of jobs are not renewed: %s", _short(error))
             except Exception as error:
                 guarded("", error)
             await asyncio.sleep(min(_LOOK_S, self._config.lease_s / 4))
 
+    async def _beat(self) -> None:
+        assert self._store is not None
+        held: dict[str, Holding] = {}
+        tasks: dict[str, asyncio.Task[None]] = {}
+        for under_way in (self._runs, self._calls):
+            for name, fence in under_way.fences.items():
+                far = self._progress.get(name)
+                new = far if far != self._kept_progress.get(name) else None
+                held[name] = Holding(under_way.kind, fence, new)
+                tasks[name] = under_way.tasks[name]
+        kept, strays = await self._do(self._store.beat, self._owner, held)
+        for stray in strays & self._strays:  # seen twice: it was not taken just now
+            if not any(stray.name in under_way.tasks for under_way in (self._runs, self._calls)):
+                await self._do(self._store.let_go, stray)
+        self._strays = strays
+        for name, holding in held.items():
+            if name not in kept:
+                tasks[name].cancel()
+            elif holding.progress is not None and name in self._runs.tasks:
+                self._kept_progress[name] = holding.progress
+
+    async def _expire(self) -> None:
+        assert self._store is not None
+        late = DeadlineExceeded(f"it did not begin in {self._config.max_wait_s:g} s")
+        told = error_body(late)["error"]
+        bounds = self._config.keep_s, self._config.max_wait_s
+        while await self._do(self._store.expire, time.time(), *bounds, told):
+            pass
+
     async def _run(self, job: JobRecord) -> None:
         """Run a job, unless that has to wait."""
         assert self._store is not None
-        put_back = partial(self._store.put_back, self._owner, job.id)
-        end = partial(self._store.end, job.id, owner=self._owner)
         result, problem = b"", None
         try:
             result = bytes(await self._answer(job))
-        except asyncio.CancelledError:
-            raise
-        except (MaskserveError, Failure) as error:
-            if error.code == Overloaded.code:
-                await self._do(put_back, time.time() + (retry_after(error) or 1))
+            self._pauses.went(job.scope)
+        except Exception as error:
+            if not isinstance(error, MaskserveError | Failure):
+                error = guarded(job.id, error)
+            if (pause_s := self._pause(job, error)) is not None:
+                failed = error.code != Overloaded.code
+                back = partial(self._store.put_back, job.id, job.fence, failed=failed)
+                await self._written(job, partial(back, time.time() + pause_s))
                 return
             problem = error_body(error)["error"]
-        except Exception as error:
-            problem = error_body(guarded(job.id, error))["error"]
         state = FAILED if problem else SUCCEEDED
-        bound = room(self._config.max_bytes, *await self._do(self._store.held, job.scope), "")
-        if len(result) > max(bound, 0) + job.bytes:
-            problem = error_body(EngineFailed("there is no room for its result"))["error"]
-            state, result = FAILED, b""
-        ended = partial(end, state, time.time(), self._config.keep_s)
-        try:
-            far = self._progress.get(job.id, job.progress)
-            done = await self._do(partial(ended, result=result, error=problem, progress=far))
-        except (SQLAlchemyError, OSError) as error:
-            log.error("job %s: its result is lost: %s", job.id, _short(error))
-            state, told = FAILED, error_body(EngineFailed("its result could not be kept"))["error"]
-            done = await self._do(
-                partial(end, FAILED, time.time(), self._config.keep_s, error=told)
-            )
-        if done:
+        far = self._progress.get(job.id, job.progress)
+        end = partial(self._store.end, job.id, state, time.time(), *self._kept)
+        end = partial(end, fence=job.fence, result=result, error=problem, progress=far)
+        if await self._written(job, end):
             self._counted(state)
+
+    def _pause(self, job: JobRecord, error: MaskserveError | Failure) -> float | None:
+        """Seconds after which a job is tried again; None: this is its end."""
+        if error.code == Overloaded.code:
+            least_s = float(retry_after(error) or 1)
+            self._pauses.refused(job.scope, time.monotonic(), least_s)
+            return least_s
+        hopeless = job.tries >= self._config.retries or job.runs > _MOST_RUNS
+        if error.code != EngineFailed.code or hopeless:
+            return None
+        log.warning("job %s: is tried again after %s", job.id, _short(error), extra=about(job.id))
+        return _RETRY_S * 2.0**job.tries
+
+    async def _written(self, job: JobRecord, work: Callable[[], T]) -> T:
+        """What a statement about a job gives, once the database has taken it: on a full disk, or
+        while the database is away, the job keeps its place and its result.
+        """
+        told = False
+        while True:
+            try:
+                return await self._do(work)
+            except (SQLAlchemyError, OSError) as error:
+                if not told:
+                    text = "job %s: its end waits for the database: %s"
+                    log.error(text, job.id, _short(error), extra=about(job.id))
+                told = True
+            await asyncio.sleep(_LOOK_S)
 
     async def _answer(self, job: JobRecord) -> msgspec.Raw:
         """What a job comes to."""
@@ -419,6 +497,7 @@ class Jobs:
             done: dict[int, tuple[int, int]] = {}
 
             def tell(number: int, meta: Mapping[str, Any]) -> None:
+                self._pauses.went(job.scope)
                 nodes, _ = done.get(number, (0, 0))
                 if meta.get("event") == "node":
                     done[number] = nodes + 1, 0
@@ -431,7 +510,7 @@ class Jobs:
                     self._progress[job.id] = {"step": step, "steps": steps}
 
             # A worker may still hold the run before, of a router that was killed.
-            name = job.id if job.runs == 1 else f"{job.id}.{job.runs}"
+            name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
             return await self._edits.answer(client, form, job.bytes, {}, name, tell, job.id)
 
     async def _tell(self, job: JobRecord) -> None:
@@ -444,10 +523,43 @@ class Jobs:
             job.webhook, client.webhook_secret, job.id, event
         )
         self._metrics.webhooks.labels("taken" if taken else "given_up").inc()
-        await self._do(partial(self._store.told, self._owner, job.id, taken=taken))
+        told = partial(self._store.told, job.id, job.fence, taken=taken)
+        await self._written(job, told)
 
     def _counted(self, state: str) -> None:
         self._metrics.jobs.labels(state).inc()
+
+
+class _UnderWay:
+    """What a router has taken of one kind.
+
+    Args:
+        kind: what the jobs waited for.
+        most: how many at a time.
+    """
+
+    def __init__(self, kind: str, most: int) -> None:
+        self.kind = kind
+        self.places = Shares(most)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.fences: dict[str, int] = {}
+
+
+def _listed(store: JobStore, scope: str, limit: int, after: str | None) -> bytes:
+    jobs = store.listed(scope, limit + 1, after)
+    if jobs is None:
+        raise JobNotFound
+    data = [told_of(job) for job in jobs[:limit]]
+    return msgspec.json.encode(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": len(jobs) > limit,
+            "today": store.used(scope, time.time())._asdict(),
+        }
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.front import Front
 from maskserve_router.jobs.jobs import Jobs, told_of
+from maskserve_router.jobs.store import MOST_LISTED
 from maskserve_router.openai.answers import answering, json_answer
 from maskserve_router.openai.edits import ImageEdits
 
@@ -40,14 +41,19 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
         return json_answer(told_of(job), request_id, 202, headers)
 
     async def listed(request: Request, request_id: str) -> Response:
-        found, used = await jobs.listed(front.client(request.headers))
-        body = {"object": "list", "data": [told_of(job) for job in found], "today": used._asdict()}
-        return json_answer(body, request_id)
+        client = front.client(request.headers)
+        asked = request.query_params
+        limit = asked.get("limit", str(MOST_LISTED))
+        if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MOST_LISTED:
+            raise InvalidRequest("limit", f"is {limit[:20]!r}", f"1 to {MOST_LISTED}")
+        page = await jobs.listed(client, int(limit), asked.get("after"))
+        return json_answer(msgspec.Raw(page), request_id)
 
     async def one(request: Request, request_id: str) -> Response:
-        job = await jobs.get(request.path_params["id"], front.client(request.headers))
+        client = front.client(request.headers)
+        job = await jobs.get(request.path_params["id"], client)
         body: dict[str, Any] = told_of(job)
-        if job.state == "succeeded" and (result := await jobs.result(job)) is not None:
+        if job.state == "succeeded" and (result := await jobs.result(job, client)) is not None:
             body["result"] = msgspec.Raw(result)
         return json_answer(body, request_id)
 

@@ -1,17 +1,24 @@
 """What is known of jobs, in a database: SQLite beside the router, or PostgreSQL that several share.
 
-A router that runs a job has a *lease* on it, which it renews. Once a lease has passed, whoever asks
-next has the job: so one that was killed loses none. What a router writes of a job holds only while
-its lease is its own (`owner`), so a job has one end, however often it was begun.
+A job that is to be run, or whose webhook is to be told, *waits*. A router that takes it has it
+(`owner`), under a number that grows each time it is taken (`fence`): what a router writes holds
+only while that is as it was, so a job has one end, however often it was begun. A router
+counts a *beat* while it lives. Others free what a router has whose beat stands still; by their own
+clocks, so no clock of another host is asked, and no router ever judges itself.
+
+History costs nothing: what is asked of a key or of all is counted as it changes (`_COUNTS`), each
+other statement finds its rows by an index, and reads take no lock.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from sqlalchemy import (
@@ -39,6 +46,7 @@ from sqlalchemy import (
     insert,
     make_url,
     select,
+    tuple_,
     update,
 )
 from sqlalchemy.exc import ArgumentError, IntegrityError
@@ -54,51 +62,98 @@ QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = (
     "cancelled",
 )
 _OPEN: Final = (QUEUED, RUNNING)
+RUN, TELL, NOTHING = "run", "tell", ""
+"""What a job waits for."""
 _FORM, _RESULT = "form", "result"
 _BUSY_S: Final = 30
 """How long a process waits for another that writes into the same file."""
-_LISTED: Final = 100
+_CONNECT_S: Final = 5
+_SILENT_MS: Final = 10_000
+"""After so long without a sign of a database's host a statement fails."""
+_BATCH: Final = 200
+"""Rows that are forgotten in one transaction: others come between."""
+_TELL_S: Final = 3600.0
+"""A job whose webhook is still to be told is kept so much longer, and then goes."""
+MOST_LISTED: Final = 100
+"""Jobs of a page."""
+_MOST_PORT: Final = 65_535
 
 _META = MetaData()
 # The number is raised when a table changes: a newer router leaves an older one's jobs alone.
 _JOBS = Table(
-    "maskserve_jobs_1",
+    "maskserve_jobs_2",
     _META,
     Column("id", String(32), primary_key=True),
     Column("scope", String(32), nullable=False),
     Column("state", String(16), nullable=False),
+    Column("waits", String(8), nullable=False),
     Column("created", Double, nullable=False),
     Column("not_before", Double, nullable=False),
     Column("started", Double),
     Column("ended", Double),
     Column("expires", Double),
+    Column("gone", Double),
     Column("owner", String(64), nullable=False, default=""),
-    Column("lease", Double, nullable=False, default=0.0),
+    Column("fence", Integer, nullable=False, default=0),
     Column("runs", Integer, nullable=False, default=0),
+    Column("tries", Integer, nullable=False, default=0),
     Column("bytes", BigInteger, nullable=False),
     Column("progress", Text, nullable=False, default="null"),
     Column("error", Text, nullable=False, default="null"),
     Column("webhook", Text),
-    Column("telling", Boolean, nullable=False, default=False),
     Column("told", Boolean),
     Column("idempotency", String(255)),
     Column("digest", LargeBinary(32), nullable=False),
     UniqueConstraint("scope", "idempotency"),
-    Index("maskserve_jobs_1_next", "state", "lease"),
+    Index("maskserve_jobs_2_next", "waits", "scope", "not_before"),
+    Index("maskserve_jobs_2_late", "waits", "created"),
+    Index("maskserve_jobs_2_listed", "scope", "created", "id"),
+    Index("maskserve_jobs_2_ended", "scope", "ended"),
+    Index("maskserve_jobs_2_gone", "gone"),
+    Index("maskserve_jobs_2_owner", "owner", "id"),
 )
 _CONTENTS = Table(  # apart: SQLite writes a row whole when a field of it changes
-    "maskserve_job_contents_1",
+    "maskserve_job_contents_2",
     _META,
     Column("job", String(32), primary_key=True),
     Column("kind", String(8), primary_key=True),
     Column("content", LargeBinary, nullable=False),
 )
 _USAGE = Table(
-    "maskserve_job_usage_1",
+    "maskserve_job_usage_2",
     _META,
     Column("scope", String(32), primary_key=True),
     Column("day", Integer, primary_key=True),
     *(Column(name, Double, nullable=False, default=0) for name in Daily._fields),
+)
+_OWNERS = Table(
+    "maskserve_job_owners_2",
+    _META,
+    Column("owner", String(64), primary_key=True),
+    Column("beat", BigInteger, nullable=False),
+)
+
+
+class Counts(NamedTuple):
+    """How much there is of jobs, of one key or of all."""
+
+    run: int = 0
+    """Jobs that wait to be run."""
+    tell: int = 0
+    """Jobs that wait for their webhook to be told."""
+    open: int = 0
+    """Jobs that have no end yet."""
+    ended: int = 0
+    form_bytes: int = 0
+    """Of what open jobs are to do."""
+    result_bytes: int = 0
+
+
+_COUNTS = Table(
+    "maskserve_job_counts_2",
+    _META,
+    Column("scope", String(32), primary_key=True),
+    *(Column(name, BigInteger, nullable=False, default=0) for name in Counts._fields),
 )
 
 
@@ -111,23 +166,52 @@ class JobRecord:
     """Whose it is (`KeyHolder.scope`)."""
     state: str
     created: float
-    started: float | None
-    ended: float | None
-    expires: float | None
-    runs: int
-    """Times that it was begun; above 1, a router was lost."""
     bytes: int
-    progress: Any
-    error: Any
-    webhook: str | None
-    told: bool | None
+    """Of what it is to do, or of its result once it has ended."""
+    webhook: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    expires: float | None = None
+    fence: int = 0
+    """Grows each time that a router takes it."""
+    runs: int = 0
+    """Times that it was begun and no fault was told; above 1, a router was lost."""
+    tries: int = 0
+    """Times that it was begun and a fault of the server's was told."""
+    progress: Any = None
+    error: Any = None
+    told: bool | None = None
     """Whether the webhook's host has taken what it was told; None: not yet known."""
-    telling: bool
 
     @property
     def open(self) -> bool:
         """Whether it has no end yet."""
         return self.state in _OPEN
+
+
+class Holding(NamedTuple):
+    """What a router has of a job."""
+
+    waited: str
+    """For what it had waited."""
+    fence: int
+    progress: Any = None
+    """How far it is, if that is to be kept."""
+
+
+class Stray(NamedTuple):
+    """A job that an owner has and does not know of."""
+
+    name: str
+    fence: int
+
+
+class WaitingKey(NamedTuple):
+    """A key that has jobs that wait."""
+
+    scope: str
+    result_bytes: int
+    """Of its jobs that have ended."""
 
 
 class QuotaReached(Exception):
@@ -161,41 +245,93 @@ def open_store(place: str) -> JobStore:
         place = f"sqlite:///{file}"
     try:
         url = make_url(place)
+        if url.port is not None and not 1 <= url.port <= _MOST_PORT:
+            raise ConfigError(f"[jobs] database: its port is {url.port}; accepted: 1 to 65535")
         lite = url.get_backend_name() == "sqlite"
-        more: dict[str, Any] = {"connect_args": {"timeout": _BUSY_S}} if lite else {}
+        more: dict[str, Any] = {}
+        if lite:
+            more = {"connect_args": {"timeout": _BUSY_S}}
+        elif url.drivername.startswith("postgresql+psycopg"):
+            bounds = {"connect_timeout": _CONNECT_S, "tcp_user_timeout": _SILENT_MS}
+            more = {"connect_args": {k: v for k, v in bounds.items() if k not in url.query}}
         engine = create_engine(url, pool_pre_ping=not lite, **more)
+    except ValueError:  # of `int`
+        raise ConfigError("[jobs] database: its port is no number; accepted: 1 to 65535") from None
     except (ArgumentError, ImportError) as error:
         raise ConfigError(f"[jobs] database: {error}") from None
     if lite:
         _write_ahead(engine)
     _META.create_all(engine)
-    return JobStore(engine)
+    return JobStore(engine, lite=lite)
 
 
 def _write_ahead(engine: Engine) -> None:
-    """SQLite's log of changes, on disk before a statement has returned; and transactions that take
-    the lock as they begin, since one that asks for it later is refused at once.
+    """SQLite's log of changes, on disk before a statement has returned; what is deleted is
+    overwritten. Transactions that write take the lock as they begin, since one that asks for it
+    later is refused at once; those that read take none.
     """
 
     @event.listens_for(engine, "connect")
     def _(connection: Any, _: Any) -> None:
         connection.isolation_level = None
-        for pragma in ("journal_mode = WAL", "synchronous = FULL"):
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def _(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        reads = connection.get_execution_options().get("reads")
+        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+class _Changes:
+    """What one transaction changes of the counts; written last, and keys in one order, so that two
+    transactions never wait for one another.
+    """
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def add(self, scope: str, **more: int) -> None:
+        for name, count in more.items():
+            self._of[scope][name] += count
+
+    def waits(self, scope: str, before: str, after: str) -> None:
+        """A job of the key waits for something else."""
+        for what, count in ((before, -1), (after, 1)):
+            if what:
+                self._of[scope][what] += count
+
+    def write(self, db: Connection) -> None:
+        for scope, more in sorted(self._of.items()):
+            grown = {name: _COUNTS.c[name] + count for name, count in more.items() if count}
+            if grown:
+                db.execute(update(_COUNTS).where(_COUNTS.c.scope == scope).values(**grown))
 
 
 class JobStore:
-    """Each method is a transaction, and may wait for the disk or the network."""
+    """Each method is a transaction, and may wait for the disk or the network.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        engine: of the database.
+        lite: whether it is SQLite.
+    """
+
+    def __init__(self, engine: Engine, *, lite: bool) -> None:
+        self._engine, self._lite = engine, lite
+        self._reads = engine.execution_options(reads=True)
+        self._deleted = False
 
     def close(self) -> None:
         self._engine.dispose()
+
+    @contextmanager
+    def _writing(self) -> Iterator[tuple[Connection, _Changes]]:
+        with self._engine.begin() as db:
+            changes = _Changes()
+            yield db, changes
+            changes.write(db)
+
+    # What clients ask for.
 
     def add(
         self,
@@ -224,18 +360,24 @@ class JobStore:
             QuotaReached: the key has given what it may.
         """
         values = {name: getattr(job, name) for name in JobRecord.__slots__}
-        values |= {"progress": "null", "error": "null", "not_before": job.created}
+        values |= {"progress": "null", "error": "null", "not_before": job.created, "waits": RUN}
         values |= {"idempotency": idempotency, "digest": digest}
         for last in (False, True):
             if old := self._named(job.scope, idempotency, digest):
                 return old, False
             try:
-                with self._engine.begin() as db:
+                with self._writing() as (db, changes):
                     self._charge(db, job, work, most)
+                    scope = _COUNTS.c.scope == job.scope
+                    if db.execute(select(_COUNTS.c.scope).where(scope)).first() is None:
+                        db.execute(insert(_COUNTS).values(scope=job.scope))
                     db.execute(insert(_JOBS).values(**values))
                     _put(db, job.id, _FORM, form)
+                    changes.add(job.scope, run=1, open=1, form_bytes=job.bytes)
                 return job, True
-            except IntegrityError:  # another router was faster with the same request, or day
+            except (
+                IntegrityError
+            ):  # another router was faster with the same request, or key, or day
                 if last:
                     raise
         raise AssertionError("the loop returns")
@@ -243,51 +385,68 @@ class JobStore:
     def _named(self, scope: str, idempotency: str | None, digest: bytes) -> JobRecord | None:
         if idempotency is None:
             return None
-        with self._engine.begin() as db:
-            wanted = and_(_JOBS.c.scope == scope, _JOBS.c.idempotency == idempotency)
-            row = db.execute(select(_JOBS).where(wanted)).mappings().first()
+        with self._reads.connect() as db:
+            named = and_(_JOBS.c.scope == scope, _JOBS.c.idempotency == idempotency)
+            row = db.execute(select(_JOBS).where(named)).mappings().first()
         if row is not None and row["digest"] != digest:
             raise OtherRequest
         return None if row is None else _job(row)
 
     def _charge(self, db: Connection, job: JobRecord, work: Daily, most: Daily) -> None:
         day = int(job.created // 86_400)
-        own = and_(_USAGE.c.scope == job.scope, _USAGE.c.day == day)
-        if db.execute(select(_USAGE.c.day).where(own)).first() is None:
+        today = and_(_USAGE.c.scope == job.scope, _USAGE.c.day == day)
+        if db.execute(select(_USAGE.c.day).where(today)).first() is None:
             db.execute(insert(_USAGE).values(scope=job.scope, day=day))
         # Of two at a time the second waits here until the first's numbers stand.
         grown = {name: _USAGE.c[name] + more for name, more in work._asdict().items()}
-        db.execute(update(_USAGE).where(own).values(**grown))
-        used = db.execute(select(_USAGE).where(own)).mappings().one()
+        db.execute(update(_USAGE).where(today).values(**grown))
+        used = db.execute(select(_USAGE).where(today)).mappings().one()
         for name, bound in most._asdict().items():
             if bound and used[name] > bound:
                 raise QuotaReached(name)
 
     def used(self, scope: str, now: float) -> Daily:
         """What a key's jobs of today amount to."""
-        own = and_(_USAGE.c.scope == scope, _USAGE.c.day == int(now // 86_400))
-        with self._engine.begin() as db:
-            row = db.execute(select(_USAGE).where(own)).mappings().first()
+        today = and_(_USAGE.c.scope == scope, _USAGE.c.day == int(now // 86_400))
+        with self._reads.connect() as db:
+            row = db.execute(select(_USAGE).where(today)).mappings().first()
         return Daily() if row is None else Daily(*(row[name] for name in Daily._fields))
 
-    def held(self, scope: str) -> tuple[int, int]:
-        """Bytes that are kept: of all, and of that the key's."""
-        total = func.coalesce(func.sum(_JOBS.c.bytes), 0)
-        with self._engine.begin() as db:
-            everybody = db.execute(select(total)).scalar_one()
-            own = db.execute(select(total).where(_JOBS.c.scope == scope)).scalar_one()
-        return int(everybody), int(own)
+    def counts(self, scope: str) -> tuple[Counts, Counts]:
+        """How much there is: of all, and of that the key's."""
+        sums = [func.coalesce(func.sum(_COUNTS.c[name]), 0) for name in Counts._fields]
+        with self._reads.connect() as db:
+            everybody = db.execute(select(*sums)).one()
+            of_key = db.execute(select(*sums).where(_COUNTS.c.scope == scope)).one()
+        return Counts(*map(int, everybody)), Counts(*map(int, of_key))
 
     def get(self, name: str) -> JobRecord | None:
-        with self._engine.begin() as db:
+        with self._reads.connect() as db:
             row = db.execute(select(_JOBS).where(_JOBS.c.id == name)).mappings().first()
         return None if row is None else _job(row)
 
-    def listed(self, scope: str) -> list[JobRecord]:
-        """A key's jobs, the latest first."""
-        asked = select(_JOBS).where(_JOBS.c.scope == scope).order_by(_JOBS.c.created.desc())
-        with self._engine.begin() as db:
-            return [_job(row) for row in db.execute(asked.limit(_LISTED)).mappings()]
+    def listed(self, scope: str, limit: int, after: str | None = None) -> list[JobRecord] | None:
+        """A page of a key's jobs, the latest first.
+
+        Args:
+            scope: the key's.
+            limit: how many.
+            after: id of the job before the page; None: the page is the first.
+
+        Returns:
+            The jobs; None: the key has no job `after`.
+        """
+        page = select(_JOBS).where(_JOBS.c.scope == scope)
+        place = tuple_(_JOBS.c.created, _JOBS.c.id)
+        with self._reads.connect() as db:
+            if after is not None:
+                last = select(_JOBS.c.created).where(_JOBS.c.scope == scope, _JOBS.c.id == after)
+                created = db.execute(last).scalar()
+                if created is None:
+                    return None
+                page = page.where(place < tuple_(created, after))
+            page = page.order_by(_JOBS.c.created.desc(), _JOBS.c.id.desc()).limit(limit)
+            return [_job(row) for row in db.execute(page).mappings()]
 
     def form(self, name: str) -> bytes | None:
         """What a job is to do; None: it has ended."""
@@ -297,76 +456,136 @@ class JobStore:
         return self._content(name, _RESULT)
 
     def _content(self, name: str, kind: str) -> bytes | None:
-        wanted = and_(_CONTENTS.c.job == name, _CONTENTS.c.kind == kind)
-        with self._engine.begin() as db:
-            found = db.execute(select(_CONTENTS.c.content).where(wanted)).scalar()
-        return None if found is None else bytes(found)
+        place = and_(_CONTENTS.c.job == name, _CONTENTS.c.kind == kind)
+        with self._reads.connect() as db:
+            content = db.execute(select(_CONTENTS.c.content).where(place)).scalar()
+        return None if content is None else bytes(content)
 
-    def take(
-        self,
-        owner: str,
-        now: float,
-        lease_s: float,
-        turn: Callable[[Sequence[str]], str | None],
-        *,
-        ended: bool,
-    ) -> JobRecord | None:
-        """Have the next job that nobody has, until the lease passes.
+    def remove(self, name: str) -> None:
+        """Forget a job."""
+        with self._writing() as (db, changes):
+            self._forget(db, changes, _locked(db, _JOBS.c.id == name))
+
+    # What routers do with jobs.
+
+    def waiting(self, kind: str, now: float) -> tuple[list[WaitingKey], int]:
+        """Keys that have jobs that wait, the longest waiting first, and all keys' `result_bytes`.
+
+        Args:
+            kind: what the jobs wait for.
+            now: the time.
+        """
+        place = and_(_JOBS.c.waits == kind, _JOBS.c.scope == _COUNTS.c.scope)
+        first = select(func.min(_JOBS.c.not_before)).where(place).scalar_subquery()
+        keys = select(_COUNTS.c.scope, _COUNTS.c.result_bytes, first.label("first"))
+        with self._reads.connect() as db:
+            rows = db.execute(keys.where(_COUNTS.c[kind] > 0)).all()
+            kept = db.execute(select(func.coalesce(func.sum(_COUNTS.c.result_bytes), 0))).scalar()
+        due = sorted((row for row in rows if row[2] is not None and row[2] <= now), key=_first)
+        return [WaitingKey(row[0], int(row[1])) for row in due], int(kept or 0)
+
+    def take(self, owner: str, kind: str, scope: str, now: float) -> JobRecord | None:
+        """Have the key's next job that waits.
 
         Args:
             owner: who takes it.
+            kind: what it waits for.
+            scope: the key's.
             now: the time.
-            lease_s: how long the lease is good for.
-            turn: which of the scopes that have any is next, the longest waiting first.
-            ended: whether to take one whose webhook is to be told, or one to run.
+
+        Returns:
+            The job; None: there is none any more, or the owner was taken for lost.
         """
-        wanted: ColumnElement[bool] = _JOBS.c.state.in_(_OPEN)
-        if ended:
-            wanted = and_(_JOBS.c.telling, _JOBS.c.state.not_in(_OPEN))
-        free = and_(wanted, _JOBS.c.lease <= now, _JOBS.c.not_before <= now)
-        waiting = select(_JOBS.c.scope).where(free).group_by(_JOBS.c.scope)
-        with self._engine.begin() as db:
-            scopes = db.execute(waiting.order_by(func.min(_JOBS.c.created))).scalars().all()
-            scope = turn(scopes) if scopes else None
-            if scope is None:
+        place = and_(_JOBS.c.waits == kind, _JOBS.c.scope == scope, _JOBS.c.not_before <= now)
+        with self._writing() as (db, changes):
+            if not _beat(db, owner):
                 return None
-            first = select(_JOBS.c.id).where(free, _JOBS.c.scope == scope)
-            name = db.execute(first.order_by(_JOBS.c.created).limit(1)).scalar()
-            had = {"owner": owner, "lease": now + lease_s}
-            if not ended:
+            rows = _locked(db, place, _JOBS.c.not_before, limit=1)
+            if not rows:
+                return None
+            job = _JOBS.c.id == rows[0]["id"]
+            had: dict[str, Any] = {"owner": owner, "waits": NOTHING, "fence": _JOBS.c.fence + 1}
+            if kind == RUN:
                 started = func.coalesce(_JOBS.c.started, now)
                 had |= {"state": RUNNING, "runs": _JOBS.c.runs + 1, "started": started}
-            # Where another router was faster, the row is not free any more.
-            taken = db.execute(update(_JOBS).where(free, _JOBS.c.id == name).values(**had))
-            if not taken.rowcount:
-                return None
-            return _job(db.execute(select(_JOBS).where(_JOBS.c.id == name)).mappings().one())
+            db.execute(update(_JOBS).where(job).values(**had))
+            changes.waits(scope, kind, NOTHING)
+            return _job(db.execute(select(_JOBS).where(job)).mappings().one())
 
-    def renew(
-        self, owner: str, now: float, lease_s: float, progress: Mapping[str, Any]
-    ) -> frozenset[str]:
-        """Keep these jobs, and say how far they are; those of them that are still the owner's."""
-        kept = set()
-        with self._engine.begin() as db:
-            for name, done in progress.items():
-                values = {"lease": now + lease_s, "progress": msgspec.json.encode(done).decode()}
-                mine = and_(_JOBS.c.id == name, _JOBS.c.owner == owner)
-                if db.execute(update(_JOBS).where(mine).values(**values)).rowcount:
-                    kept.add(name)
-        return frozenset(kept)
+    def beat(
+        self, owner: str, held: Mapping[str, Holding]
+    ) -> tuple[frozenset[str], frozenset[Stray]]:
+        """Say that the owner lives, and how far its jobs are.
 
-    def put_back(self, owner: str, name: str, not_before: float) -> None:
-        """A job that was taken waits again; it was not begun."""
-        mine = and_(_JOBS.c.id == name, _JOBS.c.owner == owner, _JOBS.c.state == RUNNING)
-        back = {
-            "state": QUEUED,
-            "owner": "",
-            "lease": 0.0,
-            "not_before": not_before,
-            "started": None,
-        }
-        with self._engine.begin() as db:
-            db.execute(update(_JOBS).where(mine).values(**back, runs=_JOBS.c.runs - 1))
+        Where it was taken for lost, what nobody else has begun since is its again.
+
+        Args:
+            owner: who lives.
+            held: what it has, by the job's id.
+
+        Returns:
+            Those of its jobs that are still its, and what it has beside them: it took them, and
+            was not told so.
+        """
+        with self._writing() as (db, changes):
+            if not _beat(db, owner):
+                db.execute(insert(_OWNERS).values(owner=owner, beat=0))
+                for name, holding in sorted(held.items()):
+                    _have_again(db, changes, owner, name, holding)
+            for name, holding in sorted(held.items()):
+                if holding.progress is not None:
+                    told = {"progress": msgspec.json.encode(holding.progress).decode()}
+                    mine = _fenced(name, holding.fence)
+                    db.execute(update(_JOBS).where(mine).values(**told))
+            had = select(_JOBS.c.id, _JOBS.c.fence).where(_JOBS.c.owner == owner)
+            fences: dict[str, int] = {row[0]: row[1] for row in db.execute(had)}
+        kept = frozenset(n for n, holding in held.items() if fences.get(n) == holding.fence)
+        strays = (Stray(name, fence) for name, fence in fences.items() if name not in kept)
+        return kept, frozenset(strays)
+
+    def beats(self) -> dict[str, int]:
+        """The last beat of each owner."""
+        with self._reads.connect() as db:
+            return {row[0]: int(row[1]) for row in db.execute(select(_OWNERS))}
+
+    def free(self, owner: str, beat: int | None = None) -> None:
+        """All that an owner has waits again: it stops, or is lost.
+
+        Args:
+            owner: who.
+            beat: its last; it is not lost if there was another since. None: it stops.
+        """
+        gone = _OWNERS.c.owner == owner
+        if beat is not None:
+            gone = and_(gone, _OWNERS.c.beat == beat)
+        with self._writing() as (db, changes):
+            if not db.execute(delete(_OWNERS).where(gone)).rowcount and beat is not None:
+                return
+            _let_go(db, changes, _locked(db, _JOBS.c.owner == owner))
+
+    def let_go(self, stray: Stray) -> None:
+        """A job waits again that its owner does not know of."""
+        with self._writing() as (db, changes):
+            rows = _locked(db, and_(_fenced(*stray), _JOBS.c.waits == NOTHING))
+            _let_go(db, changes, [row for row in rows if row["owner"]])
+
+    def put_back(self, name: str, fence: int, not_before: float, *, failed: bool) -> None:
+        """A job that was taken waits again.
+
+        Args:
+            name: of the job.
+            fence: as it was taken.
+            not_before: when it may be taken.
+            failed: whether it was begun and the server failed it; else it was not begun.
+        """
+        back: dict[str, Any] = {"state": QUEUED, "owner": "", "waits": RUN}
+        back |= {"not_before": not_before, "runs": _JOBS.c.runs - 1}
+        back["fence"] = _JOBS.c.fence + 1  # who had it has nothing more to say of it
+        back |= {"tries": _JOBS.c.tries + 1} if failed else {"started": None}
+        with self._writing() as (db, changes):
+            for row in _locked(db, and_(_fenced(name, fence), _JOBS.c.state == RUNNING)):
+                db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**back))
+                changes.waits(row["scope"], row["waits"], RUN)
 
     def end(
         self,
@@ -374,8 +593,9 @@ class JobStore:
         state: str,
         now: float,
         keep_s: float,
+        most: int,
         *,
-        owner: str | None,
+        fence: int | None,
         result: bytes = b"",
         error: Any = None,
         progress: Any = None,
@@ -387,18 +607,28 @@ class JobStore:
             state: its last.
             now: the time.
             keep_s: how long it is kept.
-            owner: who has it; None: whoever (its client ends it, and its router learns of it as it
-                renews its lease).
+            most: ended jobs of its key that are kept; beyond, the oldest go.
+            fence: as it was taken; None: whoever has it (its client ends it, and its router learns
+                of it at its next beat).
             result: the answer.
             error: OpenAI's object.
             progress: how far it came; None: as it was told last.
         """
-        mine = and_(_JOBS.c.id == name, _JOBS.c.state.in_(_OPEN))
-        if owner is not None:
-            mine = and_(mine, _JOBS.c.owner == owner)
-        with self._engine.begin() as db:
-            if not _end(db, name, mine, state, now, keep_s, len(result), error):
+        job = and_(_JOBS.c.id == name, _JOBS.c.state.in_(_OPEN))
+        if fence is not None:
+            job = and_(job, _fenced(name, fence))
+        with self._writing() as (db, changes):
+            rows = _locked(db, job)
+            if not rows:
                 return False
+            scope = rows[0]["scope"]
+            ended = select(_COUNTS.c.ended).where(_COUNTS.c.scope == scope)
+            beyond = int(db.execute(ended).scalar() or 0) + 1 - most
+            if beyond > 0:
+                old = and_(_JOBS.c.scope == scope, _JOBS.c.ended.is_not(None))
+                oldest = _locked(db, old, _JOBS.c.ended, limit=min(beyond, _BATCH))
+                self._forget(db, changes, oldest)
+            self._end(db, changes, rows[0], state, now, keep_s, len(result), error)
             if result:
                 _put(db, name, _RESULT, result)
             if progress is not None:
@@ -406,26 +636,17 @@ class JobStore:
                 db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**told))
         return True
 
-    def told(self, owner: str, name: str, *, taken: bool) -> None:
+    def told(self, name: str, fence: int, *, taken: bool) -> None:
         """The webhook's host has taken what it was told, or never will."""
-        mine = and_(_JOBS.c.id == name, _JOBS.c.owner == owner)
-        values = {"telling": False, "told": taken, "owner": "", "lease": 0.0}
-        with self._engine.begin() as db:
-            db.execute(update(_JOBS).where(mine).values(**values))
+        values = {"told": taken, "owner": "", "gone": _JOBS.c.expires}
+        with self._writing() as (db, _):
+            db.execute(update(_JOBS).where(_fenced(name, fence)).values(**values))
 
-    def leave(self, owner: str) -> None:
-        """All that is this owner's is anybody's: it stops."""
-        with self._engine.begin() as db:
-            free = update(_JOBS).where(_JOBS.c.owner == owner)
-            db.execute(free.values(owner="", lease=0.0))
+    # What is no longer needed.
 
-    def remove(self, name: str) -> None:
-        """Forget a job."""
-        with self._engine.begin() as db:
-            _forget(db, [name])
-
-    def expire(self, now: float, keep_s: float, wait_s: float, error: Any) -> None:
-        """Forget jobs whose time is over, and fail those that have waited too long to begin.
+    def expire(self, now: float, keep_s: float, wait_s: float, error: Any) -> bool:
+        """Forget jobs whose time is over, and fail those that have waited too long to begin; some
+        at a time. Says whether there are more.
 
         Args:
             now: the time.
@@ -433,55 +654,125 @@ class JobStore:
             wait_s: how long a job may wait.
             error: of one that has.
         """
-        over = and_(_JOBS.c.expires < now, ~_JOBS.c.telling)
-        late = and_(_JOBS.c.state == QUEUED, _JOBS.c.created < now - wait_s)
-        with self._engine.begin() as db:
-            _forget(db, db.execute(select(_JOBS.c.id).where(over)).scalars().all())
-            names = db.execute(select(_JOBS.c.id).where(late)).scalars().all()
-            for name in names:
-                _end(db, name, and_(late, _JOBS.c.id == name), FAILED, now, keep_s, 0, error)
+        over = _JOBS.c.gone < now
+        late = and_(_JOBS.c.waits == RUN, _JOBS.c.created < now - wait_s, _JOBS.c.started.is_(None))
+        with self._writing() as (db, changes):
+            gone = _locked(db, over, _JOBS.c.gone, limit=_BATCH)
+            self._forget(db, changes, gone)
+            waited = _locked(db, late, _JOBS.c.created, limit=_BATCH)
+            for row in waited:
+                self._end(db, changes, row, FAILED, now, keep_s, 0, error)
             db.execute(delete(_USAGE).where(_USAGE.c.day < int(now // 86_400) - 1))
+        return _BATCH in (len(gone), len(waited))
 
-    def waiting(self) -> int:
-        """Jobs that no router has begun."""
-        with self._engine.begin() as db:
-            asked = select(func.count()).select_from(_JOBS).where(_JOBS.c.state == QUEUED)
-            return int(db.execute(asked).scalar_one())
+    def tidy(self) -> None:
+        """Have nothing that was deleted in SQLite's log either."""
+        if self._lite and self._deleted:
+            self._deleted = False
+            with closing(self._engine.raw_connection()) as db:
+                db.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def _end(
+        self,
+        db: Connection,
+        changes: _Changes,
+        row: RowMapping,
+        state: str,
+        now: float,
+        keep_s: float,
+        size: int,
+        error: Any,
+    ) -> None:
+        waits = NOTHING if row["webhook"] is None else TELL
+        values = {
+            "state": state,
+            "ended": now,
+            "expires": now + keep_s,
+            "gone": now + keep_s + (_TELL_S if waits else 0.0),
+            "bytes": size,
+            "error": msgspec.json.encode(error).decode(),
+            "waits": waits,  # whoever is next tells the webhook
+            "not_before": now,
+            "owner": "",
+        }
+        db.execute(update(_JOBS).where(_JOBS.c.id == row["id"]).values(**values))
+        self._delete_contents(db, [row["id"]])
+        scope = row["scope"]
+        changes.waits(scope, row["waits"], waits)
+        changes.add(scope, open=-1, ended=1, form_bytes=-row["bytes"], result_bytes=size)
+
+    def _forget(self, db: Connection, changes: _Changes, rows: Sequence[RowMapping]) -> None:
+        names = [row["id"] for row in rows]
+        self._delete_contents(db, names)
+        if names:
+            db.execute(delete(_JOBS).where(_JOBS.c.id.in_(names)))
+        for row in rows:
+            changes.waits(row["scope"], row["waits"], NOTHING)
+            if row["state"] in _OPEN:
+                changes.add(row["scope"], open=-1, form_bytes=-row["bytes"])
+            else:
+                changes.add(row["scope"], ended=-1, result_bytes=-row["bytes"])
+
+    def _delete_contents(self, db: Connection, names: Sequence[str]) -> None:
+        if names:
+            db.execute(delete(_CONTENTS).where(_CONTENTS.c.job.in_(names)))
+            self._deleted = True
 
 
-def _end(
+def _locked(
     db: Connection,
-    name: str,
     where: ColumnElement[bool],
-    state: str,
-    now: float,
-    keep_s: float,
-    size: int,
-    error: Any,
-) -> bool:
-    values = {
-        "state": state,
-        "ended": now,
-        "expires": now + keep_s,
-        "bytes": size,
-        "error": msgspec.json.encode(error).decode(),
-        "telling": _JOBS.c.webhook.is_not(None),
-        "owner": "",  # whoever is next tells the webhook
-        "lease": 0.0,
-    }
-    if not db.execute(update(_JOBS).where(where).values(**values)).rowcount:
-        return False
-    db.execute(delete(_CONTENTS).where(_CONTENTS.c.job == name))
-    return True
+    order: ColumnElement[Any] | None = None,
+    limit: int | None = None,
+) -> Sequence[RowMapping]:
+    """Rows of jobs that nobody else changes until the transaction ends. Where there is an order,
+    any that somebody changes just now are left out: the next ones do.
+    """
+    rows = select(_JOBS).where(where)
+    if order is None:
+        rows = rows.order_by(_JOBS.c.id).with_for_update()
+    else:
+        rows = rows.order_by(order).limit(limit).with_for_update(skip_locked=True)
+    return db.execute(rows).mappings().all()
+
+
+def _fenced(name: str, fence: int) -> ColumnElement[bool]:
+    """A job that nobody has taken since it had this number."""
+    return and_(_JOBS.c.id == name, _JOBS.c.fence == fence)
+
+
+def _beat(db: Connection, owner: str) -> bool:
+    """Whether the owner is known; it has beaten once more."""
+    known = update(_OWNERS).where(_OWNERS.c.owner == owner)
+    return bool(db.execute(known.values(beat=_OWNERS.c.beat + 1)).rowcount)
+
+
+def _have_again(db: Connection, changes: _Changes, owner: str, name: str, holding: Holding) -> None:
+    free = and_(_fenced(name, holding.fence), _JOBS.c.waits == holding.waited)
+    for row in _locked(db, free):
+        had = {"owner": owner, "waits": NOTHING}
+        if holding.waited == RUN:
+            had["state"] = RUNNING
+        db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**had))
+        changes.waits(row["scope"], row["waits"], NOTHING)
+
+
+def _let_go(db: Connection, changes: _Changes, rows: Sequence[RowMapping]) -> None:
+    for row in rows:
+        is_open = row["state"] in _OPEN
+        back = {"owner": "", "waits": RUN if is_open else TELL}
+        if is_open:
+            back["state"] = QUEUED
+        db.execute(update(_JOBS).where(_JOBS.c.id == row["id"]).values(**back))
+        changes.waits(row["scope"], row["waits"], back["waits"])
 
 
 def _put(db: Connection, job: str, kind: str, content: bytes) -> None:
     db.execute(insert(_CONTENTS).values(job=job, kind=kind, content=content))
 
 
-def _forget(db: Connection, names: Sequence[str]) -> None:
-    db.execute(delete(_CONTENTS).where(_CONTENTS.c.job.in_(names)))
-    db.execute(delete(_JOBS).where(_JOBS.c.id.in_(names)))
+def _first(row: Any) -> Any:
+    return row[2], row[0]
 
 
 def _job(row: RowMapping) -> JobRecord:

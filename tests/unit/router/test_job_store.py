@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
 from maskserve_core.config import ConfigError
 from maskserve_router.jobs.store import (
+    _CONTENTS,
+    _COUNTS,
+    _JOBS,
     CANCELLED,
     FAILED,
     QUEUED,
+    RUN,
     RUNNING,
     SUCCEEDED,
+    TELL,
+    Counts,
+    Holding,
     JobRecord,
     JobStore,
     OtherRequest,
@@ -25,6 +34,7 @@ from maskserve_router.jobs.store import (
     open_store,
 )
 from maskserve_router.keys import Daily
+from tests.support.draws import fresh_random
 from tests.support.postgres import find_postgres, postgres
 
 ONE = Daily(1, 10, 2.5)
@@ -45,10 +55,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path / "jobs.sqlite")
     url = request.getfixturevalue("server")
     store = open_store(url)
-    for job in [job for scope in "abcde" for job in store.listed(scope)]:
-        store.remove(job.id)
     with store._engine.begin() as db:
-        db.exec_driver_sql("DELETE FROM maskserve_job_usage_1")
+        for table in ("jobs", "job_contents", "job_usage", "job_counts", "job_owners"):
+            db.exec_driver_sql(f"DELETE FROM maskserve_{table}_2")
     store.close()
     return str(url)
 
@@ -61,9 +70,7 @@ def store(place: str) -> Iterator[JobStore]:
 
 
 def job(name: str, scope: str = "a", created: float = 0.0, webhook: str | None = None) -> JobRecord:
-    return JobRecord(
-        name, scope, QUEUED, created, None, None, None, 0, 4, None, None, webhook, None, False
-    )
+    return JobRecord(name, scope, QUEUED, created, 4, webhook)
 
 
 def give(store: JobStore, name: str, scope: str = "a", **more: object) -> JobRecord:
@@ -71,12 +78,46 @@ def give(store: JobStore, name: str, scope: str = "a", **more: object) -> JobRec
     return store.add(made, b"form", b"digest", None, ONE, Daily())[0]
 
 
-def first(scopes: Sequence[str]) -> str:
-    return scopes[0]
+def take(store: JobStore, owner: str, now: float, kind: str = RUN) -> JobRecord | None:
+    if owner not in store.beats():
+        store.beat(owner, {})
+    keys, _ = store.waiting(kind, now)
+    return store.take(owner, kind, keys[0].scope, now) if keys else None
 
 
-def take(store: JobStore, owner: str, now: float, *, ended: bool = False) -> JobRecord | None:
-    return store.take(owner, now, 10.0, first, ended=ended)
+def lose(store: JobStore, owner: str) -> None:
+    """Others take the owner for lost."""
+    store.free(owner, store.beats()[owner])
+
+
+def end(store: JobStore, name: str, fence: int | None, **more: Any) -> bool:
+    asked = {"state": SUCCEEDED, "now": 15.0, "keep_s": 60.0, "most": 1000, **more}
+    return store.end(name, fence=fence, **asked)
+
+
+def check_counts(store: JobStore) -> None:
+    """What is counted is what a look at all rows finds."""
+    with store._reads.connect() as db:
+        rows = db.execute(select(_JOBS)).mappings().all()
+        sums = select(_CONTENTS.c.job, func.sum(func.length(_CONTENTS.c.content)))
+        sizes = {row[0]: row[1] for row in db.execute(sums.group_by(_CONTENTS.c.job))}
+        counted = {row["scope"]: row for row in db.execute(select(_COUNTS)).mappings()}
+    for scope in counted:
+        own = [row for row in rows if row["scope"] == scope]
+        unended = [row for row in own if row["state"] in (QUEUED, RUNNING)]
+        ended = [row for row in own if row["state"] not in (QUEUED, RUNNING)]
+        expected = Counts(
+            sum(row["waits"] == RUN for row in own),
+            sum(row["waits"] == TELL for row in own),
+            len(unended),
+            len(ended),
+            sum(sizes[row["id"]] for row in unended),
+            sum(sizes.get(row["id"], 0) for row in ended),
+        )
+        assert Counts(*(counted[scope][name] for name in Counts._fields)) == expected
+        assert all(sizes.get(row["id"], 0) == row["bytes"] for row in own)
+    assert {row["scope"] for row in rows} <= counted.keys()
+    assert sizes.keys() <= {row["id"] for row in rows}
 
 
 def test_a_job_goes_its_way(store: JobStore) -> None:
@@ -86,66 +127,272 @@ def test_a_job_goes_its_way(store: JobStore) -> None:
     assert (taken.id, taken.state, taken.started, taken.runs) == ("1", RUNNING, 1.0, 1)
     assert take(store, "y", 2.0) is None  # it is x's
     assert store.form("1") == b"form"
-    assert store.renew("x", 5.0, 10.0, {"1": {"step": 3}}) == {"1"}
-    assert take(store, "y", 14.0) is None
+    assert store.beat("x", {"1": Holding(RUN, taken.fence, {"step": 3})})[0] == {"1"}
+    assert take(store, "y", 1e9) is None  # no clock takes it from x
     assert store.get("1").progress == {"step": 3}  # type: ignore[union-attr]
-    assert store.end("1", SUCCEEDED, 15.0, 60.0, owner="x", result=b"picture")
+    assert end(store, "1", taken.fence, result=b"picture")
     ended = store.get("1")
     assert ended is not None
     assert (ended.state, ended.ended, ended.expires, ended.bytes) == (SUCCEEDED, 15.0, 75.0, 7)
     assert (store.form("1"), store.result("1")) == (None, b"picture")
-    assert store.held("a") == (7, 7)
+    assert store.counts("a")[1] == Counts(ended=1, result_bytes=7)
     store.expire(76.0, 60.0, 1e6, None)
-    assert (store.get("1"), store.result("1"), store.held("a")) == (None, None, (0, 0))
+    assert (store.get("1"), store.result("1"), store.counts("a")[0]) == (None, None, Counts())
 
 
 def test_a_lost_routers_job_has_one_end(store: JobStore) -> None:
     give(store, "1")
-    assert take(store, "x", 0.0)
+    first = take(store, "x", 0.0)
+    assert first is not None
+    lose(store, "x")
     again = take(store, "y", 11.0)
     assert again is not None
-    assert again.runs == 2
-    assert not store.end("1", SUCCEEDED, 12.0, 60.0, owner="x", result=b"late")  # x was only slow
-    assert store.renew("x", 12.0, 10.0, {"1": None}) == frozenset()
-    assert store.end("1", SUCCEEDED, 13.0, 60.0, owner="y", result=b"picture")
-    assert not store.end("1", FAILED, 14.0, 60.0, owner="y")
+    assert (again.runs, again.fence) == (2, 2)
+    late = first.fence
+    assert not end(store, "1", late, result=b"late")  # x was only slow
+    assert store.beat("x", {"1": Holding(RUN, first.fence)})[0] == frozenset()
+    store.put_back("1", late, 0.0, failed=True)
+    assert end(store, "1", again.fence, result=b"picture")
+    assert not end(store, "1", again.fence, state=FAILED)
     assert store.result("1") == b"picture"
+
+
+def test_who_was_taken_for_lost_goes_on_with_what_nobody_has_begun(store: JobStore) -> None:
+    give(store, "1")
+    give(store, "2", webhook="https://a.example/")
+    end(store, "2", None, state=CANCELLED)
+    runs, tells = take(store, "x", 20.0), take(store, "x", 20.0, TELL)
+    assert runs is not None
+    assert tells is not None
+    lose(store, "x")
+    assert store.take("x", RUN, "a", 20.0) is None  # it does not take its own job again
+    held = {"1": Holding(RUN, runs.fence), "2": Holding(TELL, tells.fence)}
+    assert store.beat("x", held)[0] == {"1", "2"}
+    assert take(store, "y", 20.0) is None
+    assert take(store, "y", 20.0, TELL) is None
+    check_counts(store)
+    assert end(store, "1", runs.fence, result=b"picture")
+
+
+def test_a_late_writer_fails_on_the_fence(store: JobStore) -> None:
+    """The owner is the same, and its job was begun anew."""
+    give(store, "1")
+    first = take(store, "x", 0.0)
+    assert first is not None
+    store.put_back("1", first.fence, 0.0, failed=False)
+    again = take(store, "x", 1.0)
+    assert again is not None
+    assert not end(store, "1", first.fence, result=b"late")
+    assert store.beat("x", {"1": Holding(RUN, first.fence)})[0] == frozenset()
+    assert end(store, "1", again.fence, result=b"picture")
+
+
+def test_what_was_taken_and_not_told_waits_again(store: JobStore) -> None:
+    """The connection broke behind the commit."""
+    give(store, "1")
+    give(store, "2", webhook="https://a.example/")
+    end(store, "2", None, state=CANCELLED)
+    assert take(store, "x", 20.0)
+    assert take(store, "x", 20.0, TELL)
+    kept, strays = store.beat("x", {})
+    assert (kept, {stray.name for stray in strays}) == (frozenset(), {"1", "2"})
+    for stray in strays:
+        store.let_go(stray)
+        store.let_go(stray)
+    check_counts(store)
+    assert take(store, "y", 20.0)
+    assert take(store, "y", 20.0, TELL)
+    for stray in strays:  # it is another's now
+        store.let_go(stray)
+    assert take(store, "z", 20.0) is None
+
+
+def test_one_that_beats_is_not_lost(store: JobStore) -> None:
+    give(store, "1")
+    assert take(store, "x", 0.0)
+    beat = store.beats()["x"]
+    store.beat("x", {})
+    store.free("x", beat)
+    assert take(store, "y", 0.0) is None
 
 
 def test_what_is_put_back_was_not_begun(store: JobStore) -> None:
     give(store, "1")
-    assert take(store, "x", 0.0)
-    store.put_back("x", "1", 5.0)
+    taken = take(store, "x", 0.0)
+    assert taken is not None
+    store.put_back("1", taken.fence, 5.0, failed=False)
     assert take(store, "x", 4.0) is None
     again = take(store, "x", 5.0)
     assert again is not None
-    assert (again.runs, again.started) == (1, 5.0)
+    assert (again.runs, again.started, again.tries) == (1, 5.0, 0)
+    store.put_back("1", again.fence, 6.0, failed=True)
+    third = take(store, "x", 6.0)
+    assert third is not None
+    assert (third.runs, third.started, third.tries) == (1, 5.0, 1)
 
 
 def test_a_client_ends_a_job_whoever_has_it(store: JobStore) -> None:
     give(store, "1", webhook="https://a.example/")
-    assert take(store, "x", 0.0)
-    assert store.end("1", CANCELLED, 1.0, 60.0, owner=None)
-    assert store.renew("x", 1.0, 10.0, {"1": None}) == frozenset()
-    assert not store.end("1", SUCCEEDED, 2.0, 60.0, owner="x", result=b"picture")
-    telling = take(store, "y", 3.0, ended=True)
+    taken = take(store, "x", 0.0)
+    assert taken is not None
+    assert end(store, "1", None, state=CANCELLED, now=1.0)
+    assert store.beat("x", {"1": Holding(RUN, taken.fence)})[0] == frozenset()
+    assert not end(store, "1", taken.fence, result=b"picture")
+    telling = take(store, "y", 3.0, TELL)
     assert telling is not None
     assert (telling.state, telling.told) == (CANCELLED, None)
     store.expire(100.0, 60.0, 1e6, None)
     assert store.get("1") is not None  # until its webhook has been told
-    store.told("y", "1", taken=True)
-    assert take(store, "y", 100.0, ended=True) is None
+    store.told("1", telling.fence, taken=False)
+    store.told("1", telling.fence, taken=True)
+    assert take(store, "y", 100.0, TELL) is None
     assert store.get("1").told is True  # type: ignore[union-attr]
     store.expire(101.0, 60.0, 1e6, None)
     assert store.get("1") is None
+
+
+def test_a_job_whose_webhook_is_never_told_goes_too(store: JobStore) -> None:
+    give(store, "1", webhook="https://a.example/")
+    end(store, "1", None, state=CANCELLED, now=0.0)
+    assert take(store, "x", 1.0, TELL)
+    store.expire(3659.0, 60.0, 1e6, None)
+    assert store.get("1") is not None
+    store.expire(3661.0, 60.0, 1e6, None)
+    assert store.get("1") is None
+    check_counts(store)
 
 
 def test_one_that_waits_too_long_has_failed(store: JobStore) -> None:
     give(store, "1", created=0.0)
     give(store, "2", created=50.0)
     store.expire(61.0, 60.0, 60.0, {"code": "deadline_exceeded"})
-    states = {each.id: (each.state, each.error) for each in store.listed("a")}
+    states = {each.id: (each.state, each.error) for each in store.listed("a", 9) or ()}
     assert states == {"1": (FAILED, {"code": "deadline_exceeded"}), "2": (QUEUED, None)}
+
+
+def test_of_a_keys_ended_jobs_the_oldest_go(store: JobStore) -> None:
+    for number in range(6):
+        give(store, f"{number}", created=float(number))
+        end(store, f"{number}", None, state=CANCELLED, now=float(number), most=3)
+    give(store, "b", "b")
+    end(store, "b", None, state=CANCELLED, most=3)
+    assert [each.id for each in store.listed("a", 9) or ()] == ["5", "4", "3"]
+    assert store.get("b") is not None
+    check_counts(store)
+
+
+def test_jobs_are_listed_in_pages(store: JobStore) -> None:
+    for number in range(7):
+        give(store, f"{number}", created=float(number // 2))  # two of a time
+    give(store, "x", "b")
+    seen: list[str] = []
+    while page := store.listed("a", 3, seen[-1] if seen else None):
+        seen += [each.id for each in page]
+    assert seen == ["6", "5", "4", "3", "2", "1", "0"]
+    assert store.listed("a", 3, "x") is None  # another key's
+
+
+def test_reads_wait_for_no_writer(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "jobs.sqlite"))
+    give(store, "1")
+    with store._engine.begin():  # has the lock
+        assert store.get("1") is not None
+        assert store.listed("a", 9)
+        assert store.counts("a")[1].open == 1
+        assert store.waiting(RUN, 1.0)[0]
+        assert (store.form("1"), store.used("a", 0.0).jobs, store.beats()) == (b"form", 1, {})
+    store.close()
+
+
+def test_each_statement_finds_its_rows_by_an_index(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "jobs.sqlite"))
+    plans: list[str] = []
+    explained = "SELECT", "UPDATE", "DELETE"
+
+    def explain(_: Any, cursor: Any, statement: str, values: Any, *__: Any) -> None:
+        if statement.startswith(explained):
+            rows = cursor.connection.execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            plans.extend(f"{row[3]}  of  {statement}" for row in rows)
+
+    event.listen(store._engine, "before_cursor_execute", explain)
+    for number in range(4):
+        give(store, f"{number}", webhook="https://a.example/")
+    store.add(job("named"), b"form", b"digest", "name", ONE, Daily())
+    for name in ("0", "1"):
+        taken = take(store, "x", 1.0)
+        assert taken is not None
+        store.beat("x", {name: Holding(RUN, taken.fence, {"step": 1})})
+        end(store, name, taken.fence, most=1)
+    telling = take(store, "x", 99.0, TELL)
+    assert telling is not None
+    store.told(telling.id, telling.fence, taken=True)
+    taken = take(store, "x", 2.0)
+    assert taken is not None
+    store.put_back(taken.id, taken.fence, 0.0, failed=True)
+    assert take(store, "x", 2.0)
+    store.free("x")
+    assert store.listed("a", 2, "3") is not None
+    store.expire(1e6, 1.0, 1.0, None)
+    store.remove("named")
+    full = [plan for plan in plans if "SCAN maskserve_job" in plan or "TEMP B-TREE" in plan]
+    small = ("maskserve_job_counts_2", "maskserve_job_owners_2", "maskserve_job_usage_2")
+    assert [plan for plan in full if not plan.split("SCAN ")[-1].startswith(small)] == []
+    assert len(plans) > 40
+    store.close()
+
+
+def test_what_is_counted_is_what_is_there(store: JobStore) -> None:
+    """Random ways of jobs of some keys and routers, beside a look at all rows."""
+    draw = fresh_random()
+    held: dict[str, tuple[str, int]] = {}
+    for number in range(200):
+        now = float(number)
+        match draw.randrange(9):
+            case 0 | 1 | 2:
+                webhook = draw.choice((None, "https://a.example/"))
+                give(store, f"{number}", draw.choice("abc"), created=now, webhook=webhook)
+            case 3 | 4:
+                owner, kind = draw.choice("xy"), draw.choice((RUN, RUN, TELL))
+                if (taken := take(store, owner, now, kind)) is not None:
+                    held[taken.id] = owner, taken.fence
+            case 5 if held:
+                name = draw.choice(list(held))
+                result = bytes(draw.randrange(9))
+                end(store, name, held[name][1], now=now, most=4, keep_s=30.0, result=result)
+                store.told(name, held.pop(name)[1], taken=True)
+            case 6 if held:
+                name = draw.choice(list(held))
+                store.put_back(name, held.pop(name)[1], now + 3, failed=draw.random() < 0.5)
+            case 7:
+                owner = draw.choice("xy")
+                if draw.random() < 0.5 and owner in store.beats():
+                    lose(store, owner)
+                store.beat(owner, {n: Holding(RUN, h[1]) for n, h in held.items() if h[0] == owner})
+            case 8:
+                scope = draw.choice("abc")
+                for each in (store.listed(scope, 2) or [])[1:]:
+                    if draw.random() < 0.5:
+                        store.remove(each.id)
+                    else:
+                        end(store, each.id, None, state=CANCELLED, now=now, most=4)
+                store.expire(now, 30.0, 60.0, None)
+        check_counts(store)
+
+
+def test_nothing_of_a_deleted_job_is_left_in_files(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "jobs.sqlite"))
+    secret = b"a prompt that nobody is to read" * 1000
+    for name in ("1", "2", "3"):
+        made = JobRecord(name, "a", QUEUED, 0.0, len(secret))
+        store.add(made, secret, b"", None, ONE, Daily())
+    store.remove("1")
+    end(store, "2", None, state=CANCELLED)
+    end(store, "3", None, result=secret)
+    store.remove("3")
+    store.tidy()
+    for file in tmp_path.iterdir():
+        assert b"nobody is to read" not in file.read_bytes(), file.name
+    store.close()
 
 
 def test_a_request_named_twice_is_one_job(store: JobStore) -> None:
@@ -184,15 +431,18 @@ def test_routers_beside_one_another_run_each_job_once(place: str) -> None:
 
     def router(number: int) -> None:
         draw, store = random.Random(number), stores[number]
-        while any(each.state in (QUEUED, RUNNING) for s in "abc" for each in store.listed(s)):
+        while store.counts("")[0].open:
             with lock:
-                clock[0] += draw.choice((0.0, 1.0, 4.0))  # leases pass while others are at work
+                clock[0] += draw.choice((0.0, 1.0, 4.0))
                 now = clock[0]
+            if draw.random() < 0.3 and (beats := store.beats()):  # takes another for lost
+                owner = draw.choice(sorted(beats))
+                store.free(owner, beats[owner])
             taken = take(store, f"r{number}", now)
             if taken is None or draw.random() < 0.3:  # killed
                 continue
             result = f"r{number}".encode()
-            if store.end(taken.id, SUCCEEDED, now, 1e6, owner=f"r{number}", result=result):
+            if end(store, taken.id, taken.fence, now=now, keep_s=1e6, result=result):
                 ends.append((taken.id, result.decode()))
 
     with ThreadPoolExecutor(4) as pool:
@@ -221,6 +471,12 @@ def test_only_its_owner_reads_the_file(tmp_path: Path) -> None:
     give(store, "1")
     assert {file.stat().st_mode & 0o077 for file in (tmp_path / "state").iterdir()} == {0}
     store.close()
+
+
+@pytest.mark.parametrize("port", ["many", "99999999", "0", "-1", "65536"])
+def test_a_bad_port_is_told_in_words(port: str) -> None:
+    with pytest.raises(ConfigError, match=r"\[jobs\] database: its port .*accepted: 1 to 65535"):
+        open_store(f"postgresql+psycopg://user@localhost:{port}/jobs")
 
 
 @pytest.mark.parametrize("place", ["nodatabase://x", "sqlite+nodriver:///x", "://"])

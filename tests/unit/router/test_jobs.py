@@ -7,6 +7,8 @@ import base64
 import hashlib
 import io
 import json
+import sqlite3
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -137,7 +139,7 @@ async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
         assert (status, told["status"]) == (200, "cancelled")
         await until("nothing is under way", lambda: not router.admission.edits)
         assert (await client.ended(name))["status"] == "cancelled"
-        assert (router.admission.bytes, router._jobs._running) == (0, {})
+        assert (router.admission.bytes, router._jobs._runs.tasks) == (0, {})
 
 
 async def test_a_router_that_stops_as_a_job_wakes_it_stops() -> None:
@@ -167,7 +169,7 @@ async def test_a_job_waits_until_there_is_a_worker(tmp_path: Path) -> None:
             worker.silent = True
         await until("none is up", lambda: not router.pool.ready())
         name = await client.give()
-        await until("it has been tried", lambda: router._jobs._places._turns)
+        await until("it has been tried", lambda: router._jobs._runs.places._turns)
         for worker in workers:
             worker.silent = False
         assert (await client.ended(name))["status"] == "succeeded"
@@ -246,7 +248,7 @@ async def test_a_key_gives_no_more_than_it_may_in_a_day(tmp_path: Path, bound: s
 
 
 async def test_jobs_beyond_what_may_be_kept_are_refused(tmp_path: Path) -> None:
-    async with jobs(tmp_path, jobs={"max_bytes": 1000}) as (_, workers, client):
+    async with jobs(tmp_path, jobs={"max_bytes": 2000}) as (_, workers, client):
         for worker in workers:
             worker.hold()
         await client.give()
@@ -300,18 +302,163 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
             }
         )
         async with Router(config) as router:
-            await until("the other has it", lambda: name in router._jobs._running)
+            await until("the other has it", lambda: name in router._jobs._runs.tasks)
             for worker in workers:
                 worker.let_go()
             other = Client(client._session, f"http://127.0.0.1:{router.http.port}")
             ended = await other.ended(name)
             assert ended["status"] == "succeeded"
-            await until("the lost one is done", lambda: not lost._jobs._running)
+            await until("the lost one is done", lambda: not lost._jobs._runs.tasks)
             assert await other.ended(name) == ended
             counted = lost.metrics.registry.get_sample_value
             assert counted("maskserve_jobs_total", {"state": "succeeded"}) is None
         assert len({seen["seed"] for w in workers for seen in w.seen}) == 1
         assert {seen["request_id"] for w in workers for seen in w.seen} == {name, f"{name}.2"}
+
+
+async def test_a_router_that_was_stopped_takes_no_job_that_it_runs(tmp_path: Path) -> None:
+    """It is silent for longer than its lease, and goes on: nothing is made twice."""
+    bounds = {"database": str(tmp_path / "jobs.sqlite"), "lease_s": 0.5, "running": 4}
+    async with jobs(tmp_path, jobs=bounds) as (router, workers, client):
+        for worker in workers:
+            worker.hold()
+        names = [await client.give() for _ in range(6)]
+        await until("four run", lambda: sum(len(w.seen) for w in workers) == 4)
+        time.sleep(1.5)  # the whole process stands
+        await asyncio.sleep(1.0)
+        for worker in workers:
+            worker.let_go()
+        assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
+        made = [seen["request_id"] for w in workers for seen in w.seen]
+        assert sorted(made) == sorted(names)
+        await until("its places are free", lambda: router._jobs._runs.places.total == 0)
+
+
+async def test_a_router_that_was_taken_for_lost_goes_on(tmp_path: Path) -> None:
+    """Another has freed its jobs and has begun none: they are its again, and run once."""
+    async with jobs(tmp_path, jobs={"running": 2}) as (router, workers, client):
+        for worker in workers:
+            worker.hold()
+        names = [await client.give() for _ in range(2)]
+        await until("two run", lambda: sum(len(w.seen) for w in workers) == 2)
+        store = router._jobs._store
+        assert store is not None
+        for _ in range(20):  # at any moment between two beats
+            store.free(router._jobs._owner)
+            router._jobs._wake.set()
+            await asyncio.sleep(0.1)
+        for worker in workers:
+            worker.let_go()
+        assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
+        assert len([seen for w in workers for seen in w.seen]) == 2
+        await until("its places are free", lambda: router._jobs._runs.places.total == 0)
+        counted = router.metrics.registry.get_sample_value
+        assert counted("maskserve_jobs_total", {"state": "succeeded"}) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[ENGINE_FAILED] the process of its encoder has died",
+        "[OVERLOADED] the ControlNet service does not answer",
+        "Stream removed (Socket closed)",
+    ],
+)
+async def test_a_job_outlives_what_fails_in_the_server(tmp_path: Path, text: str) -> None:
+    tables: dict[str, Any] = {"faults": {"retry_wait_s": 0.0}}
+    async with jobs(tmp_path, **tables) as (_, workers, client):
+        for worker in workers:
+            worker.fails, worker.text = 2, text
+        ended = await client.ended(await client.give())
+        assert ended["status"] == "succeeded"
+        made = [seen for w in workers for seen in w.seen]
+        assert len(made) > 2
+        assert len({seen["seed"] for seen in made}) == 1
+
+
+async def test_a_fault_that_stays_ends_a_job(tmp_path: Path) -> None:
+    async with jobs(tmp_path, jobs={"retries": 1}) as (_, workers, client):
+        for worker in workers:
+            worker.fails = 100
+        ended = await client.ended(await client.give())
+        assert (ended["status"], ended["error"]["code"]) == ("failed", "engine_failed")
+
+
+async def test_jobs_that_wait_write_few_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with jobs(tmp_path) as (_, workers, client):
+        for worker in workers:
+            worker.fails, worker.text = 10**6, "[OVERLOADED] the worker is draining"
+        for _ in range(40):
+            await client.give()
+        await asyncio.sleep(2.0)
+        caplog.clear()
+        tried = sum(len(w.seen) for w in workers)
+        await asyncio.sleep(4.0)
+        assert sum(len(w.seen) for w in workers) - tried <= 8
+        assert len(caplog.records) <= 16
+
+
+async def test_a_keys_jobs_are_bounded(tmp_path: Path) -> None:
+    async with jobs(tmp_path, jobs={"keep_jobs": 3}) as (_, workers, client):
+        names = []
+        for _ in range(5):
+            names.append(await client.give())
+            await client.ended(names[-1])
+        _, listed, _ = await client.call("GET")
+        assert [each["id"] for each in listed["data"]] == names[:1:-1]
+        for worker in workers:
+            worker.hold()
+        for _ in range(3):
+            await client.give()
+        status, told, _ = await client.call("POST", "", form())
+        assert status == 429
+        assert "3 jobs have no end yet" in told["error"]["message"]
+        for worker in workers:
+            worker.let_go()
+
+
+async def test_jobs_are_listed_in_pages(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (_, _, client):
+        names = [await client.give() for _ in range(5)]
+        seen: list[str] = []
+        more = True
+        while more:
+            after = f"&after={seen[-1]}" if seen else ""
+            _, page, _ = await client.call("GET", f"?limit=2{after}")
+            seen += [each["id"] for each in page["data"]]
+            assert (page["first_id"], page["last_id"]) == (seen[-len(page["data"])], seen[-1])
+            more = page["has_more"]
+        assert seen == names[::-1]
+        for limit in ("0", "101", "x", "-1", "1e1"):
+            status, told, _ = await client.call("GET", f"?limit={limit}")
+            assert (status, told["error"]["param"]) == (400, "limit")
+        assert (await client.call("GET", "?after=nobody"))[0] == 404
+
+
+async def test_a_result_waits_for_a_database_that_is_away(tmp_path: Path) -> None:
+    async with jobs(tmp_path) as (router, workers, client):
+        for worker in workers:
+            worker.hold()
+        name = await client.give()
+        await until("it runs", lambda: any(w.seen for w in workers))
+        store = router._jobs._store
+        assert store is not None
+        away = [True]
+
+        def refuse(*_: Any) -> None:
+            if away[0]:
+                raise sqlite3.OperationalError("disk I/O error")
+
+        event.listen(store._engine, "before_cursor_execute", refuse)
+        for worker in workers:
+            worker.let_go()
+        await asyncio.sleep(2.5)
+        assert (await client.call("GET", f"/{name}"))[0] == 429
+        away[0] = False
+        assert (await client.ended(name))["status"] == "succeeded"
+        assert sum(len(w.seen) for w in workers) == 1
 
 
 async def test_a_router_that_stops_leaves_its_jobs_to_the_next(tmp_path: Path) -> None:
@@ -386,7 +533,7 @@ async def test_a_webhook_is_told_until_it_is_taken(tmp_path: Path) -> None:
             name = await client.give(form(webhook=f"https://hooks.example:{host.port}/done?x=1"))
             ended = await client.ended(name)
             await until("it is told", lambda: len(host.asked) == 3)
-            await until("that is known", lambda: not router._jobs._telling)
+            await until("that is known", lambda: not router._jobs._calls.tasks)
             _, told, _ = await client.call("GET", f"/{name}")
             assert told["webhook"]["taken"] is True
         for head, body in zip(host.asked, host.bodies, strict=True):

@@ -1,0 +1,47 @@
+"""Which routers are lost, as another sees it: their beats stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Owners:
+    """The beats of other routers, by this one's own clock.
+
+    Only time counts in which this router looked: one that was stopped, or had no database, has not
+    seen that another was silent.
+
+    Args:
+        name: of this router, which it never judges.
+        silence_s: after so long without a beat another is lost.
+    """
+
+    def __init__(self, name: str, silence_s: float) -> None:
+        self._name, self._silence_s = name, silence_s
+        self._last: float | None = None
+        self._watched_s = 0.0
+        self._seen: dict[str, tuple[int, float]] = {}
+        """Owner -> its last beat, and how long had been watched when that was new."""
+
+    def lost(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
+        """Owners that are lost, with their last beats.
+
+        Args:
+            beats: of all, as they are now.
+            now: seconds of a monotonic clock.
+        """
+        passed = 0.0 if self._last is None else now - self._last
+        self._watched_s += min(passed, self._silence_s / 4)
+        self._last = now
+        self._seen = {
+            owner: seen
+            if (seen := self._seen.get(owner)) is not None and seen[0] == beat
+            else (beat, self._watched_s)
+            for owner, beat in beats.items()
+            if owner != self._name
+        }
+        return [
+            (owner, beat)
+            for owner, (beat, since) in self._seen.items()
+            if self._watched_s - since >= self._silence_s
+        ]
