@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
+import io
 import json
 import os
 import random
@@ -27,6 +28,8 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+import numpy as np
+from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts import bytes_tensor
@@ -62,6 +65,8 @@ class Target:
     """A picture that others have registered, too."""
     shared_id: str = ""
     """Its id."""
+    others: tuple[str, ...] = ()
+    """Further keys of the attacker's, where what one may have is not enough."""
 
 
 DAMAGED = "damaged"
@@ -97,7 +102,8 @@ def main(
     machines of their own in life, so that here they have what processor time others leave.
     """
     os.nice(19)
-    made = (_zipped(159 * _MIB), _huge_mask(), _many_values(), _large_registration())
+    made = (_zipped(159 * _MIB), _huge_mask(), _many_values(), _large_registration(), _noise())
+    _corner()
     assert all((*made, _many_chunks()))
     ready.set()
     go.wait()
@@ -355,7 +361,112 @@ async def control_nets(target: Target) -> Iterable[str]:
     )
 
 
+# Bytes out
+
+
+_NOISE_SIDE = 3600
+
+
+@cache
+def _noise() -> bytes:
+    """Two megabytes whose edit answers with 35: noise, which JPEG makes small."""
+    shape = _NOISE_SIDE, _NOISE_SIDE, 3
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=15)
+    return out.getvalue()
+
+
+@cache
+def _corner() -> bytes:
+    """A mask of that size, transparent in a corner."""
+    alpha = Image.new("L", (_NOISE_SIDE, _NOISE_SIDE), 255)
+    alpha.paste(0, (0, 0, 200, 200))
+    out = io.BytesIO()
+    Image.merge("LA", (alpha, alpha)).save(out, "PNG")
+    return out.getvalue()
+
+
+async def large_answers(target: Target) -> Iterable[str]:
+    """Ten pictures in one request of each of four keys."""
+    edge = "edge-of-a-part"
+    fields = {"prompt": "x", "n": "10", "num_inference_steps": "2", "crop_to_mask": "on"}
+    parts = [
+        f'--{edge}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+        for name, value in fields.items()
+    ]
+    for name, file in (("image", _noise()), ("mask", _corner())):
+        head = f'--{edge}\r\nContent-Disposition: form-data; name="{name}"; filename="a"\r\n\r\n'
+        parts += [head.encode(), file, b"\r\n"]
+    body = b"".join((*parts, f"--{edge}--\r\n".encode()))
+
+    async def one(key: str) -> str:
+        head = (
+            f"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n"
+            f"Content-Type: multipart/form-data; boundary={edge}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", target.http)
+        except OSError:
+            return "refused"
+        try:
+            writer.write(head.encode() + body)
+            return await asyncio.wait_for(_read_whole(reader), 2 * _PATIENCE_S)
+        except (OSError, asyncio.TimeoutError, IndexError):
+            return "none"
+        finally:
+            writer.close()
+
+    return await asyncio.gather(*map(one, (target.key, *target.others)))
+
+
+async def _read_whole(reader: asyncio.StreamReader) -> str:
+    """The status of an answer, and whether it ended short; its parts are let go."""
+    line, last = await reader.readline(), b""
+    while part := await reader.read(_MIB):
+        last = last[-8:] + part
+    whole = last.endswith((b"0\r\n\r\n", b"}"))
+    return f"{line.split()[1].decode()}{'' if whole else ' cut short'}"
+
+
 # Headers, texts and ports
+
+
+async def offers_of_http_2(target: Target) -> Iterable[str]:
+    """What follows such an offer was served as a request; with no key it is refused by its own
+    answer.
+    """
+    inner = b"GET /v1/models HTTP/1.1\r\nHost: inner\r\n\r\n"
+    head = (
+        f"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\nx-api-key: {target.key}\r\n"
+        "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(inner)}\r\n\r\n"
+    )
+    ends = []
+    for _ in range(20):
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", target.http)
+            writer.write(head.encode())
+            await asyncio.sleep(0.05)
+            writer.write(inner)
+            writer.write_eof()
+            said = await asyncio.wait_for(reader.read(), _PATIENCE_S)
+            last = said.rpartition(b"HTTP/1.1 ")[2][:3].decode()  # behind interim ones
+            ends.append("served" if b"HTTP/1.1 200" in said else last or "closed")
+            writer.close()
+        except (OSError, asyncio.TimeoutError):
+            ends.append("none")
+    return ends
+
+
+async def edits_with_deadlines(target: Target) -> Iterable[str]:
+    """More than there are places for, and among them such that can never be in time."""
+    limits = (None, 1, 200, 2_000, 20_000, 600_000)
+    asked: list[dict[str, Any]] = [
+        {} if ms is None else {"deadline_ms": ms} for ms in limits for _ in range(8)
+    ]
+    return await calls(target, [edit(seed=i, **more) for i, more in enumerate(asked)])
 
 
 async def headers_for_workers(target: Target) -> Iterable[str]:
@@ -482,6 +593,9 @@ ATTACKS: tuple[Attack, ...] = (
     damaged_loras,
     loras_that_change,
     control_nets,
+    large_answers,
+    offers_of_http_2,
+    edits_with_deadlines,
     headers_for_workers,
     shared_memory_of_a_worker,
     wrong_tensors,

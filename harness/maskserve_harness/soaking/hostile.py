@@ -48,7 +48,8 @@ from maskserve_serving.stop_signals import StopSignals
 from maskserve_serving.supervisor import Supervisor
 
 _HONEST = ("anna", "ben", "clara")
-_ATTACKER, _PAGE, _WITHDRAWN = "mallory", "page", "gone"
+_ATTACKERS = ("mallory", "mallory-2", "mallory-3", "mallory-4")
+_PAGE, _WITHDRAWN = "page", "gone"
 _CALM_SHARE = 0.125
 """Of the attacked minutes, how long the honest clients are alone before, and again behind."""
 _EVERY_S = 6.0
@@ -62,6 +63,8 @@ _CONTROLLED, _NET = _KINDS, "outline"
 P95_BAR, MIB_BAR = 2.0, 1024
 """What holds: honest edits take at most so many times as long, and the router and the page have so
 much memory."""
+BUSY = 0.15
+"""Of the machine's processor time, what others may take while times are judged."""
 _NONE = ("TimeoutError", "DEADLINE_EXCEEDED", "refused", "closed", "none")
 """How requests of an attack ended that were not answered."""
 
@@ -187,7 +190,7 @@ def hostile_soak(
     options.out.mkdir(parents=True, exist_ok=True)
     base = free_base_port(2)
     config = options.out / "router.toml"
-    _write_keys(config, (*_HONEST, _ATTACKER, _PAGE, _WITHDRAWN))
+    _write_keys(config, (*_HONEST, *_ATTACKERS, _PAGE, _WITHDRAWN))
     loras = (options.out / "loras").absolute()
     loras.mkdir(parents=True, exist_ok=True)
     attacks.damage_lora(loras, 0)
@@ -222,13 +225,14 @@ def hostile_soak(
             router.ports.grpc,
             worker.spec.ports.http,
             worker.spec.ports.grpc,
-            secret(_ATTACKER),
+            secret(_ATTACKERS[0]),
             secret(_WITHDRAWN),
             page_port,
             loras,
             _socket_in(Path(service.config.runtime_dir)),
             album.hot[0].image,
             clients[0].template_id,
+            tuple(map(secret, _ATTACKERS[1:])),
         )
         peak, page_peak = Peak(lambda: router.pid), Peak(lambda: page.pid)
         seconds = 60 * options.minutes
@@ -240,10 +244,11 @@ def hostile_soak(
         ready.wait(_ANSWER_S)
         options.say("honest clients alone")
         calm, attacked = Book(), Book()
-        cpu = CpuTime({"router": router.pid, "worker": worker.pid})
+        pids = {"router": router.pid, "worker": worker.pid, "attackers": attacker.pid}
+        cpu = CpuTime(pids)
         _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
         cpu.book("alone")
-        _write_keys(config, (*_HONEST, _ATTACKER, _PAGE))
+        _write_keys(config, (*_HONEST, *_ATTACKERS, _PAGE))
         _get(router.ports.metrics, "/reload", post=True)
         options.say("the attacks begin")
         go.set()
@@ -270,7 +275,10 @@ def hostile_soak(
         "router_mib": peak.stop(),
         "page_mib": page_peak.stop(),
         "restarts": restarts,
+        "internal_errors": internal_errors(options.out / "logs" / "router.log"),
         "least_often": least_often(found),
+        "attackers_cpu_share": cpu.share("attacked", "attackers"),
+        "others_cpu_share": max(cpu.others.values()),
         "ejections": int(
             sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", metrics)))
         ),
@@ -280,6 +288,7 @@ def hostile_soak(
         "minutes": options.minutes,
         "summary": summary,
         "passed": passed(summary),
+        "verdict": verdict(summary),
         "drained": drained,
         "edits": {"alone": len(calm.seconds), "attacked": len(attacked.seconds)},
         "p95_s": {"alone": round(calm.p95(), 3), "attacked": round(attacked.p95(), 3)},
@@ -292,13 +301,32 @@ def hostile_soak(
 
 def passed(summary: dict[str, Any]) -> bool:
     """Whether everything was tried, and nobody hurt."""
-    none = ("lost", "wrong", "restarts", "ejections")
-    return bool(
-        not any(summary[name] for name in none)
-        and 0 < summary["p95_ratio"] <= P95_BAR
-        and all(0 < summary[name] <= MIB_BAR for name in ("router_mib", "page_mib"))
-        and summary["least_often"] > 0
-    )
+    return verdict(summary) == PASSED
+
+
+PASSED, MISSED, NOT_JUDGED = "passed", "MISSED", "not judged"
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """What a run has shown. What is lost, wrong or too large is so on any machine; that honest
+    edits were slow, or attackers idle, says nothing where others had the processor.
+    """
+    none = ("lost", "wrong", "restarts", "ejections", "internal_errors")
+    small = all(0 < summary[name] <= MIB_BAR for name in ("router_mib", "page_mib"))
+    if any(summary.get(name, 0) for name in none) or not small:
+        return MISSED
+    if summary.get("others_cpu_share", 0.0) > BUSY:
+        return NOT_JUDGED
+    in_time = 0 < summary["p95_ratio"] <= P95_BAR
+    return PASSED if in_time and summary["least_often"] > 0 else MISSED
+
+
+def internal_errors(log: Path) -> int:
+    """Lines of a router's log that have the trace of an exception."""
+    if not log.exists():
+        return 0
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        return sum('"exc":' in line or line.startswith("Traceback") for line in lines)
 
 
 def least_often(found: dict[str, dict[str, int]]) -> int:
@@ -337,15 +365,38 @@ class CpuTime:
 
     def __init__(self, pids: dict[str, int | None]) -> None:
         self._pids = pids
-        self._last = self._taken()
+        self._last, self._at = self._taken(), self._machine()
         self.seconds: dict[str, dict[str, float]] = {}
         """Phase -> name -> seconds."""
+        self.others: dict[str, float] = {}
+        """Phase -> share of the machine's time that was taken by what is none of this soak."""
+        self._whole: dict[str, float] = {}
+        """Phase -> the machine's processor seconds."""
 
     def book(self, phase: str) -> None:
         """What was taken since the last phase."""
-        now = self._taken()
+        now, at = self._taken(), self._machine()
         self.seconds[phase] = {name: round(now[name] - self._last[name], 1) for name in now}
-        self._last = now
+        whole, busy, ours = (after - before for before, after in zip(self._at, at, strict=True))
+        self._whole[phase] = max(whole, 1e-9)
+        self.others[phase] = round(max(busy - ours, 0.0) / self._whole[phase], 3)
+        self._last, self._at = now, at
+
+    def share(self, phase: str, name: str) -> float:
+        """Of the machine's time in a phase, what processes of this name took."""
+        return round(self.seconds[phase][name] / self._whole[phase], 3)
+
+    def _machine(self) -> tuple[float, float, float]:
+        """Processor seconds that there have been, that were taken, and that this soak took."""
+        times = psutil.cpu_times()
+        busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
+        busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted twice
+        this = psutil.Process()
+        ours = sum(this.cpu_times()[:4])  # with those of ended children
+        for each in this.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                ours += sum(each.cpu_times()[:4])
+        return time.monotonic() * (os.cpu_count() or 1), busy, ours
 
     def _taken(self) -> dict[str, float]:
         taken = dict.fromkeys(self._pids, 0.0)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maskserve_harness.soaking import attacks
-from maskserve_harness.soaking.hostile import Book, least_often, passed
+from maskserve_harness.soaking.hostile import (
+    MISSED,
+    NOT_JUDGED,
+    Book,
+    CpuTime,
+    internal_errors,
+    least_often,
+    passed,
+    verdict,
+)
 from maskserve_router.edit_call import parse_request
 
 FINE: dict[str, Any] = {
@@ -19,6 +31,9 @@ FINE: dict[str, Any] = {
     "least_often": 3,
     "restarts": 0,
     "ejections": 0,
+    "internal_errors": 0,
+    "attackers_cpu_share": 0.2,
+    "others_cpu_share": 0.01,
 }
 
 
@@ -35,12 +50,50 @@ FINE: dict[str, Any] = {
         {"least_often": 0},
         {"restarts": 1},
         {"ejections": 2},
+        {"internal_errors": 1},
+        {"others_cpu_share": 0.5},
     ],
     ids=str,
 )
 def test_a_run_in_which_somebody_was_hurt_has_not_passed(hurt: dict[str, Any]) -> None:
     assert passed(FINE)
     assert not passed({**FINE, **hurt})
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, NOT_JUDGED),
+        ({"p95_ratio": 9.0}, NOT_JUDGED),
+        ({"least_often": 0}, NOT_JUDGED),
+        ({"lost": 1}, MISSED),
+        ({"internal_errors": 1}, MISSED),
+        ({"router_mib": 1025}, MISSED),
+    ],
+    ids=str,
+)
+def test_a_busy_machine_judges_what_is_so_on_any_machine(
+    changed: dict[str, Any], told: str
+) -> None:
+    assert verdict({**FINE, "others_cpu_share": 0.5, **changed}) == told
+
+
+def test_processor_time_is_told_apart() -> None:
+    cpu = CpuTime({"me": os.getpid()})
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    cpu.book("busy")
+    assert cpu.seconds["busy"]["me"] >= 0.2
+    assert 0 < cpu.share("busy", "me") <= 1
+    assert 0 <= cpu.others["busy"] <= 1
+
+
+def test_internal_errors_are_lines_with_a_trace(tmp_path: Path) -> None:
+    log = tmp_path / "router.log"
+    assert internal_errors(log) == 0
+    log.write_text('{"message": "a"}\n{"message": "b", "exc": "IndexError"}\nTraceback (most\n')
+    assert internal_errors(log) == 2
 
 
 def test_a_book_tells_the_95th_percentile_of_what_was_right() -> None:
