@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# What serves, and what develops: the second has all of the first.
+# What README needs, what its page needs beside, and what develops, which has all of both.
 SERVING := $(VENV)/.installed-serving
+PAGE := $(VENV)/.installed-page
 STAMP := $(VENV)/.installed
 # For pip, such as an index that has the CPU or a CUDA build of torch.
 PIP_FLAGS ?=
@@ -49,13 +50,17 @@ endef
 
 $(SERVING): pyproject.toml constraints.txt
 	$(TORCH)
-	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,server]'
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[clients,engine,router,server]'
+	@touch $@
+
+$(PAGE): $(SERVING)
+	$(PY) -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[web]'
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	$(TORCH)
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,router,server,dev]'
-	@touch $(SERVING) $@
+	@touch $(SERVING) $(PAGE) $@
 
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/bench demo --model $(MODEL)
@@ -112,12 +117,16 @@ bench: $(STAMP) ## measured beside what people would use instead: 20 to 35 minut
 bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: an hour and a half
 	$(PY) scripts/bench end_to_end --full
 
-page: $(SERVING) ## serve MODEL and a page to paint or click masks on, until Ctrl-C
-	$(PY) -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[web]'
+# Whichever of the two ends takes the other along; Ctrl-C reaches both by itself.
+page: SHELL := bash
+page: $(PAGE) ## serve MODEL and a page to paint or click masks on, until Ctrl-C
 	@$(VENV)/bin/maskserve serve --model $(MODEL) --router --nodes assets/nodes/demo.toml & \
-		serve=$$!; trap 'kill -INT $$serve; wait $$serve' EXIT; \
+		both=$$!; \
 		$(VENV)/bin/maskserve web --url localhost:8081 --router http://localhost:8080 \
-			--images assets/photos
+			--images assets/photos & \
+		both="$$both $$!"; stop="kill $$both"; \
+		trap 'stop=:' INT; trap 'exit' TERM; trap '$$stop 2> /dev/null; wait' EXIT; \
+		wait -n $$both
 
 serve: $(SERVING) ## serve MODEL with WORKERS workers until Ctrl-C
 	$(VENV)/bin/maskserve serve --model $(MODEL) --workers $(WORKERS)

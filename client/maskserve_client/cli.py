@@ -424,7 +424,8 @@ def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "web",
         help="serve a page to paint masks on",
         description="Serve a page on which people paint a mask, say what is to be there, and watch "
-        "the edit come. It asks a worker or router. Needs pip install 'maskserve[web]'.",
+        "the edit come. It asks a worker or router. Needs pip install -e '.[web]' in "
+        "the checkout.",
     )
     web.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
     web.add_argument("--port", type=int, default=7860, help="port (default 7860)")

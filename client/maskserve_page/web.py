@@ -43,7 +43,7 @@ def serve_page(
     try:
         import gradio  # the extra `web` brings it
     except ImportError:
-        needed = "pip install 'maskserve[web]'"
+        needed = "pip install -e '.[web]' in the checkout"
         raise InvalidRequest("web", "Gradio is not installed", needed) from None
     import uvicorn
     from fastapi import FastAPI

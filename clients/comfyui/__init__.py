@@ -1,7 +1,7 @@
 """ComfyUI: an edit by a maskserve server, as a node.
 
-Put this folder, or a link to it, into ComfyUI's `custom_nodes`, and `pip install maskserve` where
-ComfyUI runs; the server may be anywhere.
+Put this folder, or a link to it, into ComfyUI's `custom_nodes`, and `pip install CHECKOUT` of
+maskserve where ComfyUI runs; the server may be anywhere.
 """
 
 from __future__ import annotations

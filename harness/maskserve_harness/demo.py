@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.copyfile(SHEET, options.out / SHEET.name)
             print(f"the demo model's 200 held-out edits: {options.out / SHEET.name}")
         served = os.path.relpath(options.model)
-        print(f"next: .venv/bin/maskserve serve --model {served}", flush=True)
+        print(f"next: .venv/bin/maskserve serve --model {served} --router", flush=True)
     except (ServeError, MaskserveError, DemoFailed, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1

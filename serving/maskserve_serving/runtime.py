@@ -61,7 +61,8 @@ def check_packages(
     for module, extras in wanted.items():
         if find(module) is None:
             raise ServeError(
-                f"the package {module} is not installed (pip install 'maskserve[{extras}]')"
+                f"the package {module} is not installed "
+                f"(in the checkout: pip install -e '.[{extras}]')"
             )
     check_floors(_OF_WORKERS, importlib.metadata.requires("maskserve") or ())
 
@@ -115,9 +116,9 @@ def pip_runtime(cache_dir: Path) -> Runtime:
     found = importlib.util.find_spec("pytriton")
     if found is None or not found.submodule_search_locations:
         raise ServeError(
-            f"no Triton server: the package {_PACKAGE} is not installed "
-            "(pip install 'maskserve[engine,server]'), --tritonserver was not given, and "
-            "tritonserver is not on PATH"
+            f"no Triton server: the package {_PACKAGE} is not installed (in the checkout: "
+            "pip install -e '.[engine,server]'), --tritonserver was not given, and tritonserver is "
+            "not on PATH"
         )
     package = Path(next(iter(found.submodule_search_locations))) / "tritonserver"
     version = importlib.metadata.version(_PACKAGE)

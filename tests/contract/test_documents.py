@@ -89,3 +89,12 @@ def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:
 def test_scripts_are_entry_points_of_a_screen(script: Path) -> None:
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 50
     assert script.stat().st_mode & 0o111, "it is started by its name"
+
+
+def test_nothing_says_to_install_what_no_index_has() -> None:
+    """There is no maskserve but in a checkout."""
+    folders = ("client", "clients", "engine", "router", "serving", "docs")
+    files = [ROOT / "README.md", *(f for name in folders for f in (ROOT / name).rglob("*"))]
+    by_name = re.compile(r"pip install [\"']?maskserve")
+    texts = {f: f.read_text("utf-8") for f in files if f.suffix in (".py", ".md", ".toml")}
+    assert [file for file, text in texts.items() if by_name.search(text)] == []

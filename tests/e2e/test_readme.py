@@ -1,5 +1,5 @@
-"""The commands of README.md and docs/api.md, as printed, in a shell that knows nothing of the
-virtual environment.
+"""The commands of README.md and the documents that it sends people to, as printed and in order, in
+an environment that has what `make demo` installs, and a shell that knows nothing of it.
 
 Only the ports differ: others may use those of the documents.
 """
@@ -7,6 +7,7 @@ Only the ports differ: others may use those of the documents.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +19,14 @@ from tests.support.clone import Clone, blocks, serving_clone
 
 ROOT = Path(__file__).resolve().parents[2]
 README, API = blocks("README.md"), blocks("docs/api.md")
+SLOW = "ThreadPoolExecutor"
+"""Of an example that makes up to 24 edits; the plan that does the same runs in test_workflows."""
+ASKS = re.compile(r"localhost:\d|\.venv/bin/maskserve (edit|status|templates|adapters|workflows)")
 EXAMPLES = [
-    (language, code)
-    for language, code in README + API
-    if re.search(r"localhost:\d|maskserve (edit|status|templates|adapters)", code)
+    (document, language, code)
+    for document in ("README.md", "docs/api.md", "docs/openai.md", "docs/workflows.md")
+    for language, code in blocks(document)
+    if ASKS.search(code)
 ]
 
 
@@ -72,17 +77,25 @@ def test_the_documents_have_their_examples() -> None:
 
 
 def test_all_examples_ask_the_one_server_that_is_started() -> None:
-    for _, code in EXAMPLES:
+    for _, _, code in EXAMPLES:
         assert set(re.findall(r"localhost:(\d+)", code)) <= {"8080", "8081"}, code
         assert "maskserve edit" not in code or "--url localhost:8081" in code, code
 
 
+@pytest.mark.parametrize("package", ["pytest", "gradio", "peft"])
+def test_nothing_else_is_installed(package: str, clone: Clone) -> None:
+    assert clone.shell(f".venv/bin/python -c 'import {package}'").returncode
+
+
 @pytest.mark.parametrize(
-    ("language", "code"), EXAMPLES, ids=[code.split("\n")[0][:40] for _, code in EXAMPLES]
+    ("document", "language", "code"),
+    [
+        pytest.param(*example, marks=[pytest.mark.slow] if SLOW in example[2] else [])
+        for example in EXAMPLES
+    ],
+    ids=[f"{document}: {code.splitlines()[0][:40]}" for document, _, code in EXAMPLES],
 )
-def test_an_example_runs_as_printed(language: str, code: str, clone: Clone) -> None:
-    edited = clone.folder / "edited.png"
-    edited.unlink(missing_ok=True)
+def test_an_example_runs_as_printed(document: str, language: str, code: str, clone: Clone) -> None:
     code = code.replace("localhost:8080", f"localhost:{clone.router}")
     code = code.replace("localhost:8081", f"localhost:{clone.router + 1}")
     if language == "python":
@@ -93,6 +106,15 @@ def test_an_example_runs_as_printed(language: str, code: str, clone: Clone) -> N
     check_edited(clone.folder)
     if "a brown star" in code:
         check_lora_and_control_show(clone.folder)
+
+
+def test_the_page_ends_with_its_server() -> None:
+    """There is no such model, so the server ends at once."""
+    old = [f"--assume-old=.venv/.installed-{name}" for name in ("serving", "page")]
+    command = ["make", "page", "MODEL=/nowhere", *old]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode
+    assert "/nowhere" in ran.stderr
 
 
 def test_what_serve_says_to_try_works(clone: Clone) -> None:

@@ -1,4 +1,4 @@
-"""What a clone has after `make setup`, serving as the README says."""
+"""What a clone has after `make demo`, serving as the README says."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.ports import free_base_port
+from tests.support.environments import extras_of, make_environment
 
 Block = tuple[str, str]
 
@@ -67,14 +68,16 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
-    """The README's server, on free ports, beside the demo's nodes; new LoRAs are found at once."""
+    """The README's server, on free ports, in an environment with the packages that `make demo`
+    installs; new LoRAs are found at once.
+    """
     (folder / "assets").mkdir()
     for path in (CHECKOUT / "assets").iterdir():
-        if path.name == "adapters":
+        if path.name in ("adapters", "workflows"):  # which examples write
             shutil.copytree(path, folder / "assets" / path.name)
         else:
             (folder / "assets" / path.name).symlink_to(path)
-    (folder / ".venv").symlink_to(sys.prefix)
+    make_environment(folder / ".venv", extras_of("SERVING"))
     (folder / "worker.toml").write_text("[adapters]\nrescan_s = 0.2\n")
     base = free_base_port(2)
     command = SERVE.replace("\\\n", " ").strip()
@@ -83,7 +86,7 @@ def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
             "bash",
             "-c",
             f"exec {command} --config worker.toml --devices-per-worker {devices} "
-            f"--nodes assets/nodes/demo.toml --base-port {base} --router-port {base + 10}",
+            f"--base-port {base} --router-port {base + 10}",
         ],
         cwd=folder,
         env=environment(),

@@ -163,7 +163,9 @@ def make_tracer(config: Config, model: str) -> Tracer:
         from opentelemetry.sdk.trace import TracerProvider
     except ImportError as error:
         log.warning(
-            "no spans: [trace] otlp_url is set, but %s (pip install 'maskserve[trace]')", error
+            "no spans: [trace] otlp_url is set, but %s (in the checkout: "
+            "pip install -e '.[trace]')",
+            error,
         )
         return Tracer()
     resource = Resource(

@@ -125,10 +125,10 @@ class Workflow:
         args: Sequence[Any],
         given: Mapping[str, Any],
     ) -> Any:
-        """A node as it is called: adds it to the open workself.
+        """A node as it is called: adds it to the body that is open.
 
         Returns:
-            What the node's function is said to.
+            The ports that the node's function declares.
 
         Raises:
             WorkflowError: the call does not fit the signature.

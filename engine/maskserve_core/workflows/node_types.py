@@ -32,16 +32,12 @@ from typing import (
 import msgspec
 
 from maskserve_core.reading import Misread, Table, given, read
-from maskserve_core.workflows.ports import Port
+from maskserve_core.workflows.ports import Port, WorkflowError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 EDIT: Final = "edit"
 """The one node type that workers run, step by step in their batches."""
-
-
-class WorkflowError(ValueError):
-    """A definition or plan that cannot run: one sentence that names node and port."""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,40 @@ and its kind is the class's. As a workflow runs, values are plain data (`values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NoReturn
 
 
-@dataclass(frozen=True, slots=True)
+class WorkflowError(ValueError):
+    """A definition or plan that cannot run: one sentence that names node and port."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Port:
-    """Some node's output, or an input of the workflow."""
+    """Some node's output, or an input of the workflow. Its value is known when the workflow runs,
+    so a definition cannot ask for it.
+    """
 
     ref: str
     """As a plan names it: `inputs.image`, `find-1.mask`."""
     kind: ClassVar[str] = ""
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("has no truth value")
+
+    def __eq__(self, other: object) -> NoReturn:
+        self._refuse("compares with nothing")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("lists nothing")
+
+    def __format__(self, form: str) -> NoReturn:
+        self._refuse("is no text")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise WorkflowError(
+            f"{self.ref}: {why} while the workflow is defined; accepted: as an input of a node, "
+            "`repeat` with `until(verdict)`, `each(regions)`"
+        )
 
 
 class Picture(Port):

@@ -163,7 +163,8 @@ def import_library(library: str, key: str, value: str) -> None:
         importlib.import_module(library)
     except ImportError as error:
         raise ConfigError(
-            f'[model] {key}: "{value}" needs {library}: pip install "maskserve[quantised]"'
+            f'[model] {key}: "{value}" needs {library}: '
+            "in the checkout, pip install -e '.[quantised]'"
         ) from error
 
 

@@ -625,7 +625,7 @@ def test_a_missing_package_is_told_with_its_remedy(missing: str, router: bool, e
     with pytest.raises(ServeError) as refused:
         runtime.check_packages(router=router, find=find)
     assert str(refused.value) == (
-        f"the package {missing} is not installed (pip install 'maskserve[{extras}]')"
+        f"the package {missing} is not installed (in the checkout: pip install -e '.[{extras}]')"
     )
 
 
@@ -663,5 +663,5 @@ def test_a_client_s_install_says_what_serving_needs() -> None:
     assert ran.returncode == 1
     assert ran.stderr == (
         "maskserve serve: the package psutil is not installed "
-        "(pip install 'maskserve[engine,server]')\n"
+        "(in the checkout: pip install -e '.[engine,server]')\n"
     )

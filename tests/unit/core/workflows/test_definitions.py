@@ -214,3 +214,23 @@ def test_a_folder_is_compiled_and_read(tmp_path: Path):
         parse_plan(b"{")
     with pytest.raises(WorkflowError, match="version: is None; accepted: 1"):
         parse_plan(b"{}")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        bool,
+        list,
+        "{}".format,
+        lambda port: port == 1,
+        lambda port: port != 1,
+        lambda port: port in [1],
+    ],
+)
+def test_a_port_is_asked_for_no_value(ask: Callable[..., object]) -> None:
+    """`if find(…)` would compile, and always be true."""
+    with pytest.raises(WorkflowError) as refused, Workflow("asks") as flow:  # noqa: PT012
+        found = find(flow.picture("image"), "star")
+        ask(found)
+    assert str(refused.value).startswith("find-1.mask: ")
+    assert "while the workflow is defined; accepted: " in str(refused.value)

@@ -157,4 +157,4 @@ def test_what_cannot_be_is_said(
     writer.close()
     assert "few.gguf" in refused(gguf=str(tmp_path / "few.gguf"))
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    assert 'needs gguf: pip install "maskserve[quantised]"' in refused()
+    assert "needs gguf: in the checkout, pip install -e '.[quantised]'" in refused()

@@ -244,10 +244,10 @@ def test_what_cannot_be_is_said(
     with pytest.raises(ConfigError, match=r"\[model\] t5_offload: not with t5_weights"):
         load_encoder(config_of(tiny_fill, model={"t5_weights": "int8", "t5_offload": True}))
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
-    with pytest.raises(ConfigError, match=r'weights: "int8" needs torchao: pip install'):
+    with pytest.raises(ConfigError, match=r'weights: "int8" needs torchao: in the checkout'):
         load_adapter(config_of(tiny_fill, model={"weights": "int8"}))
-    with pytest.raises(ConfigError, match=r't5_weights: "int8" needs torchao: pip install'):
+    with pytest.raises(ConfigError, match=r't5_weights: "int8" needs torchao: in the checkout'):
         load_encoder(config_of(tiny_fill, model={"t5_weights": "int8"}))
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r'weights: "nf4" needs bitsandbytes: pip install'):
+    with pytest.raises(ConfigError, match=r'weights: "nf4" needs bitsandbytes: in the checkout'):
         load_adapter(config_of(tiny_fill, model={"weights": "nf4"}))

@@ -1,0 +1,103 @@
+"""A virtual environment that has the packages of some extras, and no other that is installed here.
+
+Nothing is fetched or copied: its site-packages links to what the running interpreter has. So it
+shows in a second what an import would lack after `pip install -e '.[EXTRAS]'`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distributions
+from pathlib import Path, PurePosixPath
+
+import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from maskserve_harness.checkout import CHECKOUT
+
+SITE = Path(sysconfig.get_path("purelib"))
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+
+
+def extras_of(stamp: str) -> list[str]:
+    """The extras that the Makefile installs for a stamp, such as `SERVING`."""
+    makefile = (CHECKOUT / "Makefile").read_text("utf-8")
+    found = re.search(
+        rf"^\$\({stamp}\):.*?-e '\.\[([a-z,]+)\]'", makefile, re.DOTALL | re.MULTILINE
+    )
+    assert found is not None, stamp
+    return found[1].split(",")
+
+
+def required(extras: Iterable[str]) -> dict[str, Distribution]:
+    """The installed distributions that maskserve with these extras brings, by name; what the extras
+    are, pyproject.toml says.
+
+    Raises:
+        KeyError: one of them is not installed.
+    """
+    installed = {canonicalize_name(one.metadata["Name"]): one for one in distributions()}
+    seen: dict[str, set[str]] = {}
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
+    ours = {"": project["dependencies"], **project["optional-dependencies"]}
+    waiting = [("maskserve", frozenset(extras))]
+    while waiting:
+        name, wanted = waiting.pop()
+        new = {"", *wanted} - seen.get(name, set())
+        if not new:
+            continue
+        seen.setdefault(name, set()).update(new)
+        lines: Iterable[str] = installed[name].requires or ()
+        if name == "maskserve":
+            lines = [line for extra in new for line in ours[extra]]
+        for requirement in map(Requirement, lines):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in new):
+                waiting.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
+    return {name: installed[name] for name in seen}
+
+
+def make_environment(folder: Path, extras: Iterable[str]) -> None:
+    """Makes the environment in `folder`, with the commands of its packages in `bin`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [site] = folder.glob("lib/python*/site-packages")
+    kept = required(extras)
+    owners: dict[PurePosixPath, set[str]] = defaultdict(set)
+    for one in distributions():
+        name = canonicalize_name(one.metadata["Name"])
+        for file in one.files or ():
+            if file.parts[0] != "..":
+                for path in (file, *file.parents):
+                    owners[path].add(name)
+            elif name in kept and (SCRIPTS / file.name).is_file():
+                _copy_command(SCRIPTS / file.name, folder / "bin")
+    _link(PurePosixPath("."), site, owners, set(kept))
+
+
+def _link(
+    path: PurePosixPath, site: Path, owners: dict[PurePosixPath, set[str]], kept: set[str]
+) -> None:
+    """Links what belongs to kept distributions alone; folders that others share are gone into."""
+    if path != PurePosixPath(".") and owners[path] <= kept:
+        (site / path).symlink_to(SITE / path)
+    elif (SITE / path).is_dir() and owners[path] & kept:
+        (site / path).mkdir(exist_ok=True)
+        for below in (SITE / path).iterdir():
+            inner = path / below.name
+            if inner in owners:
+                _link(inner, site, owners, kept)
+
+
+def _copy_command(script: Path, folder: Path) -> None:
+    lines = script.read_bytes().split(b"\n", 1)
+    if lines[0].startswith(b"#!") and b"python" in lines[0]:
+        shebang = f"#!{shlex.quote(str(folder / 'python'))}".encode()
+        (folder / script.name).write_bytes(b"\n".join([shebang, *lines[1:]]))
+        (folder / script.name).chmod(0o755)
