@@ -76,6 +76,7 @@ class Admin:
         for address, worker in workers.items():
             metrics.worker_up.labels(address).set(worker.ready)
             metrics.inflight.labels(address).set(len(worker.sent))
+            metrics.ejections.labels(address)  # a rate sees the first only if there was a zero
         for model, busy in self._nodes.busy().items():
             metrics.nodes_busy.labels(model).set(busy)
         metrics.waiting.set(len(self._pending))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from maskserve_core.contracts.due_times import OK, SLO_OUTCOMES, slo_outcome
+from maskserve_core.errors import CODES
+from maskserve_router.jobs.store import CANCELLED, FAILED, SUCCEEDED
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Sent
 
@@ -12,6 +14,23 @@ _ROUTE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2)
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _RELATIVE = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 _ERROR = (-30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+ROUTES = ("http", "grpc", "openai")
+RETRIES = ("refused", "worker", "unknown")
+"""`Blame` of what another worker is tried for."""
+REJECTIONS = (
+    "edits",
+    "bytes",
+    "operations",
+    "key",
+    "stopping",
+    "deadline",
+    "silent",
+    "connections",
+    "calls",
+)
+WEBHOOK_ENDS = ("taken", "given_up")
 
 
 class Metrics:
@@ -75,7 +94,22 @@ class Metrics:
             "Seconds that were left when an edit with a due time was answered; below 0: late.",
             _ERROR,
         )
+        self._begin_at_zero()
         self.predictions = Predictions()
+
+    def _begin_at_zero(self) -> None:
+        """A rate sees the first of its kind only if there was a zero before it."""
+        for route in ROUTES:
+            for code in (OK, *CODES):
+                self.requests.labels(route, code)
+        for reason in RETRIES:
+            self.retries.labels(reason)
+        for reason in REJECTIONS:
+            self.rejections.labels(reason)
+        for state in (SUCCEEDED, FAILED, CANCELLED):
+            self.jobs.labels(state)
+        for end in WEBHOOK_ENDS:
+            self.webhooks.labels(end)
 
     def answered(self, sent: Sent, seconds: float) -> None:
         """A worker has answered an edit."""

@@ -123,3 +123,37 @@ def test_every_alert_is_explained_and_graded() -> None:
     assert names == [rule["alert"] for rule in RULES]
     paged = re.findall(r"^\| `(\w+)` \(page\)", page, re.MULTILINE)
     assert paged == [r["alert"] for r in RULES if r["labels"]["severity"] == "page"]
+
+
+def exported() -> list[str]:
+    """Every metric that a worker or router publishes, without suffixes of histograms."""
+    names = [PREFIX + name for name in ENGINE_METRICS | FRONT_METRICS]
+    for collector in Metrics().registry._collector_to_names:
+        metric: Any = collector
+        names.append(metric._name + ("_total" if metric._type == "counter" else ""))
+    return sorted(names)
+
+
+@pytest.mark.parametrize("name", exported())
+def test_each_metric_is_shown_or_alerted_on_and_documented(name: str) -> None:
+    queries = [*shown(), *(rule["expr"] for rule in RULES)]
+    used = re.compile(rf"\b{name}(_bucket|_sum|_count)?\b")
+    assert any(used.search(query) for query in queries), "no panel and no alert has it"
+    page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| `{name}(?:\{{([\w, ]*)\}})?` \|", page, re.MULTILINE)
+    assert row, "docs/observability.md has it not"
+    labels = set((row[1] or "").replace(" ", "").split(",")) - {""}
+    series = name if name in KNOWN else f"{name}_count"
+    assert labels | {"worker"} >= KNOWN[series] - {"instance", "job"}
+
+
+def test_what_a_router_counts_is_there_before_the_first_of_its_kind() -> None:
+    """A rate, and increase(), see the first only if there was a zero before it."""
+    metrics = Metrics()
+    text = metrics.page().decode()
+    by_worker = {"maskserve_ejections_total"}  # it begins with its worker
+    for collector in metrics.registry._collector_to_names:
+        metric: Any = collector
+        if metric._type == "counter" and metric._labelnames:
+            name = metric._name + "_total"
+            assert (f"{name}{{" in text) == (name not in by_worker), name

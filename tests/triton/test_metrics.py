@@ -110,7 +110,7 @@ def test_a_record_that_starts_anew_takes_nothing_back(
 def test_everything_is_there_from_the_start(api: FakeTriton, metrics: EngineMetrics) -> None:
     assert set(api.metrics) == {PREFIX + name for name in ENGINE_METRICS}
     for name, spec in ENGINE_METRICS.items():
-        labelled = sum(series == name for series, _ in ADAPTER_SERIES)
+        labelled = sum(series == name for series, _ in ADAPTER_SERIES) + bool(spec.first)
         assert len(api.metrics[PREFIX + name]) == (labelled if spec.labels else 1)
 
 
@@ -127,6 +127,17 @@ def test_each_observation_is_entered_once(
     assert one(api, "observations_dropped_total").value == 4
     assert one(api, "steps_total").value == 10
     assert 0 <= one(api, "engine_silence_seconds").value < 5
+
+
+def test_a_first_value_is_counted_where_there_was_a_zero_before(
+    api: FakeTriton, metrics: EngineMetrics, observations: Observations
+) -> None:
+    """Of labels that nobody knows before they come."""
+    for template, drift in (("a", 0.1), ("a", 0.2), ("b", 0.3), ("a", 0.4), ("other", 0.5)):
+        observations.add("cache_drift", drift, template)
+    metrics.publish()
+    seen = {m.labels["template"]: m.observed for m in api.metrics[PREFIX + "cache_drift"]}
+    assert seen == {"other": [0.1, 0.3, 0.5], "a": [0.2, 0.4], "b": []}
 
 
 def test_fronts_share_their_metrics(api: FakeTriton) -> None:
@@ -188,7 +199,8 @@ def test_every_counter_is_published_or_known_not_to_be() -> None:
 
 
 def test_every_metric_is_documented_and_none_that_is_gone() -> None:
-    text = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    text = page.partition("### A router")[0]  # those: tests/contract/test_dashboards.py
     listed = re.findall(r"^\| `maskserve_(\w+)(?:\{([\w, ]+)\})?` \| (\w+) \|", text, re.MULTILINE)
     table = {**ENGINE_METRICS, **FRONT_METRICS}
     expected = {(name, ", ".join(spec.labels), spec.kind.lower()) for name, spec in table.items()}

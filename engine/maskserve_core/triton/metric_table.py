@@ -40,6 +40,9 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without the last one, infinity."""
+    first: str = ""
+    """Label under which the first value of any other is counted, where labels are not known before
+    they come: a rate sees a series from its second value on, and this one from the start."""
 
 
 def _gauge(description: str, *labels: str) -> MetricSpec:
@@ -50,8 +53,10 @@ def _counter(description: str, *labels: str) -> MetricSpec:
     return MetricSpec("COUNTER", description, labels)
 
 
-def _histogram(description: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
-    return MetricSpec("HISTOGRAM", description, labels, buckets)
+def _histogram(
+    description: str, buckets: tuple[float, ...], *labels: str, first: str = ""
+) -> MetricSpec:
+    return MetricSpec("HISTOGRAM", description, labels, buckets, first)
 
 
 _SLACK = (-30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -132,6 +137,7 @@ ENGINE_METRICS = {
         "first templates have histograms of their own.",
         _DRIFT,
         "template",
+        first="other",
     ),
     "step_prediction_error": _histogram(
         "How far off a plan's predicted step was, as a share of the step.", _SHARE

@@ -42,6 +42,8 @@ class MetricPage:
         for name, spec in table.items():
             if not spec.labels:
                 self.metric(name)
+            elif spec.first:
+                self.metric(name, spec.first)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Bring a gauge to `value`."""
@@ -61,7 +63,11 @@ class MetricPage:
     def take(self, observations: Observations) -> None:
         """Enter what was observed into histograms and counters."""
         for name, value, labels in observations.take():
+            first = self._table[name].first
+            begun = (name, *labels) in self._metrics
             metric = self.metric(name, *labels)
+            if first and not begun:
+                metric = self.metric(name, first)
             if self._table[name].kind == "HISTOGRAM":
                 metric.observe(value)
             else:
