@@ -40,6 +40,7 @@ COMMANDS = {
     "flashps": "rivals.flashps",
     "due_times": "benchmarks.due_times",
     "workflows": "benchmarks.workflows",
+    "job_history": "benchmarks.job_history",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     # The quality of pictures.

@@ -57,6 +57,8 @@ from maskserve_router.workflows import Workflows
 log = logging.getLogger("maskserve.router")
 _OPERATORS = 64
 """Connections of the operators' port, which clients cannot take."""
+_LOCK_S = 0.1
+"""How long a process that shares the folder of values may keep the event loop waiting."""
 _LOOK_S = 2.0
 """How often files of keys and certificates are looked at."""
 
@@ -83,7 +85,7 @@ class Router:
         )
         self.admission = Admission(config.admission, self.metrics)
         self._turns = turns = Turns(config.routing.decoding_threads)
-        values = Values(config.values)
+        values = Values(config.values, _LOCK_S)
         self._dispatcher = Dispatcher(
             config, self.pool, self.pending, self.admission, turns, self.metrics, values
         )

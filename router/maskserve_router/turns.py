@@ -32,7 +32,7 @@ _ENTRY_S = 0.05
 """What a message that has waited counts as before it is there: of many that wait one is read."""
 _STATEMENTS = 4
 """Threads that ask a database."""
-_CALL_S = 0.001
+_CALL_S = 0.002
 """What the loop does for a call that asks a database, beside the statement itself."""
 _BYTES_PER_S = 400e6
 """What the loop copies: gRPC makes three copies of a message as it comes, two as it is sent."""

@@ -93,14 +93,22 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, timeout_s: float = math.inf) -> Iterator[None]:
         """Be the only one who makes room or brings files in this way; what killed processes left
         is gone.
+
+        Raises:
+            TimeoutError: another has been at it for so long.
         """
         make_private(self.folder)
-        with self._changing, _locked_file(self.folder / _LOCK):
-            self._sweep()
-            yield
+        if not self._changing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise TimeoutError
+        try:
+            with _locked_file(self.folder / _LOCK, timeout_s=timeout_s):
+                self._sweep()
+                yield
+        finally:
+            self._changing.release()
 
     @contextlib.contextmanager
     def bringing(self, name: str, timeout_s: float) -> Iterator[None]:

@@ -14,8 +14,8 @@ import mmap
 import re
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from maskserve_core.config import ValuesConfig
 from maskserve_core.contracts.keys import NO_SCOPE
@@ -29,6 +29,9 @@ RUN = "run"
 PREFIX = b"value:"
 _REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
 _OPEN, _HOST = ".open-", ".host"
+_CLOSED_S = 1.0
+"""After a lock that was not to be had."""
+_LOCKED = "another process holds its lock"
 
 
 class Values(NamedFiles):
@@ -36,12 +39,15 @@ class Values(NamedFiles):
 
     Args:
         config: `[values]`.
+        wait_s: how long another may have the folder's lock, as for an event loop: then it is taken
+            for stopped, and for a second there is no folder.
     """
 
     what, setting = "values", "[values] max_bytes"
 
-    def __init__(self, config: ValuesConfig) -> None:
-        self._config = config
+    def __init__(self, config: ValuesConfig, wait_s: float = math.inf) -> None:
+        self._config, self._wait_s = config, wait_s
+        self._closed_until = -math.inf
         self._told = False
         self._held = 0, ValuesHeld()
         self._expires_at = -math.inf
@@ -58,13 +64,13 @@ class Values(NamedFiles):
     def begin(self, scope: str, run: str) -> None:
         """Values may be put for a run of a client of `scope`."""
         if self.host:
-            with suppress(OSError), self._store.alone():
+            with suppress(OSError), self._alone():
                 self._store.mark(f"{_OPEN}{_owner(scope, run)}")
 
     def end(self, scope: str, run: str) -> None:
         """All that the run has goes, unless others have it, too; nothing more is put for it."""
         if self.host:
-            with suppress(OSError), self._store.alone():
+            with suppress(OSError), self._alone():
                 self._end(_owner(scope, run))
 
     def put(self, parts: Sequence[bytes | memoryview], scope: str, run: str) -> bytes | None:
@@ -96,7 +102,7 @@ class Values(NamedFiles):
         if not self.host:
             return False
         owner = _owner(scope, run)
-        with suppress(OSError), self._store.alone():
+        with suppress(OSError), self._alone():
             self._expire()
             if self._store.marked(f"{_OPEN}{owner}") is None:
                 return False
@@ -112,7 +118,7 @@ class Values(NamedFiles):
         """The run has read these for the last time."""
         if not self.host:
             return
-        with suppress(OSError), self._store.alone():
+        with suppress(OSError), self._alone():
             for name in names:
                 self._disown(name, _owner(scope, run))
 
@@ -143,7 +149,7 @@ class Values(NamedFiles):
             return ValuesHeld()
         with suppress(OSError):
             if time.monotonic() >= self._expires_at:
-                with self._store.alone():
+                with self._alone():
                     self._expire()
             changed = self._store.folder.stat().st_mtime_ns
             if changed != self._held[0]:
@@ -151,12 +157,25 @@ class Values(NamedFiles):
                 self._held = changed, ValuesHeld(self.host, len(sizes), sum(sizes.values()))
         return self._held[1]
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if time.monotonic() < self._closed_until:
+            raise TimeoutError
+        with ExitStack() as locked:
+            try:
+                locked.enter_context(self._store.alone(self._wait_s))
+            except TimeoutError as error:
+                self._closed_until = time.monotonic() + _CLOSED_S
+                self._tell(error)
+                raise
+            yield
+
     def _add(self, name: str, parts: Sequence[bytes | memoryview], nbytes: int, owner: str) -> bool:
         with self._store.aside(nbytes) as new:
             for part in parts:
                 new.file.write(part)
             new.file.flush()
-            with self._store.alone():
+            with self._alone():
                 if self._store.marked(f"{_OPEN}{owner}") is None:
                     return False
                 if not self._file(name).exists():
@@ -184,7 +203,7 @@ class Values(NamedFiles):
 
     def _named_host(self) -> str:
         file = self._store.folder / _HOST
-        with self._store.alone():
+        with self._alone():
             if not file.exists():
                 self._store.write(_HOST, secrets.token_hex(8).encode())
             return file.read_text()
@@ -192,7 +211,7 @@ class Values(NamedFiles):
     def _tell(self, error: MaskserveError | OSError) -> None:
         if not self._told:
             self._told = True
-            why = error.message if isinstance(error, MaskserveError) else str(error)
+            why = error.message if isinstance(error, MaskserveError) else str(error) or _LOCKED
             log.warning("values go as bytes where they find no room in their folder: %s", why)
 
 

@@ -20,6 +20,7 @@ import pytest
 
 from maskserve_core.config import LimitsConfig, ValuesConfig
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_core.files.store import FileStore
 from maskserve_core.imaging.images import (
     as_file,
     decode_image,
@@ -256,3 +257,24 @@ def test_plain_pictures_are_what_their_png_is(shape: tuple[int, ...]) -> None:
         decode_mask(plain, "MASK", LIMITS, (3, 3))
     with pytest.raises(InvalidRequest):
         decode_image(plain[:-1], "IMAGE", LIMITS)
+
+
+def test_a_lock_that_another_process_keeps_holds_nobody_up(tmp_path: Path) -> None:
+    """As a node server that is stopped while it has it: values go as bytes, and calls return."""
+    config = ValuesConfig(str(tmp_path / "values"), least_bytes=1)
+    folder = Values(config, wait_s=0.05)
+    folder.begin("a", "run")
+    reference = folder.put([b"a value"], "a", "run")
+    assert reference is not None
+    with FileStore(config.folder).alone():
+        began = time.monotonic()
+        for _ in range(20):
+            folder.begin("a", "other")
+            assert folder.put([b"another"], "a", "run") is None
+            assert not folder.own([], "a", "run")
+            folder.free([], "a", "run")
+            folder.end("a", "other")
+        assert time.monotonic() - began < 1.0
+        assert bytes(folder.read(reference, "a")) == b"a value"  # readers take no lock
+    folder._closed_until = 0.0
+    assert folder.put([b"another"], "a", "run") is not None
