@@ -27,6 +27,8 @@ class Host:
     then: list[bytes] = field(default_factory=list)
     """Further answers, before `answer` is the one to all."""
     silent: bool = False
+    drips: bytes = b""
+    """What it sends again and again, ten times a second, behind one of `then` if there is any."""
 
 
 @asynccontextmanager
@@ -40,7 +42,16 @@ async def serving(name: str = "pictures.example") -> AsyncIterator[Host]:
         length = _LENGTH.search(head)
         host.bodies.append(await reader.readexactly(int(length[1]) if length else 0))
         host.asked.append(head)
-        if not host.silent:
+        if host.drips and host.then:
+            writer.write(host.then.pop(0))
+        while host.drips:
+            writer.write(host.drips)
+            try:
+                await writer.drain()
+            except OSError:
+                break
+            await asyncio.sleep(0.1)
+        if not host.silent and not host.drips:
             writer.write(host.then.pop(0) if host.then else host.answer)
             await writer.drain()
         else:

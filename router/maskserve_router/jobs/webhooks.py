@@ -6,6 +6,7 @@ most languages to check the signature. The id is the job's: a call that comes tw
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -66,6 +67,7 @@ class Webhooks:
         self._hosts = PublicHosts(
             config.webhook_hosts, config.webhook_timeout_s, resolver, public, trusted
         )
+        self._timeout_s = config.webhook_timeout_s
         self._tries, self._pause_s = config.webhook_tries, pause_s
 
     async def close(self) -> None:
@@ -117,7 +119,11 @@ class Webhooks:
             "webhook-signature": signature(key, name, seconds, body),
         }
         try:
-            async with await self._hosts.ask("POST", asked, headers, body) as answer:
+            # Of the whole call: httpx's own is of each wait, and bytes may come one by one.
+            async with (
+                asyncio.timeout(self._timeout_s),
+                await self._hosts.ask("POST", asked, headers, body) as answer,
+            ):
                 status = answer.status_code
         except (httpx.HTTPError, OSError, UnicodeError) as error:
             raise _NotTaken(f"{asked.host}: {type(error).__name__}: {error}") from None

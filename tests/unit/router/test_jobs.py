@@ -564,6 +564,21 @@ async def test_a_webhook_that_nobody_takes_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(
+    "drips", [b"x", b"HTTP/1.1 102 Processing\r\n\r\n", b"X-A: 1\r\n"], ids=["x", "102", "header"]
+)
+async def test_a_call_that_drips_is_bounded_as_a_whole(drips: bytes) -> None:
+    async with serving("hooks.example") as host:
+        host.then = [b"HTTP/1.1 200 OK\r\n"] * 4 if drips.startswith(b"X-") else []
+        host.drips = drips
+        url = f"https://hooks.example:{host.port}/"
+        began = time.monotonic()
+        assert not await webhooks(host, webhook_timeout_s=0.5).tell(url, SECRET, "a", {})
+        assert time.monotonic() - began < 4 * 0.5 + 2
+        host.drips = b""
+        await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize(
     ("url", "secret", "told"),
     [
         ("http://hooks.example/", SECRET, "is no https URL"),
