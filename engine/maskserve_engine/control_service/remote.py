@@ -23,7 +23,12 @@ from maskserve_engine.control_service.sessions import DenoiserSessions
 
 _log = logging.getLogger(__name__)
 _MOST_LINKS = 256
-"""Whoever comes when there are so many is turned away."""
+"""When there are so many, whoever has longest not shown its session's key gives way, those of hosts
+that never have first; if all have, who comes is turned away."""
+_PROOF_S = 2.0
+"""In which a denoiser shows that it knows its session's key."""
+_MOST_HOSTS = 1024
+"""That are remembered to have."""
 _AGAIN_S = 0.2
 
 
@@ -40,6 +45,10 @@ class RemoteDenoisers:
         self._stop = threading.Event()
         self._door = threading.Lock()
         self._links: dict[Wire, threading.Thread] = {}
+        self._unproven: dict[Wire, str] = {}
+        """Their hosts, the oldest first."""
+        self._hosts: dict[str, None] = {}
+        """From which denoisers have come."""
         self._thread = threading.Thread(target=self._accept, name="other hosts", daemon=True)
         self._thread.start()
 
@@ -59,24 +68,54 @@ class RemoteDenoisers:
     def _accept(self) -> None:
         while not self._stop.is_set():
             try:
-                wire = Wire(self._listener.accept()[0])
+                connected, address = self._listener.accept()
+                wire = Wire(connected)
             except OSError as error:  # it has gone away, or there are too many files
                 if not self._stop.is_set():
                     _log.warning("a denoiser could not be let in: %s", error)
                 self._stop.wait(_AGAIN_S)
                 continue
             with self._door:
-                if len(self._links) >= _MOST_LINKS:
+                if len(self._links) >= _MOST_LINKS and not self._give_way(address[0]):
                     wire.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(wire,), daemon=True)
-                self._links[wire] = thread
+                self._links[wire], self._unproven[wire] = thread, address[0]
             thread.start()
+
+    def _give_way(self, host: str) -> bool:
+        """End the link of a stranger, for one of this host; False: all links are denoisers'."""
+        strangers = [wire for wire, other in self._unproven.items() if other not in self._hosts]
+        others = list(self._unproven) if host in self._hosts else []
+        for wire in (*strangers, *others)[:1]:
+            del self._unproven[wire], self._links[wire]
+            wire.end()
+            return True
+        return False
+
+    def _welcome(self, wire: Wire) -> str:
+        """A denoiser's session; raises Lost: it is none, or has taken too long to say."""
+        limit = threading.Timer(_PROOF_S, wire.end)
+        limit.daemon = True
+        limit.start()
+        try:
+            session = wire.welcome(lambda name: self._sessions.attached(name).key)
+        finally:
+            limit.cancel()
+        with self._door:
+            host = self._unproven.pop(wire, None)
+            if host is None:
+                raise Lost("it has given way to another")
+            self._hosts.pop(host, None)
+            self._hosts[host] = None
+            while len(self._hosts) > _MOST_HOSTS:
+                del self._hosts[next(iter(self._hosts))]
+        return session
 
     def _serve(self, wire: Wire) -> None:
         """One denoiser, until it or the service ends."""
         try:
-            session = wire.welcome(lambda name: self._sessions.attached(name).key)
+            session = self._welcome(wire)
             here = SocketMessages(self._sessions.attached(session))
             back = threading.Thread(target=self._answer, args=(wire, here, session), daemon=True)
             back.start()
@@ -92,7 +131,8 @@ class RemoteDenoisers:
             _log.info("a denoiser's link is over: %s", error, exc_info=not known)
         finally:
             with self._door:
-                del self._links[wire]
+                self._links.pop(wire, None)
+                self._unproven.pop(wire, None)
             wire.close()
 
     def _ask(self, wire: Wire, here: SocketMessages, session: str) -> None:

@@ -11,8 +11,9 @@ import shutil
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,53 @@ def test_so_many_may_connect_and_no_more(service: Service, monkeypatch: pytest.M
     own = over_tcp(attached(service))
     assert "does not know this session" in refused(lambda: over_tcp(attached(service)))
     own.close()
+
+
+def test_strangers_that_hold_all_places_give_way(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 4)
+    at, remote = attached(service), service.front._service._remote
+    assert remote is not None
+    with ExitStack() as held:
+        silent = [
+            held.enter_context(socket.create_connection(("127.0.0.1", at.port))) for _ in range(9)
+        ]
+        eventually("they hold all", lambda: len(remote._unproven) == 4)
+        first, second = over_tcp(at), over_tcp(at)
+        # Now this host is known: its oldest that has shown nothing gives way to its next.
+        third = over_tcp(at)
+        assert len(remote._links) <= 4
+        assert not any(each.ended() for each in (first, second, third))
+        eventually("no stranger is left", lambda: not remote._unproven)
+        for each in silent:
+            each.settimeout(5)
+            with suppress(OSError):
+                while each.recv(4096):
+                    pass
+        for each in (first, second, third):
+            each.close()
+
+
+def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maskserve_engine.control_service.remote._PROOF_S", 0.5)
+    at, remote = attached(service), service.front._service._remote
+    assert remote is not None
+    with socket.create_connection(("127.0.0.1", at.port)) as dawdler:
+        begin = time.monotonic()
+        with suppress(OSError):
+            for byte in (100).to_bytes(4, "big") + b"x" * 99:
+                dawdler.sendall(bytes([byte]))
+                time.sleep(0.05)
+                if not remote._links and time.monotonic() - begin > 0.2:
+                    break
+        assert 0.2 < time.monotonic() - begin < 3
+    kept = over_tcp(at)
+    time.sleep(0.7)
+    assert not kept.ended()  # the limit is of the proof alone
+    kept.close()
 
 
 @pytest.mark.parametrize(
