@@ -308,17 +308,18 @@ PASSED, MISSED, NOT_JUDGED = "passed", "MISSED", "not judged"
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """What a run has shown. What is lost, wrong or too large is so on any machine; that honest
-    edits were slow, or attackers idle, says nothing where others had the processor.
+    """What a run has shown. Other pixels, an internal error and too much memory are so on any
+    machine; that edits were slow or not answered in time, a server was taken for dead or attackers
+    were idle says nothing where others had the processor.
     """
-    none = ("lost", "wrong", "restarts", "ejections", "internal_errors")
     small = all(0 < summary[name] <= MIB_BAR for name in ("router_mib", "page_mib"))
-    if any(summary.get(name, 0) for name in none) or not small:
+    if any(summary.get(name, 0) for name in ("wrong", "internal_errors")) or not small:
         return MISSED
     if summary.get("others_cpu_share", 0.0) > BUSY:
         return NOT_JUDGED
     in_time = 0 < summary["p95_ratio"] <= P95_BAR
-    return PASSED if in_time and summary["least_often"] > 0 else MISSED
+    none = not any(summary[name] for name in ("lost", "restarts", "ejections"))
+    return PASSED if none and in_time and summary["least_often"] > 0 else MISSED
 
 
 def internal_errors(log: Path) -> int:
