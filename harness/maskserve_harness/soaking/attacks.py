@@ -361,6 +361,34 @@ async def control_nets(target: Target) -> Iterable[str]:
     )
 
 
+# History
+
+
+async def jobs_and_lists_of_them(target: Target) -> Iterable[str]:
+    """Jobs that end at once, and sixteen connections that list them."""
+    image, mask = (base64.b64encode(each).decode() for each in picture())
+    url = "data:image/png;base64,"
+    asked_for = {
+        "prompt": "mine",
+        "images": [{"image_url": url + image}],
+        "mask": {"image_url": url + mask},
+        "mask_mode": "white",
+        "loras": [{"name": "nowhere"}],
+    }
+    body, kind = (
+        json.dumps(asked_for).encode(),
+        _key(target, **{"Content-Type": "application/json"}),
+    )
+    made = [await asked(target.http, "/v1/jobs", body, kind) for _ in range(30)]
+
+    async def lists() -> list[str]:
+        path = "/v1/jobs?limit=100"
+        return [await asked(target.http, path, b"", _key(target), "GET") for _ in range(10)]
+
+    listed = await asyncio.gather(*(lists() for _ in range(16)))
+    return [*made, *(end for ends in listed for end in ends)]
+
+
 # Bytes out
 
 
@@ -593,6 +621,7 @@ ATTACKS: tuple[Attack, ...] = (
     damaged_loras,
     loras_that_change,
     control_nets,
+    jobs_and_lists_of_them,
     large_answers,
     offers_of_http_2,
     edits_with_deadlines,

@@ -12,8 +12,8 @@ With --hostile a router stands before the worker, three honest clients with keys
 times, and a fourth key attacks in every known way; the JSON's `summary` has `lost`, `wrong`,
 `p95_ratio` (of honest edits, attacked against alone), `router_mib`, `restarts`, `ejections`,
 `internal_errors` of the router, and the shares of the processor that the attackers and processes of
-others took. Where others took over 15 % the run is not judged, but for wrong pixels, internal errors
-and memory: the exit code is 3.
+others took. Where others took over 15 % the run is not judged, but for wrong pixels, internal
+errors and memory: the exit code is 3.
 
     python scripts/bench soak --hostile --minutes 10 --json hostile.json
 
