@@ -81,6 +81,12 @@ def _config(options: argparse.Namespace) -> RouterConfig:
     over["workflows"] = {name: value for name, value in workflows.items() if value}
     if options.values is not None:
         over["values"] = {"folder": options.values}
+    if options.jobs == "off":
+        over["jobs"] = {"enabled": False}
+    elif options.jobs is not None:
+        over["jobs"] = {"database": options.jobs}
+    elif options.jobs_from is not None:
+        over["jobs"] = {"database_file": options.jobs_from}
     if options.keys is not None:
         over["keys_file"] = options.keys
     if options.policy:
@@ -116,6 +122,9 @@ def parser() -> argparse.ArgumentParser:
         help="folder in memory that workers and node servers of this host share with the router",
     )
     add("--keys", metavar="FILE", help="TOML file with [[keys]]; without any there is no start")
+    jobs = made.add_mutually_exclusive_group()
+    jobs.add_argument("--jobs", metavar="DATABASE", help="as [jobs] database; off: none are taken")
+    jobs.add_argument("--jobs-from", metavar="FILE", help="as [jobs] database_file")
     add("--policy", help="mask_aware (default), least_requests, least_tokens, round_robin")
     add("--host", help="address of the clients' ports (default 127.0.0.1)")
     add("--http-port", type=int, help="default 8080")

@@ -190,10 +190,14 @@ class ImageHosts(Table, frozen=True):
 class JobsConfig(Table, frozen=True):
     """`[jobs]`: edits and workflows that are kept until somebody fetches what came of them."""
 
+    enabled: bool = True
+    """False: none are taken, and whoever gives one is told so."""
     database: str = ""
     """Where they are kept: the path of an SQLite file, or a URL as
     `postgresql+psycopg://user:password@host/name`, which several routers may share. Empty: a file
     of the port's number in the user's folder for state (`$XDG_STATE_HOME/maskserve`)."""
+    database_file: str = ""
+    """A file in which the same stands, such as a mounted secret, in place of `database`."""
     running: Annotated[int, Meta(ge=1, le=4096)] = 16
     """Jobs that this router runs at a time; keys have these places in turn."""
     keep_s: Seconds = 86_400.0
@@ -368,6 +372,8 @@ def _check(config: RouterConfig) -> None:
             webhook_key(secret)
         except ValueError:
             raise ConfigError(f"{where} webhook_secret: is not {WEBHOOK_SECRET}") from None
+    if config.jobs.database and config.jobs.database_file:
+        raise ConfigError("[jobs] database and database_file: one is given beside the other")
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
         raise ConfigError("[[keys]] name: two keys have the same")

@@ -30,9 +30,10 @@ class HttpApp:
         who: Callable[[Mapping[str, str]], KeyHolder],
         more: Sequence[Route] = (),
         origins: Sequence[str] = (),
+        jobs: Callable[[], str] = lambda: "off",
     ) -> None:
         self._calls, self._inference, self._who = calls, inference, who
-        self._more, self._origins = more, origins
+        self._more, self._origins, self._jobs = more, origins, jobs
 
     def app(self) -> Starlette:
         model = "/v2/models/{model}"
@@ -40,7 +41,7 @@ class HttpApp:
         routes = [
             _get("/openapi.json", self._document),
             _get("/healthz", self._live),
-            _get("/readyz", self._ready),
+            _get("/readyz", self._readyz),
             _get("/v2", self._server),
             _get("/v2/", self._server),
             _get("/v2/health/live", self._live),
@@ -95,6 +96,11 @@ class HttpApp:
 
     async def _live(self, _: Request) -> Response:
         return Response()
+
+    async def _readyz(self, _: Request) -> Response:
+        ready = self._calls.ready()
+        body = msgspec.json.encode({"edits": ready, "jobs": self._jobs()})
+        return Response(body, 200 if ready else 503, media_type=JSON)
 
     async def _ready(self, _: Request) -> Response:
         return Response(status_code=200 if self._calls.ready() else 503)

@@ -154,6 +154,7 @@ class Router:
                     *workflow_routes(keys.client, workflows),
                 ],
                 config.http.cors_origins,
+                lambda: self._jobs.state,
             ).app(),
             config.http,
             connections(config.http.max_connections),

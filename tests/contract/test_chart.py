@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,12 @@ VALUES = {
     "services": SERVICES,
     "everything": EVERYTHING,
     "cpu": ON_CPU,
+    "jobs in PostgreSQL": {"router.jobs.databaseSecret": "jobs"},
+    "jobs in a file": {
+        "router.replicas": "1",
+        "router.jobs.storage.size": "20Gi",
+        "router.jobs.storage.storageClass": "fast",
+    },
     "hpa": {"autoscaling.enabled": "true", "autoscaling.kind": "hpa"},
 }
 OF_OPERATORS = {"ScaledObject", "PodMonitor", "PrometheusRule"}
@@ -194,6 +201,44 @@ def test_a_router_finds_the_workers_and_is_found(helm: Path, values: dict[str, s
         router[probe]["httpGet"].get("scheme", "HTTP") == ("HTTPS" if secured else "HTTP")
         for probe in ("startupProbe", "livenessProbe", "readinessProbe")
     )
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_jobs_have_a_place_or_are_off(helm: Path, values: dict[str, str]) -> None:
+    """On a root that cannot be written, and for all routers alike."""
+    resources = rendered(helm, values)
+    deployment = one(resources, "Deployment", "-router")["spec"]
+    pod = deployment["template"]["spec"]
+    (router,) = pod["containers"]
+    options = router_parser().parse_args(router["command"][1:])
+    mounts = {mount["name"]: mount for mount in router["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    if options.jobs_from:
+        assert Path(options.jobs_from).parent == Path(mounts["jobs"]["mountPath"])
+    elif options.jobs == "off":
+        assert "jobs" not in mounts
+    else:
+        assert Path(options.jobs).parent == Path(mounts["jobs"]["mountPath"])
+        claim = one(resources, "PersistentVolumeClaim")
+        (volume,) = (each for each in pod["volumes"] if each["name"] == "jobs")
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
+    assert bool(options.jobs) != bool(options.jobs_from)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"router.jobs.storage.size": "1Gi"}, "a file is for one router"),
+        ({"router.jobs.databaseSecret": "jobs", "router.replicas": "1"}, "both given"),
+    ],
+)
+def test_jobs_that_could_not_be_kept_are_told(helm: Path, more: dict[str, str], told: str) -> None:
+    values = {"router.jobs.storage.size": "1Gi", **more}
+    done = run(helm, "template", "shop", str(CHART), *flags(values))
+    assert done.returncode != 0
+    assert re.search(told, done.stderr)
 
 
 def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:

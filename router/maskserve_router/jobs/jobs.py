@@ -28,6 +28,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
+from maskserve_core.files.store import make_private
 from maskserve_core.shares import Shares, room
 from maskserve_core.worker.logs import about
 from maskserve_router.admission import Admission
@@ -66,10 +67,6 @@ _LOOK_S: Final = 1.0
 _CLEAN_S: Final = 60.0
 _RETRY_S: Final = 2.0
 """Pause after a fault of the server's; each is twice the one before."""
-_NOWHERE: Final = (
-    "are not kept here: [jobs] database is empty, and the router's port is drawn or its state "
-    "folder cannot be written"
-)
 _TELLING: Final = 64
 """Webhooks that are told at a time."""
 _MOST_RUNS: Final = 32
@@ -110,7 +107,8 @@ class Jobs:
         webhooks: Webhooks,
         metrics: Metrics,
     ) -> None:
-        self._config, self._place = config.jobs, place_of(config)
+        self._config = config.jobs
+        self._place, self._why_none = place_of(config)
         self._edits, self._keys, self._admission = edits, keys, admission
         self._turns, self._webhooks, self._metrics = turns, webhooks, metrics
         self._owner = f"{config.name[:24]}-{secrets.token_hex(8)}"
@@ -123,6 +121,8 @@ class Jobs:
         self._pauses = Pauses()
         self._progress: dict[str, dict[str, Any]] = {}
         self._strays: frozenset[Stray] = frozenset()
+        self._problem = ""
+        """What the database says, if it does not do what it is asked."""
         self._kept_progress: dict[str, dict[str, Any]] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -133,13 +133,31 @@ class Jobs:
         Raises:
             ConfigError: the configured database cannot be opened.
         """
-        if self._config.database or (self._place and Path(self._place).exists()):
-            try:
+        jobs = self._config
+        try:
+            if jobs.enabled and jobs.database_file:
+                self._place = Path(jobs.database_file).read_text().strip()
+            if jobs.enabled and (jobs.database or jobs.database_file):
                 await self._open()
-            except (SQLAlchemyError, OSError) as error:
-                if self._config.database:
-                    raise ConfigError(f"[jobs] database: {_short(error)}") from None
-                log.warning("no jobs are taken: %s: %s", self._place, _short(error))
+            elif self._place:
+                make_private(Path(self._place).parent)
+                if Path(self._place).exists():
+                    await self._open()
+                elif not os.access(Path(self._place).parent, os.W_OK):
+                    raise PermissionError(f"{self._place} cannot be written")
+        except (SQLAlchemyError, OSError, UnicodeDecodeError) as error:
+            if jobs.database or jobs.database_file:
+                key = "database" if jobs.database else "database_file"
+                raise ConfigError(f"[jobs] {key}: {_short(error)}") from None
+            self._place, self._why_none = "", f"are not kept here: {_short(error)}"
+            log.warning("no jobs are taken: %s", _short(error))
+
+    @property
+    def state(self) -> str:
+        """Whether jobs are taken, in a word or a sentence, for those who ask for health."""
+        if self._problem:
+            return f"the database does not answer: {self._problem}"
+        return "off" if self._why_none else "on"
 
     async def stop(self, grace_s: float) -> None:
         """Take no more, let those that run end within the grace, and leave the others."""
@@ -284,7 +302,7 @@ class Jobs:
         if self._store is not None:
             return self._store
         if not self._place:
-            raise NotSupported("jobs", _NOWHERE)
+            raise NotSupported("jobs", self._why_none)
         with _keeping():
             return await self._open()
 
@@ -316,7 +334,8 @@ class Jobs:
                 await self._take(self._runs, self._run)
                 await self._take(self._calls, self._tell)
             except (SQLAlchemyError, OSError) as error:
-                log.error("jobs wait: %s", _short(error))
+                if not self._problem:
+                    log.error("jobs wait: %s", _short(error))
             except Exception as error:
                 guarded("", error)
             await _either(self._wake, _LOOK_S)
@@ -394,8 +413,11 @@ class Jobs:
                     cleaned = time.monotonic()
                     await self._expire()
                 await self._do(self._store.tidy)
+                self._problem = ""
             except (SQLAlchemyError, OSError) as error:
-                log.error("leases of jobs are not renewed: %s", _short(error))
+                if not self._problem:
+                    log.error("jobs wait for their database: %s", _short(error))
+                self._problem = type(error).__name__
             except Exception as error:
                 guarded("", error)
             await asyncio.sleep(min(_LOOK_S, self._config.lease_s / 4))
@@ -588,14 +610,17 @@ def told_of(job: JobRecord) -> dict[str, Any]:
     }
 
 
-def place_of(config: RouterConfig) -> str:
-    """Where jobs are kept; empty: nowhere."""
-    if config.jobs.database:
-        return config.jobs.database
+def place_of(config: RouterConfig) -> tuple[str, str]:
+    """Where jobs are kept, or empty and why nowhere."""
+    jobs = config.jobs
+    if not jobs.enabled:
+        return "", "are turned off here ([jobs] enabled)"
+    if jobs.database or jobs.database_file:
+        return jobs.database, ""
     if not config.listen.http_port:
-        return ""
+        return "", "are not kept here: the router's port is drawn, and [jobs] database is empty"
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return str(Path(state) / "maskserve" / f"jobs-{config.listen.http_port}.sqlite")
+    return str(Path(state) / "maskserve" / f"jobs-{config.listen.http_port}.sqlite"), ""
 
 
 def _form(raw: bytes) -> EditForm:

@@ -23,6 +23,7 @@ from standardwebhooks.webhooks import Webhook
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.config import JobsConfig, router_config_of
+from maskserve_router.failures import NotSupported
 from maskserve_router.jobs.jobs import _either, place_of
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.public_hosts import is_public
@@ -456,6 +457,7 @@ async def test_a_result_waits_for_a_database_that_is_away(tmp_path: Path) -> Non
             worker.let_go()
         await asyncio.sleep(2.5)
         assert (await client.call("GET", f"/{name}"))[0] == 429
+        assert "does not answer" in (await health(client._session, router))["jobs"]
         away[0] = False
         assert (await client.ended(name))["status"] == "succeeded"
         assert sum(len(w.seen) for w in workers) == 1
@@ -490,14 +492,61 @@ async def test_a_database_that_does_not_open_ends_the_start(tmp_path: Path) -> N
 
 def test_jobs_lie_beside_the_router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert place_of(router_config_of({})) == str(tmp_path / "maskserve" / "jobs-8080.sqlite")
-    assert place_of(router_config_of({"listen": {"http_port": 0}})) == ""
+    file = str(tmp_path / "maskserve" / "jobs-8080.sqlite")
+    assert place_of(router_config_of({})) == (file, "")
+    assert place_of(router_config_of({"listen": {"http_port": 0}}))[0] == ""
+    assert place_of(router_config_of({"jobs": {"enabled": False}}))[0] == ""
 
 
 async def test_without_a_place_jobs_are_refused() -> None:
     async with cluster(None) as (router, _), aiohttp.ClientSession() as session:
         client = Client(session, f"http://127.0.0.1:{router.http.port}")
         assert (await client.call("POST", "", form()))[0] == 501
+
+
+async def health(session: aiohttp.ClientSession, router: Router) -> Any:
+    async with session.get(f"http://127.0.0.1:{router.http.port}/readyz") as told:
+        assert told.status == 200
+        return await told.json()
+
+
+async def test_jobs_that_are_off_are_told_so() -> None:
+    async with (
+        cluster(None, jobs={"enabled": False}) as (router, _),
+        aiohttp.ClientSession() as session,
+    ):
+        client = Client(session, f"http://127.0.0.1:{router.http.port}")
+        status, told, _ = await client.call("POST", "", form())
+        assert status == 501
+        assert "turned off" in told["error"]["message"]
+        assert await health(session, router) == {"edits": True, "jobs": "off"}
+
+
+async def test_a_root_that_cannot_be_written_keeps_no_jobs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "state").write_text("no folder: as a root of a container it can have no files")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    router = Router(router_config_of({}))
+    await router._jobs.start()
+    assert router._jobs.state == "off"
+    with pytest.raises(NotSupported, match="are not kept here"):
+        await router._jobs._opened()
+
+
+async def test_the_place_may_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text(f"{tmp_path / 'jobs.sqlite'}\n")
+    async with (
+        cluster(None, jobs={"database_file": str(tmp_path / "url")}, answer=picture()) as made,
+        aiohttp.ClientSession() as session,
+    ):
+        router, _ = made
+        client = Client(session, f"http://127.0.0.1:{router.http.port}")
+        assert (await client.ended(await client.give()))["status"] == "succeeded"
+        assert await health(session, router) == {"edits": True, "jobs": "on"}
+    config = router_config_of({"jobs": {"database_file": str(tmp_path / "nothing")}})
+    with pytest.raises(ConfigError, match=r"\[jobs\] database_file: "):
+        await Router(config)._jobs.start()
 
 
 # Webhooks.
