@@ -21,8 +21,10 @@ WeightForm = Literal["bf16", "fp8", "int8", "int8-dynamic", "nf4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 Stage = Literal["encoder", "decoder"]
+# Counts are made on torch's `meta`, which no worker serves from.
 Device = Annotated[
-    str, Meta(pattern=r"\A([a-z]+(:\d+)?)?\Z", description="auto, cpu, cuda or cuda:N")
+    str,
+    Meta(pattern=r"\A(auto|cpu|meta|cuda(:\d+)?)?\Z", description="auto, cpu, cuda or cuda:N"),
 ]
 
 

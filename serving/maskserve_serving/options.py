@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -255,6 +256,27 @@ class ServeOptions:
             raise ServeError("--workers: 0 is for services alone, and goes without --router")
         if not self.model and (self.workers or with_model):
             raise ServeError("--model: is missing; name a folder in diffusers format, or a hub id")
+        for flag, value in (("workflows", self.workflows), ("router-config", self.router_config)):
+            if value is not None and not self.router:
+                raise ServeError(f"--{flag}: is a router's; accepted: together with --router")
+        for flag, device in (
+            ("controlnet-device", self.controlnet_device),
+            ("stages-device", self.stages_device),
+        ):
+            if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", device):
+                raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
+        if "://" not in self.adapters:
+            check_path("--adapters", self.adapters, "a folder, or a URL such as s3://BUCKET/LORAS")
+        check_path("--controlnets", self.controlnets, "a folder with one of each ControlNet")
+        check_path("--workflows", self.workflows, "a folder with plans")
+        for flag, file in (
+            ("gguf", self.gguf),
+            ("config", self.config),
+            ("router-config", self.router_config),
+            ("nodes", self.nodes),
+            *(("fuse-lora", path) for path in map(lora_file, self.fuse_loras) if not path.is_dir()),
+        ):
+            check_path(f"--{flag}", file, "a file", folder=False)
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -265,6 +287,20 @@ class ServeOptions:
         if self.fuse_loras:
             given["fuse_loras"] = [os.path.abspath(each) for each in self.fuse_loras]
         return given
+
+
+def lora_file(lora: str) -> Path:
+    """The file of FILE[:SCALE]."""
+    file, _, scale = lora.rpartition(":")
+    return Path(file if file and re.fullmatch(r"[-+.\de]+", scale) else lora)
+
+
+def check_path(where: str, path: str | Path | None, accepted: str, folder: bool = True) -> None:
+    """Raises ServeError: `path`, where one is named, is not there, or is no folder (file)."""
+    if not path or (Path(path).is_dir() if folder else Path(path).is_file()):
+        return
+    there = ("is a file" if folder else "is a folder") if Path(path).exists() else "is not there"
+    raise ServeError(f"{where}: {path} {there}; accepted: {accepted}")
 
 
 def _flags() -> list[Field[Any]]:

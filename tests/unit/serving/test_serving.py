@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from maskserve_client.wire import DEFAULT_URL
-from maskserve_core.config import Config, SafetyConfig, gpus_wanted
+from maskserve_core.config import Config, ConfigError, SafetyConfig, gpus_wanted
 from maskserve_core.config_file import config_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
@@ -665,3 +665,36 @@ def test_a_client_s_install_says_what_serving_needs() -> None:
         "maskserve serve: the package psutil is not installed "
         "(in the checkout: pip install -e '.[engine,server]')\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"adapters": "nosuch"}, "--adapters: nosuch is not there; accepted: a folder, or a URL"),
+        ({"adapters": __file__}, "is a file; accepted: a folder"),
+        ({"controlnets": "nosuch"}, "--controlnets: nosuch is not there; accepted: a folder"),
+        ({"workflows": Path()}, "--workflows: is a router's; accepted: together with --router"),
+        ({"workflows": Path("nosuch"), "router": True}, "--workflows: nosuch is not there"),
+        ({"router_config": Path("r.toml")}, "--router-config: is a router's"),
+        ({"router_config": Path("r.toml"), "router": True}, "--router-config: r.toml is not there"),
+        ({"nodes": Path()}, "--nodes: . is a folder; accepted: a file"),
+        ({"config": Path("nosuch")}, "--config: nosuch is not there; accepted: a file"),
+        ({"gguf": "nosuch.gguf"}, "--gguf: nosuch.gguf is not there"),
+        ({"fuse_loras": ("nosuch:0.5",)}, "--fuse-lora: nosuch is not there"),
+        ({"stages_device": "gpu"}, "--stages-device: is 'gpu'; accepted: cpu, cuda or cuda:N"),
+        ({"controlnet_device": "cuda:x"}, "--controlnet-device: is 'cuda:x'; accepted: cpu"),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_anything_starts(
+    flags: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ServeError) as refused:
+        ServeOptions(model="x", **flags).check()
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["device", "encoder_device", "decoder_device"])
+def test_a_device_that_is_none_is_told_before_anything_starts(key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of({"model": {"path": "x", key: "gpu"}})
+    assert "accepted: auto, cpu, cuda or cuda:N" in str(refused.value)
