@@ -16,9 +16,9 @@ from maskserve_client.wire import ImageInput
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.workflows.explained import explained
 from maskserve_core.workflows.folder import compile_folder, read_plans
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.passes import PASSES
 from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
+from maskserve_core.workflows.ports import WorkflowError
 
 
 def add_workflows(

@@ -15,8 +15,8 @@ from maskserve_core.config import ConfigError
 from maskserve_core.routing import make_policy
 from maskserve_core.worker.values import Values
 from maskserve_core.workflows.folder import read_plans
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.plan import WorkflowPlan
+from maskserve_core.workflows.ports import WorkflowError
 from maskserve_router.admin import Admin
 from maskserve_router.admission import Admission
 from maskserve_router.certificates import Certificates

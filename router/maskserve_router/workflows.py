@@ -47,9 +47,10 @@ from maskserve_core.errors import (
 from maskserve_core.imaging.images import as_file
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.values import NO_VALUES, RUN, Values
-from maskserve_core.workflows.node_types import EDIT, WorkflowError
+from maskserve_core.workflows.node_types import EDIT
 from maskserve_core.workflows.nodes import NODE_TYPES
 from maskserve_core.workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step, output_kinds
+from maskserve_core.workflows.ports import WorkflowError
 from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
 from maskserve_core.workflows.values import Judgement, NamedValue, named_in, parts_of
 from maskserve_core.workflows.wire import drawn, nbytes

@@ -31,12 +31,12 @@ from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest, MaskserveError, TemplateNotFound
 from maskserve_core.files.store import size_of
 from maskserve_core.workflows.folder import read_plans
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
     NODE_TYPES,
 )
 from maskserve_core.workflows.pictures import PictureNodes, encode_mask
 from maskserve_core.workflows.plan import NodeCall
+from maskserve_core.workflows.ports import WorkflowError
 from maskserve_core.workflows.run import seed_of
 from maskserve_harness.router_site import RouterSite
 from maskserve_serving.supervisor import Supervisor

@@ -16,7 +16,6 @@ from msgspec import structs
 from maskserve_core.imaging.images import encode_png
 from maskserve_core.workflows.asked import AskedNode, Nodes
 from maskserve_core.workflows.definition import Workflow, each, repeat
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
     best,
     compose,
@@ -30,6 +29,7 @@ from maskserve_core.workflows.nodes import (
 )
 from maskserve_core.workflows.passes import PASSES, compiled
 from maskserve_core.workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
+from maskserve_core.workflows.ports import WorkflowError
 from maskserve_core.workflows.values import Areas, changed
 
 DRAWN = 30

@@ -14,11 +14,20 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maskserve_core.imaging.colour import CHUNKS, MOST_PROFILE_BYTES, PROFILE, Words
-from maskserve_core.imaging.exif import read_orientation, tiff_of
+from maskserve_core.imaging.exif import MOST_BYTES, read_orientation, tiff_of, upright
+from maskserve_core.imaging.metadata import (
+    MOST_TEXTS,
+    NOTHING,
+    Metadata,
+    dpi_of_jfif,
+    dpi_of_phys,
+    iptc_of,
+    xmp_of,
+)
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PIXELS_SIGNATURE = b"\x89PIX\r\n\x1a\n"
@@ -37,7 +46,8 @@ _BARE_MARKERS = (0x01, 0xD8)
 """Without a length."""
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _PNG_XMP, _PNG_EXIF = b"XML:com.adobe.xmp", b"Raw profile type exif"
-"""Keywords of text chunks. The second is older than eXIf, and hexadecimal."""
+_PNG_PROFILE, _PNG_IPTC = b"Raw profile type ", (b"Raw profile type iptc", b"Raw profile type 8bim")
+"""Keywords of text chunks. Profiles are hexadecimal; that of EXIF is older than eXIf."""
 _JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _MOST_TEXT_BYTES = 2**20
 """Of such a chunk, inflated, as Pillow has it."""
@@ -81,8 +91,8 @@ class Container:
     """What the file says of its colours, which the payload of PNG and JPEG lacks."""
     end: int = 0
     """Bytes of the file that are the picture's."""
-    exif: bytes = b""
-    """Its EXIF block, as it stands there."""
+    metadata: Metadata = NOTHING
+    """What its answers say beside their pixels, too."""
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -133,6 +143,7 @@ def _read_png(data: bytes) -> Container:
     # Of chunks that may be deflated one of each name is inflated, however many there are.
     kept, said, texts = [PNG_SIGNATURE], dict[bytes, bytes](), dict[bytes, tuple[bytes, bytes]]()
     exif, transparency, pixels = b"", b"", False
+    others, dpi = list[tuple[bytes, bytes, bytes]](), None
     at = 8
     for number in range(_MAX_PARTS):
         if at + 12 > len(data):
@@ -153,8 +164,12 @@ def _read_png(data: bytes) -> Container:
             exif = data[at + 8 : end - 4]
         elif name in (b"tEXt", b"zTXt", b"iTXt"):
             keyword, _, text = data[at + 8 : end - 4].partition(b"\0")
-            if keyword in (_PNG_XMP, _PNG_EXIF):
+            if keyword in (_PNG_XMP, _PNG_EXIF, *_PNG_IPTC):
                 texts[keyword] = name, text[:_MOST_TEXT_BYTES]
+            elif 0 < len(keyword) < 80 and not keyword.startswith(_PNG_PROFILE):
+                others.append((name, keyword, text))
+        elif name == b"pHYs":
+            dpi = dpi_of_phys(data[at + 8 : end - 4])
         elif name in CHUNKS and not pixels:
             said.setdefault(name, data[at + 8 : end - 4])
         if name == b"IEND":
@@ -168,13 +183,39 @@ def _read_png(data: bytes) -> Container:
     found = b"".join(kept)
     xmp, old = (_text(*texts[each]) if each in texts else b"" for each in (_PNG_XMP, _PNG_EXIF))
     exif = tiff_of(exif or _from_hex(old))
+    profiles = (_from_hex(_text(*texts[each])) for each in _PNG_IPTC if each in texts)
+    iptc = next((iptc_of(each) or each for each in profiles if each), b"")
+    metadata = Metadata(
+        upright(exif),
+        xmp_of(xmp),
+        iptc if len(iptc) < MOST_BYTES - 64 else b"",
+        _plain_texts(others),
+        dpi,
+    )
     words = dict[bytes, bytes]()
     for name, body in said.items():
         words |= _colour_chunk(name, body)
     return Container(
         "png", (height, width), _orientation(exif, xmp), found, depth, colour, transparency, words,
-        end, exif,
+        end, metadata,
     )  # fmt: skip
+
+
+def _plain_texts(texts: Sequence[tuple[bytes, bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+    """Text chunks, given as name, keyword and what follows it, as none that is deflated; empty
+    where they are too many or too long.
+    """
+    if len(texts) > MOST_TEXTS or sum(len(text) for _, _, text in texts) > MOST_BYTES:
+        return ()
+    plain = list[tuple[bytes, bytes]]()
+    for name, keyword, text in texts:
+        if name != b"iTXt":
+            plain.append((b"tEXt", keyword + b"\0" + _text(name, text).replace(b"\0", b"")))
+        elif text[2:].count(b"\0") >= 2:
+            language, translated = text[2:].split(b"\0", 2)[:2]
+            head = keyword + b"\0\0\0" + language + b"\0" + translated + b"\0"
+            plain.append((b"iTXt", head + _text(name, text)))
+    return tuple(plain) if sum(len(body) for _, body in plain) <= MOST_BYTES else ()
 
 
 _IEND = b"\0\0\0\0IEND\xaeB\x60\x82"
@@ -229,7 +270,7 @@ def _read_jpeg(data: bytes) -> Container:
     """
     kept = [data[:2]]
     size: tuple[int, int] | None = None
-    exif, xmp, profile = b"", b"", dict[int, bytes]()
+    exif, xmp, iptc, dpi, profile = b"", b"", b"", None, dict[int, bytes]()
     at = 2
     for _ in range(_MAX_PARTS):
         fill = _FILL_BYTES.match(data, at)  # any number of them before a marker
@@ -252,6 +293,10 @@ def _read_jpeg(data: bytes) -> Container:
             exif = tiff_of(body)
         if marker == 0xE1 and body.startswith(_JPEG_XMP):
             xmp = body
+        if marker == 0xED:
+            iptc = iptc or iptc_of(body)
+        if marker == 0xE0:
+            dpi = dpi or dpi_of_jfif(body)
         if marker == 0xE2 and body.startswith(b"ICC_PROFILE\0") and len(body) > 14:
             profile[body[12]] = body[14:]
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
@@ -270,7 +315,9 @@ def _read_jpeg(data: bytes) -> Container:
     words = {PROFILE: whole} if 0 < len(whole) <= MOST_PROFILE_BYTES else {}
     found = b"".join(kept)
     turned = _orientation(exif, xmp)
-    return Container("jpeg", size, turned, found, words=words, end=end, exif=exif)
+    packet = xmp_of(xmp.removeprefix(_JPEG_XMP))
+    metadata = Metadata(upright(exif), packet, iptc, dpi=dpi)
+    return Container("jpeg", size, turned, found, words=words, end=end, metadata=metadata)
 
 
 def _jpeg_end(data: bytes, at: int) -> int:
@@ -319,7 +366,10 @@ def _read_webp(data: bytes) -> Container:
     orientation = _orientation(exif, xmp)
     profile = beside.get(b"ICCP", b"")
     words = {PROFILE: profile} if 0 < len(profile) <= MOST_PROFILE_BYTES else {}
-    return Container("webp", (height, width), orientation, data, words=words, end=end, exif=exif)
+    metadata = Metadata(upright(exif), xmp_of(xmp))
+    return Container(
+        "webp", (height, width), orientation, data, words=words, end=end, metadata=metadata
+    )
 
 
 def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:

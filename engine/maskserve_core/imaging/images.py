@@ -19,7 +19,7 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ from maskserve_core.imaging.containers import (
     is_container,
     read_container,
 )
-from maskserve_core.imaging.exif import upright
+from maskserve_core.imaging.metadata import NOTHING, Metadata
 
 Size = tuple[int, int]
 
@@ -118,7 +118,7 @@ def encode_png(
     pixels: npt.NDArray[np.uint8] | npt.NDArray[np.uint16],
     colour: Colour = SRGB,
     xmp: bytes = b"",
-    exif: bytes = b"",
+    metadata: Metadata = NOTHING,
 ) -> bytes:
     """A whole PNG file, for an answer that someone waits for.
 
@@ -131,7 +131,7 @@ def encode_png(
         pixels: uint8 or uint16, RGB [H, W, 3], RGBA [H, W, 4] or grey [H, W].
         colour: what they mean.
         xmp: what the file is to say beside.
-        exif: a block that it is to have.
+        metadata: what else it is to have beside its pixels.
     """
     height, width = pixels.shape[:2]
     depth, kind = 8 * pixels.itemsize, _KINDS[pixels.size // (height * width)]
@@ -145,8 +145,10 @@ def encode_png(
     deflate = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     data = deflate.compress(rows.data) + deflate.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
+    xmp = metadata.marked(xmp)
     said = chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp) if xmp else b""
-    said += chunk(b"eXIf", exif) if exif else b""
+    said += chunk(b"eXIf", metadata.exif) if metadata.exif else b""
+    said += b"".join(chunk(name, body) for name, body in metadata.chunks)
     return b"".join(
         (PNG_SIGNATURE, header, colour.in_png(), said, chunk(b"IDAT", data), chunk(b"IEND", b""))
     )
@@ -291,8 +293,8 @@ class Decoded:
     """What the client should know of the file."""
     low: Pixels | None = None
     """The low bytes of 16-bit samples: RGB or RGBA, uint8 [H, W, 3 or 4]; None: it has none."""
-    exif: bytes = b""
-    """The EXIF block of its answers."""
+    metadata: Metadata = NOTHING
+    """What its answers say beside their pixels."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -308,8 +310,8 @@ class Decoded:
             for name, each in ((b"alpha", self.alpha if clear else None), (b"low", self.low))
             if each is not None
         ]
-        if self.exif:  # nobody is answered with another's
-            unseen.append(b"exif" + self.exif)
+        if self.metadata:  # nobody is answered with another's
+            unseen.append(self.metadata.identity)
         return template_id(self.pixels, self.colour.identity, b"".join(unseen))
 
 
@@ -334,7 +336,7 @@ class Raster:
     warnings: tuple[str, ...] = ()
     low: Image.Image | None = None
     """As of `Decoded`, if it was asked for."""
-    exif: bytes = b""
+    metadata: Metadata = NOTHING
 
 
 def decode_image(raw: bytes | memoryview, field: str, limits: LimitsConfig) -> Decoded:
@@ -354,7 +356,7 @@ def decode_image(raw: bytes | memoryview, field: str, limits: LimitsConfig) -> D
     raster = decode_raster(raw, field, limits, low=True)
     pixels = np.asarray(as_mode(raster.image, "RGB"))
     alpha, low = _maybe_array(raster.alpha), _maybe_array(raster.low)
-    told = raster.colour, raster.warnings, low, raster.exif
+    told = raster.colour, raster.warnings, low, raster.metadata
     return Decoded(pixels, alpha, raster.encoded, *told)
 
 
@@ -425,7 +427,7 @@ def decode_raster(
         alpha = alpha.transpose(turn) if alpha is not None else None
         fine = fine.transpose(turn) if fine is not None else None
     warnings = (f"{field}: {told}",) if told else ()
-    return Raster(straight, alpha, encoded, colour, warnings, fine, upright(container.exif))
+    return Raster(straight, alpha, encoded, colour, warnings, fine, container.metadata)
 
 
 def read_size(raw: bytes | memoryview, field: str, limits: LimitsConfig) -> Size:
@@ -446,7 +448,7 @@ def encode_image(
     quality: int | None = None,
     colour: Colour = SRGB,
     xmp: bytes = b"",
-    exif: bytes = b"",
+    metadata: Metadata = NOTHING,
 ) -> bytes:
     """Encode uint8 RGB [H, W, 3], as PNG or WebP RGBA [H, W, 4], or as PNG or JPEG grey [H, W].
 
@@ -459,13 +461,20 @@ def encode_image(
             colour subsampling.
         colour: what the pixels mean; not `only_png` in other formats.
         xmp: what the file is to say beside.
-        exif: a block that it is to have.
+        metadata: what else it is to have beside its pixels.
     """
     if output_format == "png":
-        return encode_png(pixels, colour, xmp, exif)
+        return encode_png(pixels, colour, xmp, metadata)
     out = io.BytesIO()
     image = Image.fromarray(pixels)
-    beside = {"icc_profile": colour.profile, "xmp": xmp, "exif": exif and b"Exif\0\0" + exif}
+    exif = metadata.exif and b"Exif\0\0" + metadata.exif
+    beside: dict[str, Any] = {
+        "icc_profile": colour.profile,
+        "xmp": metadata.marked(xmp),
+        "exif": exif,
+    }
+    if output_format == "jpeg":
+        beside |= {"extra": metadata.app13, "dpi": metadata.jfif_dpi}
     beside = {name: value for name, value in beside.items() if value}
     if output_format == "webp":
         if quality is None:

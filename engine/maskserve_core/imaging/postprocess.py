@@ -22,6 +22,7 @@ from maskserve_core.imaging.images import (
     resize_part,
     to_base64,
 )
+from maskserve_core.imaging.metadata import NOTHING, Metadata
 from maskserve_core.imaging.provenance import Mark, Unsigned, has_manifest
 from maskserve_core.imaging.safety import Check, let_pass
 
@@ -43,7 +44,7 @@ def finish_edit(
     output format is lossless), its transparency too; where it is 255 it is the model's output,
     opaque, brought to the source's size by Lanczos and into its colours; between, the two are
     mixed. A model's own alpha, where it draws one, is multiplied with the weight. The answer says
-    what its numbers mean as the source did, and has its EXIF. As PNG it has 16 bits where the
+    what its numbers mean as the source did, and has its metadata. As PNG it has 16 bits where the
     source has.
 
     Args:
@@ -57,7 +58,7 @@ def finish_edit(
         EngineFailed: it cannot be signed.
     """
     request = EditRequest.from_json(context.request)
-    out, weights, fine, exif = source_and_weights(context, request)
+    out, weights, fine, metadata = source_and_weights(context, request)
     source = out.copy() if check is not None else out
     colour, box = Colour.unpack(context.colour), weights.getbbox()
     if box is not None:  # only what is pasted is resized
@@ -81,10 +82,10 @@ def finish_edit(
     if check is not None:
         let_pass(check, source, request.prompt, out)
     if fine is not None:
-        encoded = encode_png(fine, colour, mark.xmp, exif)
+        encoded = encode_png(fine, colour, mark.xmp, metadata)
     else:
         encoded = encode_image(
-            np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp, exif
+            np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp, metadata
         )
     file = b"" if context.decoded else bytes(context.source)
     known = file if has_manifest(file) else b""
@@ -101,7 +102,7 @@ class OfSource(NamedTuple):
     """Of what is pasted over it, L."""
     fine: Fine | None
     """The canvas with 16 bits, where source and answer have them."""
-    exif: bytes
+    metadata: Metadata
 
 
 def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfSource:
@@ -110,7 +111,7 @@ def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfS
     height, width = request.source_size
     mode = "RGBA" if request.alpha else "RGB"
     fine: Fine | None = None
-    exif = b""
+    metadata = NOTHING
     if context.decoded:
         size = (width - left - right, height - top - bottom)
         source = Image.frombytes(mode, size, context.source)
@@ -118,7 +119,7 @@ def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfS
     else:
         png = request.settings.output_format == "png"
         raster = decode_raster(bytes(context.source), "source", NO_LIMITS, low=png)
-        source, exif = raster.image.convert("RGB"), raster.exif
+        source, metadata = raster.image.convert("RGB"), raster.metadata
         if request.alpha and raster.alpha is not None:
             source.putalpha(raster.alpha)
         if raster.low is not None:
@@ -127,7 +128,7 @@ def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfS
     if any(margins):
         source = Image.fromarray(grown(np.asarray(source), margins))
         fine = None if fine is None else grown(fine, margins)
-    return OfSource(source, weights, fine, exif)
+    return OfSource(source, weights, fine, metadata)
 
 
 def _samples(high: Pixels, low: Pixels) -> Fine:

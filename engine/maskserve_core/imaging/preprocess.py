@@ -129,7 +129,7 @@ def prepare_edit(
     fine = source.low is not None and asked.output_format == "png"
     signed = bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
     # What pixels cannot hold travels in the file.
-    decoded = paste.size <= decoded_pixels and not (fine or signed or source.exif)
+    decoded = paste.size <= decoded_pixels and not (fine or signed or source.metadata)
     source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
     weights = paste.tobytes() if decoded else encode_png(paste)
     taken_ms = (time.perf_counter() - start) * 1e3

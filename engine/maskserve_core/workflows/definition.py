@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, overload
 
 from maskserve_core.reading import Misread
-from maskserve_core.workflows.node_types import OPEN, NodeType, WorkflowError, setting_error
+from maskserve_core.workflows.node_types import OPEN, NodeType, setting_error
 from maskserve_core.workflows.plan import (
     INPUTS,
     MOST,
@@ -39,6 +39,7 @@ from maskserve_core.workflows.ports import (
     Verdict,
     Verdicts,
     Words,
+    WorkflowError,
 )
 
 

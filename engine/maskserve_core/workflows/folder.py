@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from maskserve_core.workflows.definition import Workflow
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.passes import compiled
 from maskserve_core.workflows.plan import WorkflowPlan, parse_plan
+from maskserve_core.workflows.ports import WorkflowError
 
 
 def compile_folder(folder: Path, passes: Collection[str] | None = None) -> list[WorkflowPlan]:

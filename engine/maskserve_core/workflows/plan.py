@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta, structs
 
 from maskserve_core.reading import Misread, Table, nearest, read
-from maskserve_core.workflows.node_types import WorkflowError, setting_error
+from maskserve_core.workflows.node_types import setting_error
 from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.ports import MANY
+from maskserve_core.workflows.ports import MANY, WorkflowError
 
 VERSION: Final = 1
 MOST: Final = 16

@@ -21,7 +21,6 @@ from typing import Any
 
 from maskserve_core.errors import EngineFailed
 from maskserve_core.workflows.lengths import COMPOSE, Price, length, tails, work
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.plan import (
     INPUTS,
     Each,
@@ -32,6 +31,7 @@ from maskserve_core.workflows.plan import (
     all_kinds,
     taken,
 )
+from maskserve_core.workflows.ports import WorkflowError
 from maskserve_core.workflows.values import Areas, Judgement, NamedValue, named_in, parts_of
 
 

@@ -67,7 +67,7 @@ def test_an_answer_has_the_sources_exif_turned_once(kind: str, output_format: st
         assert said.get_ifd(PLACE)[1] == "N"
     assert THUMBNAIL not in made
     again = decode_image(made, "IMAGE", NO_LIMITS)
-    assert again.exif == upright(camera())
+    assert again.metadata.exif == upright(camera())
 
 
 def test_without_exif_there_is_none() -> None:

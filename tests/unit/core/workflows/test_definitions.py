@@ -7,7 +7,6 @@ import pytest
 
 from maskserve_core.workflows.definition import Workflow, each, repeat
 from maskserve_core.workflows.folder import compile_folder, read_plans
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
     best,
     compose,
@@ -23,6 +22,7 @@ from maskserve_core.workflows.nodes import (
     split,
 )
 from maskserve_core.workflows.plan import dump_plan, parse_plan
+from maskserve_core.workflows.ports import WorkflowError
 
 Define = Callable[[Workflow], object]
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from maskserve_core.workflows.definition import Workflow, each, repeat
-from maskserve_core.workflows.node_types import WorkflowError
 from maskserve_core.workflows.nodes import (
     NODE_TYPES,
     edit,
@@ -20,6 +19,7 @@ from maskserve_core.workflows.nodes import (
 )
 from maskserve_core.workflows.passes import PASSES, compiled
 from maskserve_core.workflows.plan import dump_plan, parse_plan
+from maskserve_core.workflows.ports import WorkflowError
 from maskserve_core.workflows.run import WorkflowRun, seed_of
 from maskserve_core.workflows.values import Areas, Judgement
 from tests.support.examples import examples
