@@ -16,6 +16,10 @@ from torch.nn import functional
 class MatmulAttention:
     """An attention processor for FluxTransformer2DModel; no masks, no adapters."""
 
+    def __init__(self, fused_since: int | None = None) -> None:
+        """Sequences of `fused_since` tokens, or more, go through PyTorch's fused attention."""
+        self._fused_since = fused_since
+
     def __call__(
         self,
         attn: Any,
@@ -40,7 +44,8 @@ class MatmulAttention:
             query = torch.cat([_norm(added[0], attn.norm_added_q), query], dim=1)
             key = torch.cat([_norm(added[1], attn.norm_added_k), key], dim=1)
             value = torch.cat([added[2], value], dim=1)
-        result = _mixed(query, key, value, image_rotary_emb)
+        fused = self._fused_since is not None and query.shape[1] >= self._fused_since
+        result = _mixed(query, key, value, image_rotary_emb, fused=fused)
         if encoder_hidden_states is None:
             return result
         return attn.to_out[0](result[:, text:]), attn.to_add_out(result[:, :text])
@@ -67,12 +72,17 @@ class FusedMatmulAttention:
 
 
 def _mixed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Any, *, fused: bool = False
 ) -> torch.Tensor:
     """Attention over (B, N, heads, width), as (B, N, heads · width)."""
     query = apply_rotary_emb(query, rotary, sequence_dim=1)
     key = apply_rotary_emb(key, rotary, sequence_dim=1)
     batch, tokens, heads, width = query.shape
+    if fused:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return mixed.transpose(1, 2).flatten(2)
     query, key, value = (
         x.transpose(1, 2).reshape(batch * heads, tokens, width) for x in (query, key, value)
     )

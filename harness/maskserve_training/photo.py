@@ -2,8 +2,8 @@
 
 Stages: photographs out of packages; the VAE, whose encoder is final as built, so the decoder may
 learn before or after all else; the text encoders; the transformer. Then export. What lies in the
-work folder is not made again, and what learns resumes from its checkpoint. Nearly all samples are
-windows of 256 x 256 pixels; whole pictures come last.
+work folder is not made again, and what learns resumes from its checkpoint. Most samples are windows
+of 192 or 256 pixels a side; whole pictures come last.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _TOKEN: Final = 2 * _FACTOR  # pixels a side
 _LATENT_CHANNELS: Final = 32
 _HEAD_DIM: Final = 64
 _HEADS, _LAYERS, _SINGLE_LAYERS = 6, 1, 9
-_WINDOW: Final = 256  # pixels a side of most samples
-_COUNTS: Final = {_WINDOW: 16, RESOLUTION: 4}  # samples of a batch by their side
-_WHOLE_SINCE: Final = 0.75  # of the time: from here on
-_WHOLE: Final = 0.35  # of the batches are whole pictures
+_COUNTS: Final = {192: 28, 256: 16, RESOLUTION: 4}  # samples of a batch by their pixels a side
+_PHASES: Final = ((0.0, (1.0, 0.0, 0.0)), (0.4, (0.2, 0.8, 0.0)), (0.75, (0.1, 0.5, 0.4)))
+"""Progress since which batches have these shares of the sides of _COUNTS."""
+_FUSED_SINCE: Final = 512  # tokens: fewer are sooner trained by plain matrix products
 _AVERAGE_EVERY: Final = 10  # steps between exchanges of weights
 _LATENESS: Final = 0.6  # of the times that are learnt: less of coarse shape than in drawn scenes
 
@@ -109,15 +109,15 @@ def train(
     rng = np.random.default_rng([worker, int(time.time())])
     exchange = Exchange(folder, worker, workers, model)
     model.train()
-    model.set_attn_processor(MatmulAttention())
+    model.set_attn_processor(MatmulAttention(_FUSED_SINCE))
     begun, spent, seen = time.monotonic(), time.process_time(), 0
 
     def take(step: int, progress: float) -> Step:
         nonlocal seen
         if workers > 1 and step and step % _AVERAGE_EVERY == 0:
             exchange.average()
-        whole = progress >= _WHOLE_SINCE and rng.random() < _WHOLE
-        side = RESOLUTION if whole else _WINDOW
+        shares = next(shares for since, shares in reversed(_PHASES) if progress >= since)
+        side = int(rng.choice(list(_COUNTS), p=shares))
         batch = sampler.draw(_COUNTS[side], side)
         seen += len(batch.clean)
         active = batch.condition[..., -4 * _FACTOR**2 :].amax(dim=2)
@@ -146,7 +146,7 @@ def photo_crops(pictures: Stock) -> Crops:
     """Crops of answers, some with their region cut to grey: all that the VAE is given to code."""
 
     def draw(rng: np.random.Generator, side: int, count: int) -> list[Picture]:
-        size = max(side, _WINDOW)
+        size = max(side, 256)
         example = draw_example(rng, pictures, (size, size))
         picture = example.answer
         if rng.random() < 0.2:
@@ -164,6 +164,8 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     pictures = None if args.export_only else stock()
     vae = _vae(args, pictures)
+    if args.decoder_only:
+        return 0
     text = args.work / "text"
     if not (text / "tokenizer_2").exists():
         _text(args, text)
@@ -204,6 +206,7 @@ def _parse() -> argparse.Namespace:
     add("--workers", type=int, default=2, help="training processes that average weights")
     add("--worker", type=int, default=None, help="run as this worker only, do not export")
     add("--threads", type=int, default=1, help="CPU threads per process")
+    add("--decoder-only", action="store_true", help="train the decoder and stop")
     add("--export-only", action="store_true", help="export the latest checkpoints and stop")
     return parser.parse_args()
 

@@ -113,21 +113,29 @@ def _write_encoder(vae: AutoencoderKL, code: NDArray[np.float32]) -> None:
                     gathered.append(pixel)
         held = gathered
     top = encoder.down_blocks[-1].resnets[0]
+    groups = encoder.conv_norm_out.num_groups
+    group = encoder.conv_norm_out.num_channels // groups
+    share = -(-count // groups)  # of the signal in a group, beside which its constants are
+    if 2 * share + 2 > group:
+        most = groups * (group // 2 - 1)
+        raise ValueError(f"latent_channels: {count} do not fit; accepted: at most {most}")
+    plus = [i // share * group + i % share for i in range(count)]
+    minus = [channel + share for channel in plus]
     signed = torch.zeros(encoder.conv_norm_out.num_channels, count)
-    signed[range(count), range(count)] = 1
-    signed[range(count, 2 * count), range(count)] = -1
+    signed[plus, range(count)] = 1
+    signed[minus, range(count)] = -1
     if top.conv_shortcut is not None:
         top.conv_shortcut.weight.copy_(
             nn.functional.pad(signed, (0, top.conv_shortcut.in_channels - count))[..., None, None]
         )
-        top.conv_shortcut.bias[2 * count] = _ENCODER_BIAS
-        top.conv_shortcut.bias[2 * count + 1] = -_ENCODER_BIAS
+        for first in range(2 * share, 2 * share + groups * group, group):
+            top.conv_shortcut.bias[first] = _ENCODER_BIAS
+            top.conv_shortcut.bias[first + 1] = -_ENCODER_BIAS
     else:
         raise ValueError("factor: the last level must widen its channels")
-    group = encoder.conv_norm_out.num_channels // encoder.conv_norm_out.num_groups
     undo = _ENCODER_BIAS * (2 / group) ** 0.5
-    encoder.conv_out.weight[range(count), range(count), 1, 1] = undo
-    encoder.conv_out.weight[range(count), range(count, 2 * count), 1, 1] = -undo
+    encoder.conv_out.weight[range(count), plus, 1, 1] = undo
+    encoder.conv_out.weight[range(count), minus, 1, 1] = -undo
     encoder.conv_out.bias[count:] = _LOG_VARIANCE
 
 
@@ -217,14 +225,15 @@ def train_decoder(
 
 
 @torch.no_grad()
-def normalise(vae: AutoencoderKL, crops: Crops, samples: int = 256) -> None:
+def normalise(vae: AutoencoderKL, crops: Crops) -> None:
     """Set shift and scaling factor so that latents of pictures have mean 0 and variance 1."""
     rng = np.random.default_rng(2)
     side = int(vae.config.sample_size)
+    samples, batch = max(48, 256 * 128**2 // side**2), max(1, 32 * 128**2 // side**2)
     pictures = [crops(rng, side, 1)[0] for _ in range(samples)]
     latents = torch.cat(
-        [vae.encode(to_tensor(pictures[i : i + 32])).latent_dist.mode()
-         for i in range(0, samples, 32)]
+        [vae.encode(to_tensor(pictures[i : i + batch])).latent_dist.mode()
+         for i in range(0, samples, batch)]
     )  # fmt: skip
     vae.register_to_config(
         shift_factor=round(latents.mean().item(), 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,17 @@ from maskserve_harness.demo_model.scenes import Picture
 from maskserve_harness.photo_model.scenes import Stock, draw_example
 from maskserve_harness.photo_model.words import LOOKS, THINGS, draw_prompts, words
 from maskserve_training import photo
+from maskserve_training.attention import MatmulAttention
+from maskserve_training.command import start_helpers
 from maskserve_training.export import assemble
 from maskserve_training.photo_sources import SOURCES, textures
 from maskserve_training.text import Language, train_text
 from maskserve_training.transformer import build_transformer
 from maskserve_training.vae import build_vae
+
+
+def noise_crops(rng: np.random.Generator, side: int, count: int) -> list[Picture]:
+    return [rng.integers(256, size=(side, side, 3)).astype(np.uint8) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +37,8 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> FluxFillPipeline:
     language = Language(words(), len(LOOKS), len(THINGS), draw_prompts)
     train_text(folder, language, steps=2, batch=8)
 
-    def crops(rng: np.random.Generator, side: int, count: int) -> list[Picture]:
-        return [rng.integers(256, size=(side, side, 3)).astype(np.uint8) for _ in range(count)]
-
-    vae = build_vae(4, 32, 8, crops)
-    return assemble(vae, folder, build_transformer(4, 8, 1, 1, 1))
+    vae = build_vae(32, 32, 8, noise_crops)
+    return assemble(vae, folder, build_transformer(32, 8, 1, 1, 1))
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +80,46 @@ def test_examples_are_encoded_as_the_pipeline_does(pipe: FluxFillPipeline, pictu
 def test_a_run_goes_on_from_its_checkpoint(
     pipe: FluxFillPipeline, pictures: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(photo, "_WINDOW", 64)
-    monkeypatch.setattr(photo, "_COUNTS", {64: 2, photo.RESOLUTION: 1})
-    monkeypatch.setattr(photo, "_WHOLE", 0.0)
+    monkeypatch.setattr(photo, "_COUNTS", {32: 2, 48: 2, 64: 1})
+    monkeypatch.setattr(photo, "_PHASES", ((0.0, (1.0, 0.0, 0.0)), (0.5, (0.0, 0.5, 0.5))))
+    monkeypatch.setattr(photo, "_FUSED_SINCE", 16)
     sampler = photo.PhotoSampler(pictures, pipe, [0])
     steps = []
     for seconds in (0.2, 0.4):
-        model = build_transformer(4, 8, 1, 1, 1)
+        model = build_transformer(32, 8, 1, 1, 1)
         photo.train(model, sampler, tmp_path, seconds=seconds, rate=1e-3)
         state = torch.load(tmp_path / "worker0.pt", weights_only=True)
         steps.append(state["step"])
         assert state["spent"] >= seconds
     assert steps[1] > steps[0] > 0
+
+
+def test_fused_attention_is_the_same_sum() -> None:
+    model = build_transformer(4, 8, 2, 1, 1)
+    drawn = torch.Generator().manual_seed(0)
+    batch = {
+        "hidden_states": torch.randn(2, 9, 288, generator=drawn),
+        "timestep": torch.rand(2, generator=drawn),
+        "pooled_projections": torch.randn(2, 64, generator=drawn),
+        "encoder_hidden_states": torch.randn(2, 5, 64, generator=drawn),
+        "txt_ids": torch.zeros(5, 3),
+        "img_ids": torch.randint(9, (9, 3), generator=drawn).float(),
+    }
+    expected = model(**batch).sample
+    for fused_since in (None, 14, 15):
+        model.set_attn_processor(MatmulAttention(fused_since))
+        torch.testing.assert_close(model(**batch).sample, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_helpers_run_the_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/bench module_index", "--help"])
+    (helper,) = start_helpers(2)
+    assert helper.wait(120) == 0
+
+
+def test_more_latent_channels_than_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="latent_channels: 31 do not fit; accepted: at most 30"):
+        build_vae(31, 32, 4, noise_crops)
 
 
 def test_every_photograph_is_listed_with_its_licence() -> None:
