@@ -43,6 +43,7 @@ COMMANDS = {
     "job_history": "benchmarks.job_history",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
+    "fuzz_headers": "benchmarks.fuzz_headers",
     # The quality of pictures.
     "eval_quality": "quality.command",
     "eval_unet_quality": "quality.unet_command",

@@ -72,6 +72,7 @@ def samplers() -> dict[str, Any]:
         DPMSolverMultistepScheduler,
         EulerDiscreteScheduler,
         PNDMScheduler,
+        UniPCMultistepScheduler,
     )
 
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -90,6 +91,7 @@ def samplers() -> dict[str, Any]:
         "dpm2m-karras": DPMSolverMultistepScheduler(
             **betas, use_karras_sigmas=True, steps_offset=1
         ),
+        "unipc": UniPCMultistepScheduler(**betas),
         "ddim": DDIMScheduler(**betas, **classic, clip_sample=False),
         "ddim-v-zero-snr": DDIMScheduler(
             **betas, clip_sample=False, prediction_type="v_prediction",

@@ -7,6 +7,7 @@ What leads in and out, embeddings and convolutions stay as they are.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.files.digests import file_digest
+from maskserve_core.files.gguf_header import check_gguf
 from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
 
 _BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."
@@ -27,7 +29,7 @@ _FP8_CAPABILITY = (8, 9)
 """From here on a GPU multiplies numbers of 8 bits in floating point."""
 
 
-_BAD_FILE = (OSError, ValueError, RuntimeError, KeyError, IndexError, TypeError)
+BAD_FILE = (OSError, ValueError, RuntimeError, KeyError, IndexError, TypeError)
 """What readers of GGUF raise for files that are none, or are another model's."""
 Prepare = Callable[[nn.Module], nn.Module]
 """What is done with a part as the folder has it, before it is quantised."""
@@ -55,12 +57,12 @@ def gguf_bytes(config: Config) -> int:
         ConfigError: the file or the library is not there, or it is no GGUF file.
     """
     import_library("gguf", "gguf", config.model.gguf)
-    from gguf import GGMLQuantizationType, GGUFReader
+    from gguf import GGMLQuantizationType
 
     plain = GGMLQuantizationType.F32, GGMLQuantizationType.F16
     try:
-        tensors = GGUFReader(_gguf_file(config)).tensors
-    except _BAD_FILE as error:
+        tensors = gguf_tensors(_gguf_file(config))
+    except BAD_FILE as error:
         raise _unreadable(config, error) from error
     itemsize = dtype_of(config).itemsize
     return sum(
@@ -179,6 +181,7 @@ def _load_gguf(config: Config, name: str, cls: Any) -> Any:
         raise ConfigError("[model] gguf: not with fuse_loras; a LoRA of an edit can be had")
     import_library("gguf", "gguf", model.gguf)
     try:
+        gguf_tensors(_gguf_file(config))
         loaded = cls.from_single_file(
             str(_gguf_file(config)),
             config=model.path,
@@ -188,7 +191,7 @@ def _load_gguf(config: Config, name: str, cls: Any) -> Any:
             device=str(device_of(config)),
             local_files_only=True,
         )
-    except _BAD_FILE as error:
+    except BAD_FILE as error:
         raise _unreadable(config, error) from error
     missing = [path for path, each in loaded.named_parameters() if each.device.type == "meta"]
     if missing:
@@ -201,6 +204,28 @@ def _gguf_file(config: Config) -> Path:
     if file.suffix != ".gguf" or not file.is_file():
         raise ConfigError(f"[model] gguf: {file} is no file that ends in .gguf")
     return file
+
+
+def gguf_tensors(file: Path) -> list[Any]:
+    """The tensors of a GGUF file, as its own library reads them.
+
+    Raises:
+        ValueError: it is none, or not whole; and what else that library raises of such files.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+
+    def stored(form: int, count: int) -> int:
+        try:
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(form)]
+        except ValueError as error:
+            raise KeyError(form) from error
+        if count % block:
+            raise ValueError(f"blocks of {block} do not divide {count}")
+        return count // block * size
+
+    with file.open("rb") as opened:
+        check_gguf(opened, os.fstat(opened.fileno()).st_size, stored)
+    return list(GGUFReader(file).tensors)
 
 
 def _unreadable(config: Config, error: Exception) -> ConfigError:

@@ -71,7 +71,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     Args:
         facts: what the model folder says.
         model: the family's `transformer`, in eval mode.
-        sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
+        sampler: the model's, which is asked for schedules and steps no row.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
@@ -84,6 +84,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     """Of the family's rows."""
     text_places: ClassVar[tuple[str, ...]]
     """How places of the weights begin that `text` reads."""
+    tells_sigmas: ClassVar[bool] = True
+    """Whether its pipeline gives its sampler sigmas (`shift`)."""
     preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
     """With what its pipeline draws, in its order."""
     anchor_tolerance = 1.0
@@ -137,7 +139,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return cls(
             facts,
             load_denoiser(config, "transformer", cls.transformer(), made),
-            load_sampler(config),
+            load_sampler(config, tells_sigmas=cls.tells_sigmas),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
             graphs=cls.spec.recorded_rows(config) > 0,
@@ -385,20 +387,20 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return self.weights.width // self.weights.head_dim
 
     def carried(self, row: Row) -> tuple[Any, ...] | None:
-        """[n, 4C] the latents of its computed tokens, and of one with anchors of its own those of
-        the others, [m, 4C]; nothing of a priming row.
+        """[n, 4C] the latents of its computed tokens, what its sampler remembers of them, and of
+        one with anchors of its own the others' latents, [m, 4C]; nothing of a priming row.
         """
         if not isinstance(row, FlowRow):
             return ()
         outside = None if row.inactive is None else row.inactive.outside
         others = (outside.now,) if isinstance(outside, OwnOutside) else ()
-        return (row.latents, *others)
+        return (row.latents, row.memory, *others)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
         row.step = steps
         if isinstance(row, FlowRow):
-            (row.latents, *others), row.moved = carried, None
+            (row.latents, row.memory, *others), row.moved = carried, None
             outside = None if row.inactive is None else row.inactive.outside
             if row.inactive is not None and isinstance(outside, OwnOutside):
                 row.inactive.outside = outside.begun(*others)

@@ -120,6 +120,9 @@ class FlowBatch(KeptBatch[Row, W]):
         self._stream = self.packed.layout.narrow.image_stream
         self._still = _still(self.packed)
         self._blends = any(row.blends for row in rows)
+        self._steered = tuple(
+            [row for row in rows if isinstance(row, FlowRow) and row.schedule.moves]
+        )
         own_way = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
         narrow = self.packed.layout.narrow
         longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
@@ -182,6 +185,8 @@ class FlowBatch(KeptBatch[Row, W]):
             self._guide(velocity)
         if self._still is not None:  # behind guidance, whose rule may divide by an answer's length
             velocity.index_fill_(0, self._still, 0.0)
+        for steered in self._steered:
+            steered.steer(velocity)
         with one_cpu_thread():  # so short an operation is done before a second thread has woken
             self._move(velocity, self._changes[at])
         for i, second in self._seconds:

@@ -310,6 +310,11 @@ class FlowRow:
     frozen: bool = False
     """Whether the next step leaves text and ring out, of a row that reads a template."""
     step: int = 0
+    memory: tuple[Tensor, ...] = ()
+    """[n, 4C] float32 each, of the computed tokens: what its sampler remembers (`Schedule.moves`);
+    none before its first step."""
+    next_memory: tuple[Tensor, ...] = ()
+    """The same behind the step that is being taken."""
     place: slice = field(default_factory=lambda: slice(0))
     """Of the computed tokens in the batch."""
     moved: Tensor | None = None
@@ -603,6 +608,20 @@ class FlowRow:
         self.latents, self.place = latents[:computed], slice(begin, begin + computed)
         self.others, self.foreseen = latents[computed:], None
 
+    def steer(self, velocity: Tensor) -> None:
+        """Have the model's answer be what takes the row's latents where its sampler's step does.
+        Tokens that only some of its steps compute go on by the model's own.
+
+        Args:
+            velocity: [N, 4C] of the whole batch, guided; written to.
+        """
+        own, latents = velocity[self.place], self.latents.float()
+        move = self.schedule.moves[self.step]
+        memory = self.memory or (torch.zeros_like(latents),) * (len(move) - 1)
+        moved, *after = [_combined(row, (latents, *memory, own.float())) for row in move]
+        self.next_memory = tuple(after)
+        own.copy_(moved.sub_(latents).div_(self.schedule.walk[self.step].change))
+
     @property
     def blends(self) -> bool:
         """Whether `blend_in` does anything."""
@@ -625,7 +644,7 @@ class FlowRow:
         Args:
             moves: [N, 4C] of the whole batch: model's velocity times change of sigma; kept.
         """
-        self.moved = moves[self.place]
+        self.moved, self.memory = moves[self.place], self.next_memory
         if self.own is not None and self.inactive is not None:
             self._go_on(self.own, moves)
         self.step += 1
@@ -701,6 +720,15 @@ class FlowRow:
                     answer = outside.answer
                 tokens[ids[: len(answer)]] = answer.to(computed.dtype)
         return HostCopy(unpack_latents(tokens, self.grid).float())
+
+
+def _combined(factors: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
+    """Their sum by these factors, in memory of its own."""
+    found = torch.zeros_like(tensors[0])
+    for factor, tensor in zip(factors, tensors, strict=True):
+        if factor:
+            found.add_(tensor, alpha=factor)
+    return found
 
 
 @dataclass(slots=True)

@@ -140,6 +140,9 @@ class Sd3Preparation(FlowPreparation):
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
         start = super().start(job, schedule, generator)
+        if job.request.settings.strength == 1.0:  # however little of the source a sampler leaves
+            assert start.blend is not None
+            start = replace(start, latents=start.blend.noise)
         return replace(start, condition=self._places(job))
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
@@ -163,6 +166,7 @@ class Sd3Adapter(FluxAdapter):
     spec: ClassVar[FamilyFacts] = sd3
     batches = Sd3Batch
     preparation = Sd3Preparation
+    tells_sigmas = False
 
     @staticmethod
     def transformer() -> Any:

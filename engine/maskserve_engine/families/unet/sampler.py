@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.stages.linear_steps import is_linear, matrices, probed
 from maskserve_engine.stages.loader import load_plain, sampler_name
 
 _SERVED = (
@@ -21,13 +21,10 @@ _SERVED = (
     "DPMSolverMultistepScheduler",
     "EulerDiscreteScheduler",
     "PNDMScheduler",
+    "UniPCMultistepScheduler",
 )
 TRAINED_STEPS = 1000
 """Timesteps that every served model was trained on."""
-_MEMORY = ("model_outputs", "ets", "cur_sample")
-"""Where the served samplers remember tensors of the steps they took, one each or lists of them."""
-_LATENTS = "latents", 0
-"""Beside what is remembered, the first place of a row's state."""
 
 
 def load_sampler(config: Config, facts: ModelFacts) -> Any:
@@ -71,6 +68,8 @@ def check_sampler(sampler: Any) -> None:
         raise _refused(name, f": variance_type {config.variance_type} is not served")
     if config.get("thresholding", False):
         raise _refused(name, ": thresholding looks at whole images; not served")
+    if config.get("solver_p") is not None:
+        raise _refused(name, ": solver_p, a sampler inside the sampler, is not served")
     if name == "PNDMScheduler" and not config.skip_prk_steps:
         raise _refused(name, ": skip_prk_steps must be true, as diffusers' pipelines set it")
 
@@ -100,9 +99,7 @@ class UnetSchedule:
     """The steps of edits that ask for so many of them, exactly as diffusers' inpainting pipelines
     take them. Rows share it: it remembers nothing.
 
-    What a sampler makes of the latents, of what it remembers and of the model's answer is linear.
-    So each step is a matrix, and what diffusers' own sampler makes of unit vectors are its columns;
-    none of a sampler's formulas is here (docs/adr/0041).
+    Each step is a matrix that diffusers' own sampler tells (`stages.linear_steps`).
 
     Args:
         model: the model's sampler; it is copied.
@@ -159,30 +156,13 @@ class UnetSchedule:
             sources.append(torch.cat(_noised(own, at, one.dtype)))
             scales.append(own.scale_model_input(one, timestep))
             if linear:
-                steps.append(_probed(own, timestep))
+                steps.append(probed(own, timestep))
         return StepFactors(
             torch.cat(scales).float(),
             torch.tensor([self._levels.at(timestep) for timestep in self.timesteps]),
-            _matrices(steps) if linear else None,
+            matrices(steps) if linear else None,
             torch.stack([*sources[1:], torch.tensor([1.0, 0.0])]).float(),
         )
-
-
-def is_linear(sampler: Any) -> bool:
-    """Whether ten times as large numbers end ten times as far off. It is not so where a sampler
-    clips what it expects.
-    """
-    random = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    ends = []
-    for size in (1.0, 10.0):
-        own = copy.deepcopy(sampler)
-        own.set_timesteps(3)
-        latents, *answers = (size * random).unbind()
-        for timestep, answer in zip(own.timesteps, answers, strict=False):
-            own.scale_model_input(latents, timestep)
-            latents = own.step(answer, timestep, latents, return_dict=False)[0]
-        ends.append(latents / size)
-    return torch.allclose(ends[0], ends[1], rtol=1e-3, atol=1e-3)
 
 
 def _noised(sampler: Any, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -191,64 +171,6 @@ def _noised(sampler: Any, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     """
     one, zero = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=dtype)
     return sampler.add_noise(one, zero, timestep), sampler.add_noise(zero, one, timestep)
-
-
-_Place = tuple[str, int]
-
-
-class _Probed(NamedTuple):
-    """A step that was taken with unit vectors: of each tensor before it, and of the answer."""
-
-    before: list[_Place]
-    after: dict[_Place, Tensor]
-    """[tensors before + 1] each."""
-
-
-def _probed(sampler: Any, timestep: Tensor) -> _Probed:
-    """Take a step; what the sampler remembers of those before is replaced."""
-    held = _remembered(sampler)
-    latents, *units, answer = torch.eye(len(held) + 2, dtype=torch.float64).unbind()
-    for (name, index), unit in zip(held, units, strict=True):
-        if isinstance(getattr(sampler, name), list):
-            getattr(sampler, name)[index] = unit
-        else:
-            setattr(sampler, name, unit)
-    moved = sampler.step(answer, timestep, latents, return_dict=False)[0]
-    return _Probed([_LATENTS, *held], {_LATENTS: moved, **_remembered(sampler)})
-
-
-def _remembered(sampler: Any) -> dict[_Place, Tensor]:
-    """The tensors of steps before, by attribute and place in its list."""
-    found = {}
-    for name in _MEMORY:
-        held = getattr(sampler, name, None)
-        for index, each in enumerate(held if isinstance(held, list) else [held]):
-            if isinstance(each, Tensor):
-                found[name, index] = each
-    return found
-
-
-def _matrices(steps: Sequence[_Probed]) -> Tensor:
-    """[n, K, K + 1] of the steps' places, but for those that no step reads."""
-    read = {
-        place
-        for step in steps
-        for number, place in enumerate(step.before)
-        if place == _LATENTS or any(each[number] for each in step.after.values())
-    }
-    places = sorted(read, key=lambda place: (place != _LATENTS, place))
-    column = {place: number for number, place in enumerate(places)}
-    made = torch.zeros(len(steps), len(places), len(places) + 1)
-    for matrix, (before, after) in zip(made, steps, strict=True):
-        for place, factors in after.items():
-            if place not in column:
-                continue
-            row = matrix[column[place]]
-            row[-1] = factors[-1]
-            for each, factor in zip(before, factors, strict=False):
-                if each in column:
-                    row[column[each]] = factor
-    return made
 
 
 class NoiseLevels:

@@ -39,7 +39,6 @@ def copy(folder: Path, to: Path, **sampler: Any) -> Path:
     [
         "FlowMatchLCMScheduler",
         "FlowMatchHeunDiscreteScheduler",
-        "UniPCMultistepScheduler",
         "DPMSolverMultistepScheduler",
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,62 @@ def test_what_cannot_be_is_said(
     assert "few.gguf" in refused(gguf=str(tmp_path / "few.gguf"))
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     assert "needs gguf: in the checkout, pip install -e '.[quantised]'" in refused()
+
+
+def named(
+    file: Path, tensors: int = 0, values: bytes = b"", count: int = 0, rest: bytes = b""
+) -> Path:
+    """A file with a header that says so."""
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + values + rest)
+    return file
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+def tensor(sides: list[int], form: int, offset: int, name: bytes = b"x") -> bytes:
+    shape = struct.pack(f"<I{len(sides)}Q", len(sides), *sides)
+    return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", form, offset)
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "an array without end": (
+        {"values": key(b"a", 9, struct.pack("<IQ", 8, 2**60)), "count": 1}, "than 4194304 values",
+    ),
+    "numbers without end": (
+        {"values": key(b"a", 9, struct.pack("<IQ", 6, 2**21)), "count": 1}, "cut short",
+    ),
+    "values without end": ({"count": 2**62}, "more than 4194304 values"),
+    "tensors without end": ({"tensors": 2**40}, "names 1099511627776 tensors"),
+    "a name without end": ({"tensors": 1, "rest": struct.pack("<Q", 2**50)}, "a name of"),
+    "arrays in arrays": (
+        {"values": key(b"a", 9, struct.pack("<IQ", 9, 1) * 9), "count": 1}, "metadata of type 9",
+    ),
+    "an unknown type": ({"values": key(b"a", 77, b""), "count": 1}, "metadata of type 77"),
+    "an alignment of 3": (
+        {"values": key(b"general.alignment", 4, struct.pack("<I", 3)), "count": 1},
+        "alignment of 3",
+    ),
+    "an unknown form": ({"tensors": 1, "rest": tensor([4], 99, 0)}, "in form 99"),
+    "sides beyond all numbers": (
+        {"tensors": 1, "rest": tensor([2**62] * 4, 0, 0)}, "a tensor is not whole",
+    ),
+    "five sides": ({"tensors": 1, "rest": tensor([1] * 5, 0, 0)}, "of 5 sides"),
+    "a tensor beyond the end": ({"tensors": 1, "rest": tensor([4], 0, 2**40)}, "not whole"),
+    "blocks that are not whole": ({"tensors": 1, "rest": tensor([33], 8, 0)}, "in form 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_says_too_much_is_refused_in_a_sentence(
+    name: str, tiny_fill: Path, tmp_path: Path
+) -> None:
+    """The library would go by it, for ever."""
+    said, why = HOSTILE[name]
+    file = named(tmp_path / "x.gguf", **said)
+    config = config_of(tiny_fill, model={"gguf": str(file)})
+    with pytest.raises(ConfigError, match=rf"\[model\] gguf: .*is no GGUF file.*{why}"):
+        denoiser_bytes(config, ("bf16",))
+    with pytest.raises(ConfigError, match=why):
+        load_adapter(config)

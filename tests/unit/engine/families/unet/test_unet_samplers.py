@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from torch import Tensor
 
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance, UnetInactive, UnetPrompt, UnetRow
-from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule, is_linear
+from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
+from maskserve_engine.stages.linear_steps import is_linear
 from tests.fakes.jobs import tolerance
 from tests.fakes.tiny_unet import samplers
 from tests.support.draws import fresh_seed
@@ -32,7 +38,7 @@ def all_samplers() -> dict[str, Any]:
     """Those of every sort, options of theirs that change what they remember, and one that is not
     linear.
     """
-    dpm = DPMSolverMultistepScheduler
+    dpm, unipc = DPMSolverMultistepScheduler, UniPCMultistepScheduler
     return samplers() | {
         "dpm-order-1": dpm(**BETAS, solver_order=1),
         "dpm-order-3": dpm(**BETAS, solver_order=3),
@@ -44,6 +50,11 @@ def all_samplers() -> dict[str, Any]:
             **BETAS, prediction_type="v_prediction", timestep_type="continuous",
             use_karras_sigmas=True, sigma_min=0.03, sigma_max=14.0,
         ),
+        "unipc": unipc(**BETAS),
+        "unipc-order-3": unipc(**BETAS, solver_order=3, prediction_type="v_prediction"),
+        "unipc-bh1-eps": unipc(**BETAS, solver_type="bh1", predict_x0=False,
+                               final_sigmas_type="sigma_min"),
+        "unipc-corrects-late": unipc(**BETAS, disable_corrector=[0, 2], use_karras_sigmas=True),
         "ddim-clips": DDIMScheduler(**BETAS, clip_sample=True),
     }  # fmt: skip
 

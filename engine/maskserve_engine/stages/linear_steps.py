@@ -1,0 +1,98 @@
+"""A diffusers sampler's steps as matrices.
+
+What a sampler makes of the latents, of what it remembers and of the model's answer is linear. So
+each step is a matrix, and what the sampler itself makes of unit vectors are its columns: none of a
+sampler's formulas is here (docs/adr/0041).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_MEMORY = ("model_outputs", "ets", "cur_sample", "last_sample")
+"""Where the served samplers remember tensors of the steps they took, one each or lists of them."""
+_LATENTS = "latents", 0
+"""Beside what is remembered, the first place of a row's state."""
+
+_Place = tuple[str, int]
+
+
+def is_linear(sampler: Any) -> bool:
+    """Whether ten times as large numbers end ten times as far off. It is not so where a sampler
+    clips what it expects.
+    """
+    random = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for size in (1.0, 10.0):
+        own = copy.deepcopy(sampler)
+        own.set_timesteps(3)
+        latents, *answers = (size * random).unbind()
+        for timestep, answer in zip(own.timesteps, answers, strict=False):
+            own.scale_model_input(latents, timestep)
+            latents = own.step(answer, timestep, latents, return_dict=False)[0]
+        ends.append(latents / size)
+    return torch.allclose(ends[0], ends[1], rtol=1e-3, atol=1e-3)
+
+
+class ProbedStep(NamedTuple):
+    """A step that was taken with unit vectors: of each tensor before it, and of the answer."""
+
+    before: list[_Place]
+    after: dict[_Place, Tensor]
+    """[tensors before + 1] each."""
+
+
+def probed(sampler: Any, timestep: Tensor) -> ProbedStep:
+    """Take a step; what the sampler remembers of those before is replaced."""
+    held = _remembered(sampler)
+    # Some samplers take apart a batch [1, numbers].
+    latents, *units, answer = torch.eye(len(held) + 2, dtype=torch.float64)[:, None].unbind()
+    for (name, index), unit in zip(held, units, strict=True):
+        if isinstance(getattr(sampler, name), list):
+            getattr(sampler, name)[index] = unit
+        else:
+            setattr(sampler, name, unit)
+    moved = sampler.step(answer, timestep, latents, return_dict=False)[0]
+    after = {_LATENTS: moved, **_remembered(sampler)}
+    return ProbedStep([_LATENTS, *held], {place: row.flatten() for place, row in after.items()})
+
+
+def matrices(steps: Sequence[ProbedStep]) -> Tensor:
+    """[n, K, K + 1] of n steps one after the other: each takes K tensors, the latents and what the
+    sampler remembers, and the model's answer to the next K. What no step reads is left out.
+    """
+    read = {
+        place
+        for step in steps
+        for number, place in enumerate(step.before)
+        if place == _LATENTS or any(each[number] for each in step.after.values())
+    }
+    places = sorted(read, key=lambda place: (place != _LATENTS, place))
+    column = {place: number for number, place in enumerate(places)}
+    made = torch.zeros(len(steps), len(places), len(places) + 1)
+    for matrix, (before, after) in zip(made, steps, strict=True):
+        for place, factors in after.items():
+            if place not in column:
+                continue
+            row = matrix[column[place]]
+            row[-1] = factors[-1]
+            for each, factor in zip(before, factors, strict=False):
+                if each in column:
+                    row[column[each]] = factor
+    return made
+
+
+def _remembered(sampler: Any) -> dict[_Place, Tensor]:
+    """The tensors of steps before, by attribute and place in its list."""
+    found = {}
+    for name in _MEMORY:
+        held = getattr(sampler, name, None)
+        for index, each in enumerate(held if isinstance(held, list) else [held]):
+            if isinstance(each, Tensor):
+                found[name, index] = each
+    return found
