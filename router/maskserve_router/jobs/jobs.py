@@ -62,6 +62,8 @@ from maskserve_router.turns import Turns
 
 log = logging.getLogger("maskserve.router")
 _SEED_BITS: Final = 32
+_LONG: Final = 2**30
+"""Bytes say nothing of a picture's pixels."""
 _LOOK_S: Final = 1.0
 """How often jobs of other routers, and those whose time has come, are looked for."""
 _CLEAN_S: Final = 60.0
@@ -206,6 +208,7 @@ class Jobs:
         if webhook is not None:
             self._webhooks.check(webhook, client.webhook_secret)
         store = await self._opened()
+        await self._turns.run(client, _LONG, self._edits.check_pictures, form)
         pictures = sum(map(len, (form.image, form.mask or b"", *form.control)))
         digest = await self._turns.run(client, pictures, _digest, form)
         seeded = form

@@ -19,10 +19,11 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.settings import MAX_MARGIN, EditSettings
+from maskserve_core.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
-from maskserve_core.imaging.images import Size, read_size
+from maskserve_core.imaging.images import Size, decode_raster, read_size
+from maskserve_core.imaging.masks import select
 from maskserve_core.workflows.node_types import EDIT
 from maskserve_core.workflows.plan import NodeCall, every_step
 from maskserve_router.admission import EditRoom
@@ -63,6 +64,8 @@ from maskserve_router.turns import Turns
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
 _MOST_STEPS = 1000
+_DECODED_PIXELS = 2**24
+"""Of a picture that is decoded here, which takes up to six bytes each."""
 _MIB = 2**20
 _ROUTE = "openai"
 Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
@@ -226,6 +229,30 @@ class ImageEdits:
         if size > (most := self._front.most_bytes(client)):
             told = f"is {fields.n}, and their text may be {size // _MIB} MiB of {most // _MIB}"
             raise InvalidRequest("n", told, "fewer pictures, jpeg, or output_url")
+
+    def check_pictures(self, form: EditForm) -> None:
+        """Refuse pictures that every worker refuses: those of a job are looked at before it waits.
+
+        Raises:
+            InvalidRequest: naming the picture.
+        """
+        pictures = {"IMAGE": form.image, "MASK": form.mask or b""}
+        pictures |= {f"CONTROL[{index}]": raw for index, raw in enumerate(form.control)}
+        decoded: dict[str, Size] = {}
+        for name, raw in pictures.items():
+            if raw:
+                height, width = read_size(raw, name, self._limits)
+                if height * width <= _DECODED_PIXELS:
+                    decoded[name] = height, width
+                    if name != "MASK":
+                        decode_raster(raw, name, self._limits)
+        if form.fields.model in self._front.plans or "mask_from" in form.settings:
+            return
+        settings = parse_settings(msgspec.json.encode(_with_mask_mode(form.settings)))
+        drawn = form.mask or (b"" if any(settings.expand) else form.image)
+        size = decoded.get("IMAGE" if form.image else "MASK")
+        if size is not None:
+            select(drawn, settings, self._limits, size)
 
     def work(self, form: EditForm) -> float:
         """Megapixels of a form's picture times the steps of all its edits, as asked or by default.
@@ -497,10 +524,14 @@ def _with_settings(message: ModelRequest, more: Mapping[str, Any]) -> ModelReque
     return copied
 
 
+def _with_mask_mode(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with OpenAI's reading of masks, unless they have one."""
+    chosen = {"mask_mode", "mask_from"} & settings.keys()
+    return {**settings} if chosen else {"mask_mode": "alpha", **settings}
+
+
 def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
     """The request to a worker; `own` are settings that are not the client's."""
-    own_mode = {"mask_mode", "mask_from"} & form.settings.keys()
-    alpha = {} if own_mode else {"mask_mode": "alpha"}
     asked = form.fields
     fields = {
         "model": asked.model,
@@ -508,7 +539,7 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelReque
         "output_format": asked.output_format,
         "output_quality": asked.output_compression,
     }
-    settings = {**alpha, **form.settings, **fields, **own, "output_encoding": "raw"}
+    settings = _with_mask_mode(form.settings) | fields | own | {"output_encoding": "raw"}
     mask = form.mask
     if mask is None:  # what an image is to grow by needs none, and one may be found
         found = any(settings.get("expand") or ()) or settings.get("mask_from")

@@ -201,6 +201,8 @@ async def test_a_request_that_comes_twice_is_one_job(tmp_path: Path) -> None:
         ({"expand": "[1, 2, 3]"}, "expand"),
         ({"mask_dilate": "-1"}, "mask_dilate"),
         ({"prompts": "x"}, "prompts"),
+        ({"priority": "-101"}, "priority"),
+        ({"priority": "-1.5"}, "priority"),
     ],
 )
 async def test_what_cannot_be_a_job_is_refused_at_once(
@@ -210,6 +212,38 @@ async def test_what_cannot_be_a_job_is_refused_at_once(
         status, told, _ = await client.call("POST", "", form(**fields))
         assert (status, told["error"]["param"]) == (400, param)
         assert (await client.call("GET"))[1]["data"] == []
+
+
+def cut(file: bytes) -> bytes:
+    return file[: len(file) // 2]
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "settings", "told"),
+    [
+        (cut(picture()), mask_of(100, 64), {}, "image: "),
+        (b"no picture", mask_of(100, 64), {}, "image: "),
+        (picture(), cut(mask_of(100, 64)), {}, "mask: "),
+        (picture(), mask_of(100, 32), {}, "mask: is 32x32"),
+        (picture(), picture(), {"mask_mode": "alpha"}, "mask_mode: is alpha"),
+        (picture(), mask_of(0, 64), {}, "mask: selects nothing"),
+        (picture(), mask_of(100, 64), {"mask_mode": "strength", "mask_feather": 2}, "mask_feather"),
+    ],
+)
+async def test_pictures_that_no_edit_takes_are_no_job(
+    tmp_path: Path, image: bytes, mask: bytes, settings: dict[str, Any], told: str
+) -> None:
+    async with jobs(tmp_path) as (_, workers, client):
+        asked = aiohttp.FormData({"prompt": "x"})
+        for name, value in {"mask_mode": "white", **settings}.items():
+            asked.add_field(name, str(value))
+        asked.add_field("image", image, filename="a.png")
+        asked.add_field("mask", mask, filename="m.png")
+        status, answer, _ = await client.call("POST", "", asked)
+        assert status == 400
+        assert answer["error"]["message"].startswith(told)
+        assert (await client.call("GET"))[1]["data"] == []
+        assert not any(w.seen for w in workers)
 
 
 async def test_a_webhook_belongs_to_a_job(tmp_path: Path) -> None:
@@ -273,12 +307,12 @@ async def test_a_full_disk_is_told(tmp_path: Path) -> None:
             connection.execute(f"PRAGMA max_page_count = {pages + 2}")
 
         event.listen(store._engine, "connect", small)
-        noise = Image.effect_noise((300, 300), 90).convert("RGB")
+        noise = Image.effect_noise((304, 304), 90).convert("RGB")
         file = io.BytesIO()
         noise.save(file, "png")
         big = aiohttp.FormData({"prompt": "x", "mask_mode": "white"})
         big.add_field("image", file.getvalue(), filename="a.png")
-        big.add_field("mask", mask_of(100, 64), filename="m.png")
+        big.add_field("mask", mask_of(100, 304), filename="m.png")
         status, told, _ = await client.call("POST", "", big)
         assert (status, told["error"]["code"]) == (429, "overloaded")
         assert "cannot be kept" in told["error"]["message"]
@@ -312,7 +346,7 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
             await until("the lost one is done", lambda: not lost._jobs._runs.tasks)
             assert await other.ended(name) == ended
             counted = lost.metrics.registry.get_sample_value
-            assert counted("maskserve_jobs_total", {"state": "succeeded"}) is None
+            assert not counted("maskserve_jobs_total", {"state": "succeeded"})
         assert len({seen["seed"] for w in workers for seen in w.seen}) == 1
         assert {seen["request_id"] for w in workers for seen in w.seen} == {name, f"{name}.2"}
 
