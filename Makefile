@@ -122,7 +122,7 @@ page: SHELL := bash
 page: $(PAGE) ## serve MODEL and a page to paint or click masks on, until Ctrl-C
 	@$(VENV)/bin/maskserve serve --model $(MODEL) --router --nodes assets/nodes/demo.toml & \
 		both=$$!; \
-		$(VENV)/bin/maskserve web --url localhost:8081 --router http://localhost:8080 \
+		$(VENV)/bin/maskserve web --url localhost:8080 --router localhost:8080 \
 			--images assets/photos & \
 		both="$$both $$!"; stop="kill $$both"; \
 		trap 'stop=:' INT; trap 'exit' TERM; trap '$$stop 2> /dev/null; wait' EXIT; \

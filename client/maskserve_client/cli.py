@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 
 from maskserve_client import commands
+from maskserve_client.address import DEFAULTS
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.job_commands import add_jobs
-from maskserve_client.wire import DEFAULT_URL
 from maskserve_client.workflows import add_workflows
 from maskserve_core.contracts.settings import (
     ADAPTER_MODES,
@@ -128,8 +128,8 @@ def _add_mask(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "mask",
         help="find a thing in an image, and write its mask",
         description="Find a thing in an image by its name, or by clicks and a box, and write its "
-        "mask. Of a router whose node servers find or segment; --url is its HTTP port.",
-        epilog='example: maskserve mask --url http://localhost:8080 --image a.png --find "the car" '
+        "mask. Of a router whose node servers find or segment.",
+        epilog='example: maskserve mask --url localhost:8080 --image a.png --find "the car" '
         "--out m.png",
     )
     _add_common(mask)
@@ -157,9 +157,10 @@ def _add_mask_from(command: argparse._ActionsContainer) -> None:
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--url",
-        default=os.environ.get("MASKSERVE_URL", DEFAULT_URL),
+        default=os.environ.get("MASKSERVE_URL", ""),
         metavar="HOST:PORT",
-        help=f"gRPC address (default: $MASKSERVE_URL, else {DEFAULT_URL})",
+        help="address of a router or worker: its HTTP or its gRPC port, with or without a scheme; "
+        f"the other one is found (default: $MASKSERVE_URL, else {' or '.join(DEFAULTS)})",
     )
     command.add_argument(
         "--key",
@@ -365,8 +366,8 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     templates = subcommands.add_parser(
         "templates",
         help="source images that the server keeps",
-        description="Source images that the server keeps, to be edited by their id. --url may be "
-        "the gRPC address of a worker or router, or http://HOST:PORT of a router.",
+        description="Source images that the server keeps, to be edited by their id. With "
+        "http://HOST:PORT of a router they are listed as /v1/templates has them.",
     )
     actions = templates.add_subparsers(required=True, metavar="ACTION")
     add = actions.add_parser("add", help="register images; prints their ids")

@@ -16,6 +16,7 @@ import grpc
 import msgspec
 from tqdm import tqdm
 
+from maskserve_client.address import DEFAULTS, grpc_address, http_address
 from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Final, Preview, Progress
@@ -46,7 +47,8 @@ def connected(options: argparse.Namespace) -> Client:
     if options.tls or options.ca is not None:
         credentials = grpc.ssl_channel_credentials(_authorities(options.ca))
     headers = {"x-api-key": options.key} if options.key else {}
-    return Client(options.url, credentials=credentials, headers=headers)
+    url = grpc_address(options.url, tls_context(options))
+    return Client(url, credentials=credentials, headers=headers)
 
 
 def _authorities(path: str | None) -> bytes | None:
@@ -96,7 +98,9 @@ def _wait_ready(options: argparse.Namespace) -> None:
     while not _is_ready(options):
         waited = time.monotonic() - began
         if waited >= options.wait:
-            raise ServerUnavailable(f"{options.url}: not ready within {options.wait:g} s")
+            raise ServerUnavailable(
+                f"{options.url or DEFAULTS[0]}: not ready within {options.wait:g} s"
+            )
         if int(waited) >= said_s:
             print(f"not ready yet, loading for {int(waited)} s", file=sys.stderr)
             said_s = int(waited) + _SAID_EVERY_S
@@ -189,7 +193,8 @@ def _numbers(option: str, text: str, counts: tuple[int, ...], accepted: str) -> 
 
 def mask(options: argparse.Namespace) -> None:
     """`maskserve mask`: write the mask of a thing in a picture."""
-    masks = Masks(options.url, key=options.key, context=tls_context(options))
+    context = tls_context(options)
+    masks = Masks(http_address(options.url, context), key=options.key, context=context)
     found = masks.find(Path(options.image), **mask_from(options))
     Path(options.out).write_bytes(found.mask)
     told = {"out": options.out, "score": found.score}
@@ -369,7 +374,8 @@ def web(options: argparse.Namespace) -> None:
 
     masks = None
     if options.router is not None:
-        masks = Masks(options.router, key=options.key, context=tls_context(options))
+        context = tls_context(options)
+        masks = Masks(http_address(options.router, context), key=options.key, context=context)
     serve_page(options, lambda: connected(options), masks)
 
 
@@ -433,9 +439,9 @@ class _ByHttp:
 
 
 def tls_context(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """Of a router's HTTP port: of TLS, where `--ca` names an authority."""
+    """Of TLS, where `--tls` or `--ca` asks for it."""
     if options.ca is None:
-        return None
+        return ssl.create_default_context() if options.tls else None
     trusted = _authorities(options.ca)
     assert trusted is not None
     return ssl.create_default_context(cadata=trusted.decode())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from maskserve_client.address import http_address
 from maskserve_client.commands import asked_settings, tls_context, write_whole
 from maskserve_client.jobs import EditJobs, pictures
 from maskserve_client.router_http import error_of
@@ -57,7 +58,8 @@ def add_jobs(
 
 
 def _jobs(options: argparse.Namespace) -> EditJobs:
-    return EditJobs(options.url, key=options.key, context=tls_context(options))
+    context = tls_context(options)
+    return EditJobs(http_address(options.url, context), key=options.key, context=context)
 
 
 def _add(options: argparse.Namespace) -> None:

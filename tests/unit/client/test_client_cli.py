@@ -24,6 +24,7 @@ from msgspec import structs
 from PIL import Image
 
 from maskserve_client import Client
+from maskserve_client.address import grpc_address, http_address
 from maskserve_client.cli import main, parser
 from maskserve_client.commands import write_whole
 from maskserve_core.adapters.operations import AdapterOperations
@@ -428,27 +429,41 @@ def test_the_version_is_told(capsys: Capture) -> None:
     assert re.fullmatch(r"maskserve \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("url", ["http://localhost:9000", "https://host/v2"])
-def test_an_http_address_is_told_apart(url: str, capsys: Capture) -> None:
+@pytest.mark.parametrize("url", ["https://host/v2", "ftp://host:1", "localhost:port"])
+def test_what_is_no_address_is_told(url: str, capsys: Capture) -> None:
     assert main(["status", "--url", url]) == 2
-    assert f"url: {url} is not a gRPC address; accepted: HOST:PORT" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"url: {url} is n" in said
+    assert "accepted: HOST:PORT" in said
 
 
 def test_a_scheme_of_grpc_is_taken(worker: FakeWorker) -> None:
     assert main(["status", "--url", f"grpc://{worker.url}/"]) == 0
 
 
-def test_the_port_of_http_is_told_apart(capsys: Capture) -> None:
-    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+def test_either_address_finds_the_other() -> None:
+    class Http(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Http)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_port
     try:
-        url = f"127.0.0.1:{server.server_port}"
-        assert main(["status", "--url", url]) == 3
+        for url in (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", f"127.0.0.1:{port + 1}"):
+            assert grpc_address(url) == f"127.0.0.1:{port + 1}"
+        for url in (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", f"127.0.0.1:{port + 1}"):
+            assert http_address(url) == f"http://127.0.0.1:{port}"
     finally:
         server.shutdown()
         server.server_close()
-    said = f"maskserve: [UNAVAILABLE] {url} does not speak gRPC; the gRPC address is wanted\n"
-    assert capsys.readouterr().err.endswith(said)
+
+
+def test_a_port_of_grpc_alone_is_taken(worker: FakeWorker) -> None:
+    assert grpc_address(worker.url) == worker.url
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

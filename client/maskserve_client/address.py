@@ -1,0 +1,92 @@
+"""The HTTP and the gRPC address of a server, by whichever of both somebody names.
+
+A router, and a worker, has gRPC on the port behind HTTP's. Which of them an address is, is asked of
+the port itself.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from urllib.parse import urlsplit
+
+from maskserve_client.wire import DEFAULT_URL, address
+from maskserve_core.errors import InvalidRequest
+
+DEFAULTS = ("localhost:8080", "localhost:9000")
+"""Where one looks that no address is named for: the HTTP ports of a router and of a worker."""
+_TIMEOUT_S = 2.0
+_SCHEMES = ("http", "https")
+
+
+def grpc_address(url: str, context: ssl.SSLContext | None = None) -> str:
+    """HOST:PORT of gRPC.
+
+    Args:
+        url: either address, with or without a scheme; empty: the first of `DEFAULTS` that answers.
+        context: of TLS, where the server speaks it.
+
+    Raises:
+        InvalidRequest: `url` is no address.
+    """
+    url = url or next((each for each in DEFAULTS if _speaks_http(each)), DEFAULT_URL)
+    if urlsplit(url).scheme in _SCHEMES:
+        parts = urlsplit(url)
+        if parts.path.strip("/") or not parts.hostname:
+            raise _no_address(url)
+        if parts.port is None:  # a proxy in front takes both
+            return f"{_bracketed(parts.hostname)}:{443 if parts.scheme == 'https' else 80}"
+        return _beside(parts.netloc, 1)
+    named = address(url)
+    http = named == url and _speaks_http(named, context)
+    return _beside(named, 1) if http else url
+
+
+def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
+    """http[s]://HOST:PORT; see `grpc_address`."""
+    url = url or next((each for each in DEFAULTS if _speaks_http(each)), DEFAULTS[0])
+    if urlsplit(url).scheme in _SCHEMES:
+        return url
+    named = address(url)
+    before = _beside(named, -1)
+    found = before if not _speaks_http(named, context) and _speaks_http(before, context) else named
+    return f"{'https' if context else 'http'}://{found}"
+
+
+def _speaks_http(named: str, context: ssl.SSLContext | None = None) -> bool:
+    """Whether HTTP answers at HOST:PORT."""
+    parts = urlsplit(f"//{named}")
+    try:
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise _no_address(named) from None
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+        if context is None
+        else http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=context)
+    )
+    try:
+        connection.request("GET", "/v2/health/live")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True
+
+
+def _beside(named: str, by: int) -> str:
+    """HOST:PORT some ports on."""
+    try:
+        parts = urlsplit(f"//{named}")
+        return f"{_bracketed(parts.hostname or '')}:{(parts.port or 0) + by}"
+    except ValueError:
+        raise _no_address(named) from None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _no_address(url: str) -> InvalidRequest:
+    return InvalidRequest("url", f"{url} is no address", f"HOST:PORT, as {DEFAULTS[0]}")
