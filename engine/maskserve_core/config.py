@@ -213,8 +213,9 @@ class CacheConfig(Table, frozen=True):
     """The share of an edit's steps from one of its own anchors to the next, which says how many
     there are. If its template is not at hand, and on base models of FLUX, FLUX.2 klein and
     UNets in any case, all its tokens are computed there, and the steps between read what
-    that has left; its ControlNets compute all tokens of these, too. -1: what the model needs; 0: an
-    edit without a template runs dense."""
+    that has left; its ControlNets compute all tokens of these, too. An edit of which these would
+    be as much work as all its steps dense runs dense. -1: what the model needs; 0: an edit without
+    a template runs dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
     """Storage of what an edit's own anchors leave. `auto`: int8 on a GPU; on a CPU, where decoding
     it takes up to a tenth of a step, the model's own precision."""
@@ -223,7 +224,7 @@ class CacheConfig(Table, frozen=True):
     anchors, also beside a template that has keys and values of all blocks: `frozen`: they lie on
     a line from one anchor to the next, and `plan` is `fixed`; `computed`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
-    """Mask ratio from which a row runs dense even on a hit."""
+    """Mask ratio from which a row runs dense even on a hit, and with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
     """Share of steps that priming may take from live rows."""
     audit_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0

@@ -53,19 +53,18 @@ class MaskTokens(NamedTuple):
 
 def _levels(
     settings: EditSettings, served: Served, own_steps: int
-) -> tuple[tuple[ReuseLevel, ...], tuple[ReuseLevel, ...]]:
-    """Those that an edit may step down to, with a template and without.
+) -> dict[Way, tuple[ReuseLevel, ...]]:
+    """Those that an edit may step down to, by how it runs.
 
     Args:
         settings: of the edit.
         served: of the model.
-        own_steps: anchors of its own; 0: without a template it is dense.
+        own_steps: anchors of its own; 0: it has none.
     """
     if settings.mask_ring is None:
         settings = structs.replace(settings, mask_ring=served.mask_ring)
-    cached = levels_of(settings, served.skipping, "cached")
-    way: Way = "own" if own_steps else "dense"
-    return cached, levels_of(settings, served.skipping, way, own_steps)
+    ways: tuple[Way, ...] = ("cached", "own", "dense")
+    return {way: levels_of(settings, served.skipping, way, own_steps) for way in ways}
 
 
 class Measure:
@@ -124,7 +123,7 @@ class Measure:
         controls = shares(settings.controls, steps)
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
         own = _own_steps(settings, served, steps, active / total)
-        cached, others = _levels(settings, served, own)
+        levels = _levels(settings, served, own)
         edit = Edit(
             steps=steps,
             active_tokens=passes * active,
@@ -142,8 +141,9 @@ class Measure:
             ring_tokens=passes * ring,
             adapters=adapters,
             controls=controls,
-            cached_levels=cached,
-            other_levels=others,
+            cached_levels=levels["cached"],
+            own_levels=levels["own"],
+            dense_levels=levels["dense"],
         )
         return edit, digest, answer_bytes(pixels, settings)
 

@@ -120,13 +120,22 @@ class Pricing:
         """`(compute, load)` seconds per step of a row of `total` tokens of which `active` are
         computed. A row whose mask is so large that caching costs more is dense.
         """
-        dense = self.dense(total)
         if cached:
-            compute = self.cached_row + self.active_token * active
-            load = self.spare_token * (total - active)
-            if compute < dense and load < dense:
-                return compute, load
-        return dense, 0.0
+            return self._read_row(self.cached_row, self.active_token, active, total)
+        return self.dense(total), 0.0
+
+    def whole_row(self, active: float, total: float) -> tuple[float, float]:
+        """The same of a cached row that computes text and ring in every step."""
+        if self.whole is None:
+            return self.row(active, total, cached=True)
+        return self._read_row(self.whole.cached_row, self.whole.active_token, active, total)
+
+    def _read_row(
+        self, row: float, token: float, active: float, total: float
+    ) -> tuple[float, float]:
+        dense, compute = self.dense(total), row + token * active
+        load = self.spare_token * max(total - active, 0.0)
+        return (compute, load) if compute < dense and load < dense else (dense, 0.0)
 
     def whole_times(self, whole: float, active: float) -> float:
         """How many times the computation of a row that reads a template one is which computes text

@@ -45,8 +45,10 @@ class Edit:
     """Names of its ControlNets, each with the share of the steps in which it acts."""
     cached_levels: tuple[ReuseLevel, ...] = ()
     """To which it may step down where it would be late and reads a template (`reuse: elastic`)."""
-    other_levels: tuple[ReuseLevel, ...] = ()
-    """Likewise where it reads none."""
+    own_levels: tuple[ReuseLevel, ...] = ()
+    """Likewise where it has anchors of its own."""
+    dense_levels: tuple[ReuseLevel, ...] = ()
+    """Likewise where it runs dense."""
     due: float = math.inf
     """When it should be answered, on the policies' clock: workers give rows to the most urgent.
     Infinite: at no time, and whoever waits is before it."""
@@ -58,8 +60,8 @@ class Edit:
         return (1.0 + ahead) * self.inner_tokens + ring_share * self.ring_tokens
 
 
-class _BasePrice(NamedTuple):
-    """Seconds of an edit without ControlNets and LoRAs, as of `WorkerView.price`."""
+class _WayPrice(NamedTuple):
+    """Seconds of an edit that runs in one way, as of `WorkerView.price`."""
 
     compute: float
     load: float = 0.0
@@ -139,31 +141,42 @@ class WorkerView:
         Without usable entries, or where fetching them takes longer than they save, the edit runs
         dense at once.
         """
-        base = self._base_price(edit)
-        seconds = base.compute + self._added_seconds(edit, base)
+        way = self._way(edit)
+        seconds = way.compute
         if self.pricing.degrees:  # as many devices as it could have beside the others
             others = len(self.running) + len(self.waiting)
-            cached = base.tokens is not None
+            cached = way.tokens is not None
             seconds *= self.pricing.share(self.devices // (others + 1), cached=cached)
-        return seconds, base.load, base.fetch
+        return seconds, way.load, way.fetch
 
-    def _base_price(self, edit: Edit) -> _BasePrice:
-        """The same without ControlNets and LoRAs."""
-        pricing = self.pricing
-        dense = pricing.dense(edit.total_tokens)
+    def _way(self, edit: Edit) -> _WayPrice:
+        """Of the ways in which the worker could run it, the one of least work, as it chooses."""
         tier = self._tier(edit)
-        if tier is None:
-            return self._own_price(edit, dense)
-        active = self._cached_tokens(edit)
-        compute, load = pricing.row(active, edit.total_tokens, cached=True)
-        if tier == DEVICE.name:
-            load = 0.0
-        first = min(1.0, edit.dense_steps / edit.steps)
-        compute, load = compute + first * (dense - compute), (1.0 - first) * load
-        fetch = 0.0 if compute == dense else pricing.fetch_s(tier)
-        if fetch and fetch + edit.steps * compute >= edit.steps * dense:
-            return _BasePrice(dense)
-        return _BasePrice(compute, load, fetch, None if compute == dense else active)
+        ways = [_WayPrice(self.pricing.dense(edit.total_tokens))]
+        if tier is not None:
+            ways += self._template_ways(edit, tier)
+        elif edit.own_steps:
+            ways.append(self._own_way(edit))
+        dense, *others = [self._with_added(edit, way) for way in ways]
+        best = min([dense, *others], key=lambda way: way.compute)
+        if best.fetch and best.fetch + edit.steps * best.compute >= edit.steps * dense.compute:
+            return dense
+        return best
+
+    def _template_ways(self, edit: Edit, tier: str) -> list[_WayPrice]:
+        """From its template's entries: leaving out text and ring where that is possible, or not."""
+        pricing, total = self.pricing, edit.total_tokens
+        tokens, whole = self._cached_tokens(edit), edit.active(None)
+        rows = [(tokens, *pricing.row(tokens, total, cached=True))]
+        if pricing.whole is not None:
+            rows.append((whole, *pricing.whole_row(whole, total)))
+        first, dense, ways = min(1.0, edit.dense_steps / edit.steps), pricing.dense(total), []
+        for active, compute, load in rows:
+            if compute < dense:
+                mean = compute + first * (dense - compute)
+                loads = 0.0 if tier == DEVICE.name else (1.0 - first) * load
+                ways.append(_WayPrice(mean, loads, pricing.fetch_s(tier), active))
+        return ways
 
     def _tier(self, edit: Edit) -> str | None:
         """Where the entries that it reads are; None: it reads none."""
@@ -177,30 +190,28 @@ class WorkerView:
 
     def least_share(self, edit: Edit) -> float:
         """Of its work here, to which it may step down where it would be late."""
-        levels = edit.other_levels
+        levels = edit.dense_levels if self._way(edit).tokens is None else edit.own_levels
         if self._tier(edit) is not None:
             times = self.pricing.whole_times(edit.active(None), self._cached_tokens(edit))
             levels = beside_entries(edit.cached_levels, times)
         return min((level.work for level in levels), default=1.0)
 
-    def _own_price(self, edit: Edit, dense: float) -> _BasePrice:
-        """The same of an edit whose template is not at hand: with anchors of its own, or dense."""
-        if not edit.own_steps:
-            return _BasePrice(dense)
+    def _own_way(self, edit: Edit) -> _WayPrice:
+        """With anchors of its own."""
         active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
         compute = self.pricing.own_row(active, edit.total_tokens, share, 1.0 / edit.steps)
-        return _BasePrice(compute, tokens=None if compute == dense else active)
+        return _WayPrice(compute, tokens=active)
 
-    def _added_seconds(self, edit: Edit, base: _BasePrice) -> float:
-        """What its ControlNets and LoRAs add to a step."""
-        pricing, cached = self.pricing, base.tokens is not None
-        tokens, seconds = (base.tokens or 0.0, edit.total_tokens), 0.0
+    def _with_added(self, edit: Edit, way: _WayPrice) -> _WayPrice:
+        """With what its ControlNets and LoRAs add to a step."""
+        pricing, cached = self.pricing, way.tokens is not None
+        tokens, seconds = (way.tokens or 0.0, edit.total_tokens), way.compute
         if edit.controls:
             seconds += pricing.control_seconds(edit.controls, *tokens, cached=cached)
         if edit.adapters and self.adapters is not None:
             nbytes = self.adapters.nbytes(edit.adapters)
             seconds += pricing.lora_seconds(nbytes, *tokens, cached=cached)
-        return seconds
+        return way._replace(compute=seconds)
 
     def adapter_seconds(self, edit: Edit) -> float:
         """Seconds until the LoRAs and ControlNets of `edit` can be used here."""
@@ -213,10 +224,9 @@ class WorkerView:
 
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
-        base = self._base_price(edit)
-        compute = base.compute + self._added_seconds(edit, base)
-        tokens = edit.total_tokens if base.tokens is None else round(base.tokens)
-        return RowLoad(edit.steps, compute, base.load, tokens, edit.priority, edit.due)
+        way, total = self._way(edit), edit.total_tokens
+        tokens = total if way.tokens is None else min(round(way.tokens), total)
+        return RowLoad(edit.steps, way.compute, way.load, tokens, edit.priority, edit.due)
 
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
         """The view with `edits` on their way to the worker, behind those that wait."""

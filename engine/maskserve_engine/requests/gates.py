@@ -123,5 +123,5 @@ class TemplateHere:
                 "no template"
             )
         missed = replace(DENSE, outcome="miss", key=route.key)
-        edit.go(self._ways.without_template(edit.job, missed), self._adapter)
+        edit.go(self._ways.without_template(edit, missed), self._adapter)
         return ()

@@ -61,7 +61,7 @@ class LateRows:
         """By its template's entries that know its LoRAs, if it reads any and there are such."""
         if edit.route.outcome != "hit" or not edit.job.adapters or self._ways is None:
             return edit.route  # anchors of its own have them from the next one on
-        own = self._ways.when_adapters_came(edit.job)
+        own = self._ways.when_adapters_came(edit)
         if own is None:
             return edit.route  # it goes on with those of the base model
         self._executor.read(edit.request_id, own.key, own.anchors)

@@ -32,10 +32,12 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     return _plan(config, adapter, job) if job.request.settings.may_anchor else None
 
 
-def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int) -> OwnPlan | None:
-    """What an edit keeps of its own beside a template's entries: its text and ring, which steps
-    between anchors then leave out, and what its dense first steps find of the inactive tokens,
-    which lifts the entries. None: nothing.
+def plans_beside(
+    config: Config, adapter: Adapter, job: EditJob, dense_steps: int
+) -> tuple[OwnPlan | None, ...]:
+    """What an edit may keep of its own beside a template's entries, the most first: its text and
+    ring, which steps between anchors then leave out, and what its dense first steps find of the
+    inactive tokens, which lifts the entries; or the latter alone. None: nothing.
 
     Args:
         config: of the worker.
@@ -46,19 +48,20 @@ def plan_beside(config: Config, adapter: Adapter, job: EditJob, dense_steps: int
     settings = job.request.settings
     # Whether there is room for it depends on the load, so a reproducible edit does without.
     if settings.first_block_threshold or settings.reproducible:
-        return None
+        return (None,)
     if adapter.facts.shown is not None:
-        return None  # the template has most of its text
+        return (None,)  # the template has most of its text
     if policy_of(config.engine).shares_steps:
-        return None  # ranks that share a step would have to agree on who has what
+        return (None,)  # ranks that share a step would have to agree on who has what
     rule = own_rule(config, adapter.facts, device_of(config).type)
     plan = _plan(config, adapter, job)
     lifts = dense_steps > 0 and adapter.facts.lifts_entries
-    if plan is not None and plan.text:
-        if job.controls:  # what the nets have found goes on behind such steps, and the text with it
-            plan = OwnPlan.of(rule, adapter.steps(job))
-        return replace(plan, lifts=lifts)
-    return OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
+    lifting = OwnPlan(frozenset(), rule.format, text=False, lifts=True) if lifts else None
+    if plan is None or not plan.text:
+        return (lifting,)
+    if job.controls:  # what the nets have found goes on behind such steps, and the text with it
+        plan = OwnPlan.of(rule, adapter.steps(job))
+    return replace(plan, lifts=lifts), lifting
 
 
 def _plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:

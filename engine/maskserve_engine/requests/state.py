@@ -167,11 +167,21 @@ class EditWork:
         """Share of tokens that a cached step computes, the ring among them."""
         return self.active_tokens / self.total_tokens
 
-    def tokens(self, mode: ExecutionMode) -> int:
-        """That one step computes, in all passes, on average."""
-        if mode == "cached" and self.cached_tokens is not None:
-            return round(self.cached_tokens)
-        return self.passes * (self.active_tokens if mode == "cached" else self.total_tokens)
+    def tokens(self, mode: ExecutionMode, dense_share: float = 0.0, alone: float = 0.0) -> int:
+        """That one step computes, in all passes, on average: no more than a dense one, since a row
+        that foresees anchors may save more in its text and context than it computes twice.
+
+        Args:
+            mode: how the edit runs.
+            dense_share: of a cached edit's steps, those that compute all tokens, too.
+            alone: of them, those that compute nothing else.
+        """
+        all_of_them = self.passes * self.total_tokens
+        if mode != "cached":
+            return all_of_them
+        active = self.cached_tokens
+        mean = self.passes * self.active_tokens if active is None else active
+        return min(round((1.0 - alone) * mean + dense_share * all_of_them), all_of_them)
 
 
 @dataclass(slots=True)
@@ -528,10 +538,9 @@ class RequestState:
     @property
     def step_tokens(self) -> int:
         """Tokens that one step of it computes, on average."""
-        own, all_of_them = self.work.tokens(self.mode), self.work.tokens("dense")
         plan, share = self.route.own, self.dense_share
         alone = share if plan is None else len(plan.dense) / self.work.steps
-        return round((1.0 - alone) * own + share * all_of_them)
+        return self.work.tokens(self.mode, share, alone)
 
     def late(self, now: float) -> bool:
         """Whether its deadline has passed."""
@@ -629,14 +638,22 @@ class RequestState:
 
     def go(self, route: Route, adapter: Adapter) -> None:
         """Run so. What its steps cost follows, and which levels it may step down to."""
-        self.route, self.work, self.said = route, self.work.without_own(), None
-        plan, template = route.own or route.beside, route.beside is not None
-        if plan is not None and plan.anchors:
-            between = adapter.counted(self.job, plan)
-            renewed = adapter.counted(self.job, plan, anchor=True) if template else None
-            work = adapter.work(*self.job.moments.shape[1:])
-            self.work = self.work.with_own(plan, between, work, renewed)
+        self.route, self.work, self.said = route, self.work_of(route, adapter), None
         self.levels = self._levels(adapter.facts)
+
+    def work_of(self, route: Route, adapter: Adapter) -> EditWork:
+        """What it takes to compute on a route."""
+        plain, plan = self.work.without_own(), route.own or route.beside
+        if plan is None or not plan.anchors:
+            return plain
+        between = adapter.counted(self.job, plan)
+        renewed = adapter.counted(self.job, plan, anchor=True) if route.own is None else None
+        work = adapter.work(*self.job.moments.shape[1:])
+        return plain.with_own(plan, between, work, renewed)
+
+    def step_flops(self, route: Route, adapter: Adapter) -> float:
+        """Of one of its steps by itself on a route, on average: by these ways are compared."""
+        return self.work_of(route, adapter).step_flops(route.mode)
 
     def _levels(self, facts: ModelFacts) -> tuple[ReuseLevel, ...]:
         settings, own = self.job.request.settings, self.route.own

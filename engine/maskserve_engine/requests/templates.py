@@ -57,8 +57,8 @@ class Route:
     coming: bool = False
     """Whether it was being primed or fetched when this was chosen: who waits is told of its end."""
     dense_for: str = ""
-    """What has it run dense: `mask_ratio` or `mask_side` of its mask, or `memory`, that its own
-    anchors lacked; empty where nothing has."""
+    """What has it run dense: `mask_ratio` or `mask_side` of its mask, `work`, of which its own
+    anchors would be as much, or `memory`, that these lacked; empty where nothing has."""
     dense_steps: int = 0
     """Steps that compute all tokens, when cached: the first ones, or its own anchors."""
     own: OwnPlan | None = None
@@ -298,8 +298,7 @@ class TemplateCache:
 
     def serves(self, job: EditJob) -> bool:
         """Whether rows of the edit may read or make entries."""
-        cache = job.request.settings.cache
-        return cache == "require" or (cache != "off" and not self.dense_for(job))
+        return job.request.settings.cache != "off" and not self.dense_for(job)
 
     def dense_for(self, job: EditJob) -> str:
         """See `Route.dense_for`."""

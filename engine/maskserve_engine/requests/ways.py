@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from maskserve_core.config import Config
-from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.own_anchors import own_plan, plan_beside
+from maskserve_engine.requests.own_anchors import own_plan, plans_beside
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
@@ -54,11 +52,11 @@ class Ways:
     def choose(self, edit: RequestState) -> Route:
         """The first of these that the edit may take:
 
-        - dense: it has no use for a template, or its template has drifted;
+        - dense: it has no use for a template, however much it insists, or its template has drifted;
         - cached: its template is primed;
         - wait: it insists on its template;
         - wait: it would be late without, and is in time behind its template's priming;
-        - cached, with anchors of its own;
+        - cached, with anchors of its own, where these are less work than a dense edit;
         - dense.
 
         With `cache: own` the last two are all there are, and where these keep more of an edit.
@@ -70,62 +68,71 @@ class Ways:
         drift = self._audits.over_limit(key)
         if drift is not None and not settings.insists:
             edit.drift = drift
-            return self.without_template(job, replace(DENSE, key=key))
+            return self.without_template(edit, replace(DENSE, key=key))
         dense_for = self._cache.dense_for(job)
-        if dense_for and settings.cache != "require":
+        if dense_for:
             dense = replace(DENSE, dense_for=dense_for, key=key)
-            return dense if dense_for == "mask_ratio" else self.without_template(job, dense)
-        without = self.without_template(job, replace(DENSE, outcome="miss", key=key))
-        nearer = without.own is not None and self._adapter.facts.own_over_template
+            return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
+        without = self.without_template(edit, replace(DENSE, outcome="miss", key=key))
+        nearer = self._adapter.facts.own_over_template and (
+            without.own is not None or without.dense_for == "work"
+        )
         if settings.cache == "own" or nearer:
             return without
         sight = self._cache.sight(job, key, again=edit.starts > 0)
         without = replace(without, prime=sight.worth_priming)
         return (
-            self._of_template(job, sight, insists=settings.insists)
+            self._of_template(edit, sight, insists=settings.insists)
             or self._behind_priming(edit, sight, without)
             or without
         )
 
-    def without_template(self, job: EditJob, dense: Route) -> Route:
+    def without_template(self, edit: RequestState, dense: Route) -> Route:
         """With anchors of its own, or dense.
 
         Args:
-            job: the edit.
-            dense: how it runs where it cannot have any.
+            edit: that is to run.
+            dense: how it runs where it cannot have any, or they are as much work.
         """
-        plan = own_plan(self._config, self._adapter, job)
+        plan = own_plan(self._config, self._adapter, edit.job)
         if plan is None or not self._cache.keeps_kv:
             return dense
         dense_steps = len(plan.anchors)
-        return replace(
+        own = replace(
             dense, mode="cached", outcome="own", own=plan, dense_steps=dense_steps, dense_for=""
         )
+        return self._least(edit, replace(dense, dense_for=dense.dense_for or "work"), own)
 
-    def when_adapters_came(self, job: EditJob) -> Route | None:
+    def _least(self, edit: RequestState, *routes: Route) -> Route:
+        """The route of least work; of equal ones the first."""
+        return min(routes, key=lambda route: edit.step_flops(route, self._adapter))
+
+    def when_adapters_came(self, edit: RequestState) -> Route | None:
         """How a cached edit goes on from the base model's entries, now that its LoRAs are here:
         by their own; None: there are none yet.
         """
+        job = edit.job
         sight = self._cache.sight(job, self._cache.key_of(job))
-        route = self._of_template(job, sight, insists=False)
+        route = self._of_template(edit, sight, insists=False)
         if route is None and sight.worth_priming:
             self._primings.begin(job, urgent=False)
         return route
 
-    def _beside(self, job: EditJob, dense_steps: int) -> OwnPlan | None:
-        """See `Route.beside`."""
+    def _beside(self, edit: RequestState, route: Route) -> Route:
+        """A hit with what it keeps of its own; see `Route.beside`."""
         if not self._cache.keeps_kv:
-            return None
-        return plan_beside(self._config, self._adapter, job, dense_steps)
+            return route
+        plans = plans_beside(self._config, self._adapter, edit.job, route.dense_steps)
+        return self._least(edit, *(replace(route, beside=plan) for plan in plans))
 
-    def _of_template(self, job: EditJob, sight: Sight, *, insists: bool) -> Route | None:
+    def _of_template(self, edit: RequestState, sight: Sight, *, insists: bool) -> Route | None:
         """By the template's entries; None: they are not here, and the edit does without."""
         if not any(sight.reads):
             return None
         if sight.tier is not None:
             ready = self._cache.fetch(sight)
             mode: ExecutionMode = "wait" if insists and not ready else "cached"
-            return Route(
+            route = Route(
                 mode,
                 "hit",
                 sight.key,
@@ -133,8 +140,8 @@ class Ways:
                 sight.tier,
                 coming=not ready,
                 dense_steps=sight.dense_steps,
-                beside=self._beside(job, sight.dense_steps),
             )
+            return self._beside(edit, route)
         if insists:
             return Route("wait", "hit", sight.key, prime=sight.may_prime, coming=sight.coming)
         return None

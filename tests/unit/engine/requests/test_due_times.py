@@ -29,7 +29,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.own_anchors import plan_beside
+from maskserve_engine.requests.own_anchors import plans_beside
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
 from tests.fakes.jobs import config_of
@@ -349,7 +349,7 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
     one = job(encoder, 9, "primes", **asked)
     edit(anchoring, one)
-    own = plan_beside(anchoring.config, anchoring.adapter, one, 0)
+    own = plans_beside(anchoring.config, anchoring.adapter, one, 0)[0]
     assert own is not None
     counted = [anchoring.adapter.counted(one, own, anchor=each) for each in (False, True)]
     work = anchoring.adapter.work(*one.moments.shape[1:])
@@ -369,13 +369,13 @@ def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     adapter, facts = anchoring.adapter, anchoring.adapter.facts
     asked = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
     state = RequestState.of(anchoring.prepared(asked), Sink(), adapter)
-    beside = plan_beside(anchoring.config, adapter, asked, 0)
+    beside = plans_beside(anchoring.config, adapter, asked, 0)[0]
     state.go(Route("cached", "hit", beside=beside), adapter)
     tokens = adapter.tokens(asked)
     levels = levels_of(asked.request.settings, facts.skipping, "cached")
     seen = Edit(
         12, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring,
-        cached_levels=levels, other_levels=LEVELS[FILL, "dense"],
+        cached_levels=levels, dense_levels=LEVELS[FILL, "dense"],
     )  # fmt: skip
     pricing = priced_by_flops(anchoring, asked, 12)
     least = min(level.work for level in state.levels)

@@ -18,7 +18,7 @@ from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.own_anchors import own_plan, plan_beside
+from maskserve_engine.requests.own_anchors import own_plan, plans_beside
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
 from maskserve_harness.benchmarks.replay import plan_of_kinds
@@ -247,7 +247,7 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
 ) -> None:
     asked = job(encoder, 40, "priced", num_inference_steps=20)
     adapter = engine.adapter
-    own = plan_beside(engine.config, adapter, asked, 0)
+    own = plans_beside(engine.config, adapter, asked, 0)[0]
     assert own is not None
     work, tokens = adapter.work(*asked.moments.shape[1:]), adapter.tokens(asked)
     between, at_anchors = (adapter.counted(asked, own, anchor=each) for each in (False, True))
