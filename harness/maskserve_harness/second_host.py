@@ -114,6 +114,18 @@ class SecondHost:
         assert self._holder is not None
         return Path(f"/proc/{self._holder.pid}/root/dev/shm")
 
+    # What it stores on
+
+    def mount(self, folder: Path, mib: int) -> Path:
+        """Have a folder there lie on a medium of so many MiB of its own; the same as this host
+        sees it.
+        """
+        assert self._holder is not None
+        pid = str(self._holder.pid)
+        medium = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
+        _run("nsenter", "-t", pid, "-m", *medium)
+        return Path(f"/proc/{pid}/root{folder}")
+
     # The link
 
     def slow(self, mbit: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from maskserve_core.config import Config, ConfigError, ProvenanceConfig, model_name
-from maskserve_core.errors import EngineFailed
+from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.imaging.containers import read_container
 from maskserve_core.imaging.images import encode_png
 
@@ -37,6 +37,10 @@ XMP = (
 
 _SOURCE = {"title": "source", "relationship": "parentOf", "label": "source"}
 """The ingredient of an edit, as C2PA has it."""
+_MOST_BOXES = {b"c2cs": 64, b"jumb": 4096}
+"""Of a source's history: each manifest's signature (10 ms to check), and boxes of any kind."""
+_MOST_HISTORY = 4 * 2**20
+"""Bytes of it, which all edits of its edits carry on."""
 log = logging.getLogger("maskserve")
 
 
@@ -129,21 +133,34 @@ class _Signed:
             raise EngineFailed(f"the picture could not be signed: {error}") from None
 
     def _signed(self, encoded: bytes, output_format: str, box: Box, source: bytes) -> bytes:
+        if source:
+            try:
+                return self._built(self._with_source(box, source), encoded, output_format)
+            except (self._c2pa.C2paError, InvalidRequest) as error:
+                log.warning("a source's C2PA manifest is left out: %s", error)
+        plain = self._c2pa.Builder(self._manifest(box), self._context)
+        return self._built(plain, encoded, output_format)
+
+    def _built(self, builder: Any, encoded: bytes, output_format: str) -> bytes:
         signed = io.BytesIO()
-        builder = self._with_source(box, source) if source else None
-        builder = builder or self._c2pa.Builder(self._manifest(box), self._context)
         builder.sign(self._signer, f"image/{output_format}", io.BytesIO(encoded), signed)
         return signed.getvalue()
 
     def _with_source(self, box: Box, source: bytes) -> Any:
-        """What signs an edit of a file with a manifest; None: its manifest cannot be read."""
+        """What signs an edit of a file with a manifest.
+
+        Raises:
+            C2paError: its manifest cannot be read.
+            InvalidRequest: it has more of them than are worth reading.
+        """
+        at = source.index(b"jumb")
+        size = int.from_bytes(source[max(at - 4, 0) : at], "big")  # of all manifests
+        if size > _MOST_HISTORY or any(source.count(x) > most for x, most in _MOST_BOXES.items()):
+            accepted = f"{_MOST_BOXES[b'c2cs']} manifests of {_MOST_HISTORY} bytes"
+            raise InvalidRequest("IMAGE", "has a long history", accepted)
         builder = self._c2pa.Builder(self._manifest(box, opened=True), self._context)
         kind = f"image/{read_container(source).kind}"
-        try:
-            builder.add_ingredient(_SOURCE, kind, io.BytesIO(source))
-        except self._c2pa.C2paError as error:
-            log.warning("a source's C2PA manifest is left out: %s", error)
-            return None
+        builder.add_ingredient(_SOURCE, kind, io.BytesIO(source))
         return builder
 
     def _in_time(self, *asked: Any) -> bytes:

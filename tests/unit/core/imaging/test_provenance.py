@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,93 @@ def test_a_source_whose_manifest_is_broken_is_edited_and_told_so(
         left_out = len(told["manifests"]) == 1
         failed = json.dumps(told["manifests"][told["active_manifest"]].get("ingredients", []))
         assert left_out or '"failure"' in failed
+
+
+def _png_chunks(picture: bytes) -> list[tuple[bytes, bytes]]:
+    found, at = [], 8
+    while at < len(picture):
+        size = int.from_bytes(picture[at : at + 4], "big")
+        found.append((picture[at + 4 : at + 8], picture[at + 8 : at + 8 + size]))
+        at += 12 + size
+    return found
+
+
+def _with_manifest(picture: bytes, manifest: bytes) -> bytes:
+    """A PNG with another manifest in place of its own."""
+    made = picture[:8]
+    for kind, content in _png_chunks(picture):
+        content = manifest if kind == b"caBX" else content
+        made += len(content).to_bytes(4, "big") + kind + content
+        made += zlib.crc32(kind + content).to_bytes(4, "big")
+    return made
+
+
+Boxes = list[tuple[bytes, Any]]
+
+
+def _boxes(raw: bytes) -> Boxes:
+    found: Boxes = []
+    at = 0
+    while at < len(raw):
+        size, kind = int.from_bytes(raw[at : at + 4], "big"), raw[at + 4 : at + 8]
+        body = raw[at + 8 : at + size]
+        found.append((kind, _boxes(body) if kind == b"jumb" else body))
+        at += size
+    return found
+
+
+def _raw(boxes: Boxes, bomb: bytes, which: list[int]) -> bytes:
+    """The boxes as bytes; the CBOR box that the counter `which` comes to is another."""
+    made = b""
+    for kind, body in boxes:
+        raw = _raw(body, bomb, which) if isinstance(body, list) else body
+        if kind == b"cbor":
+            which[0] -= 1
+            raw = bomb if which[0] == -1 else raw
+        made += (8 + len(raw)).to_bytes(4, "big") + kind + raw
+    return made
+
+
+BOMBS = {
+    "arrays": b"\x81" * 200_000 + b"\0",
+    "maps": b"\xa1\x61a" * 100_000 + b"\0",
+    "endless": b"\x9f" * 200_000,
+    "tags": b"\xc1" * 200_000 + b"\0",
+    "large": b"\x9b\x7f" + b"\xff" * 7,
+    "text": b"\x7b\x7f" + b"\xff" * 7,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_hostile_manifest_costs_itself_alone(signer: tuple[Path, Path], bomb: str) -> None:
+    """Wherever it lies: in a claim, a signature, or an assertion that is read as an edit is signed.
+
+    Each edit is answered, and its own manifest holds.
+    """
+    config = config_of(certificate=str(signer[0]), private_key=str(signer[1]))
+    mark = make_mark(config)
+    source = answer(mark, "png", answer(mark, "png", config=config), config)
+    boxes = _boxes(dict(_png_chunks(source))[b"caBX"])
+    for which in range(_raw(boxes, b"", [10**6]).count(b"cbor")):
+        hostile = _with_manifest(source, _raw(boxes, BOMBS[bomb], [which]))
+        told = _read(answer(mark, "png", hostile, config), "png")
+        assert told["validation_state"] == "Valid", which
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("_MOST_BOXES", {b"c2cs": 2, b"jumb": 999}), ("_MOST_HISTORY", 12_000)]
+)
+def test_a_history_that_is_too_long_begins_anew(
+    signer: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    """An edit of an edit of an edit: each is checked again, and carried on."""
+    monkeypatch.setattr(f"maskserve_core.imaging.provenance.{name}", value)
+    config = config_of(certificate=str(signer[0]), private_key=str(signer[1]))
+    mark, picture, lengths = make_mark(config), b"", []
+    for _ in range(5):
+        picture = answer(mark, "png", picture or None, config)
+        told = _read(picture, "png")
+        assert told["validation_state"] == "Valid"
+        lengths.append(len(told["manifests"]))
+    assert lengths == [1, 2, 3, 1, 2]
