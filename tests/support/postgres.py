@@ -44,3 +44,22 @@ def postgres(programs: Path) -> Iterator[str]:
             subprocess.run([*control, "-m", "immediate", "stop"], check=True, **quiet)
     finally:
         shutil.rmtree(folder)
+
+
+def stop(programs: Path, url: str) -> None:
+    """End a server as a lost host would."""
+    _control(programs, url, "-m", "immediate", "stop")
+
+
+def start(programs: Path, url: str) -> None:
+    """Start one again that was stopped, with what it had."""
+    folder = url.rpartition("=")[2]
+    settings = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
+    _control(programs, url, "-l", f"{folder}/log", "-o", settings, "start")
+
+
+def _control(programs: Path, url: str, *words: str) -> None:
+    folder = Path(url.rpartition("=")[2])
+    command = [programs / "pg_ctl", "-D", folder / "data", "-w", *words]
+    user = _NOBODY if os.geteuid() == 0 else None
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=user, cwd=folder)

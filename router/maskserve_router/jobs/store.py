@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from sqlalchemy import (
@@ -49,11 +50,13 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.exc import ArgumentError, IntegrityError
+from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
 
 from maskserve_core.config import ConfigError
 from maskserve_router.keys import Daily
 
+P = ParamSpec("P")
+T = TypeVar("T")
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = (
     "queued",
     "running",
@@ -72,6 +75,7 @@ _SILENT_MS: Final = 10_000
 """After so long without a sign of a database's host a statement fails."""
 _BATCH: Final = 200
 """Rows that are forgotten in one transaction: others come between."""
+_RESERVE: Final = 8 * 2**20
 _TELL_S: Final = 3600.0
 """A job whose webhook is still to be told is kept so much longer, and then goes."""
 MOST_LISTED: Final = 100
@@ -262,7 +266,8 @@ def open_store(place: str) -> JobStore:
     if lite:
         _write_ahead(engine)
     _META.create_all(engine)
-    return JobStore(engine, lite=lite)
+    in_file = lite and url.database and url.database != ":memory:"
+    return JobStore(engine, lite=lite, reserve=Path(f"{url.database}-reserve") if in_file else None)
 
 
 def _write_ahead(engine: Engine) -> None:
@@ -308,18 +313,38 @@ class _Changes:
                 db.execute(update(_COUNTS).where(_COUNTS.c.scope == scope).values(**grown))
 
 
+def _on_a_full_disk(
+    method: Callable[Concatenate[JobStore, P], T],
+) -> Callable[Concatenate[JobStore, P], T]:
+    """A method that goes on with the room kept free for it: what frees room or ends a job."""
+
+    @wraps(method)
+    def spared(store: JobStore, /, *given: P.args, **named: P.kwargs) -> T:
+        try:
+            return method(store, *given, **named)
+        except OperationalError:
+            if not store.use_reserve():
+                raise
+        return method(store, *given, **named)
+
+    return spared
+
+
 class JobStore:
     """Each method is a transaction, and may wait for the disk or the network.
 
     Args:
         engine: of the database.
         lite: whether it is SQLite.
+        reserve: a file beside that of SQLite. To delete takes room, too: this much is kept for it,
+            and given back when there is none any more.
     """
 
-    def __init__(self, engine: Engine, *, lite: bool) -> None:
-        self._engine, self._lite = engine, lite
+    def __init__(self, engine: Engine, *, lite: bool, reserve: Path | None = None) -> None:
+        self._engine, self._lite, self._reserve = engine, lite, reserve
         self._reads = engine.execution_options(reads=True)
         self._deleted = False
+        self._keep_reserve()
 
     def close(self) -> None:
         self._engine.dispose()
@@ -461,6 +486,7 @@ class JobStore:
             content = db.execute(select(_CONTENTS.c.content).where(place)).scalar()
         return None if content is None else bytes(content)
 
+    @_on_a_full_disk
     def remove(self, name: str) -> None:
         """Forget a job."""
         with self._writing() as (db, changes):
@@ -512,6 +538,7 @@ class JobStore:
             changes.waits(scope, kind, NOTHING)
             return _job(db.execute(select(_JOBS).where(job)).mappings().one())
 
+    @_on_a_full_disk
     def beat(
         self, owner: str, held: Mapping[str, Holding]
     ) -> tuple[frozenset[str], frozenset[Stray]]:
@@ -548,6 +575,7 @@ class JobStore:
         with self._reads.connect() as db:
             return {row[0]: int(row[1]) for row in db.execute(select(_OWNERS))}
 
+    @_on_a_full_disk
     def free(self, owner: str, beat: int | None = None) -> None:
         """All that an owner has waits again: it stops, or is lost.
 
@@ -563,12 +591,14 @@ class JobStore:
                 return
             _let_go(db, changes, _locked(db, _JOBS.c.owner == owner))
 
+    @_on_a_full_disk
     def let_go(self, stray: Stray) -> None:
         """A job waits again that its owner does not know of."""
         with self._writing() as (db, changes):
             rows = _locked(db, and_(_fenced(*stray), _JOBS.c.waits == NOTHING))
             _let_go(db, changes, [row for row in rows if row["owner"]])
 
+    @_on_a_full_disk
     def put_back(self, name: str, fence: int, not_before: float, *, failed: bool) -> None:
         """A job that was taken waits again.
 
@@ -587,6 +617,7 @@ class JobStore:
                 db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**back))
                 changes.waits(row["scope"], row["waits"], RUN)
 
+    @_on_a_full_disk
     def end(
         self,
         name: str,
@@ -636,6 +667,7 @@ class JobStore:
                 db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**told))
         return True
 
+    @_on_a_full_disk
     def told(self, name: str, fence: int, *, taken: bool) -> None:
         """The webhook's host has taken what it was told, or never will."""
         values = {"told": taken, "owner": "", "gone": _JOBS.c.expires}
@@ -644,6 +676,7 @@ class JobStore:
 
     # What is no longer needed.
 
+    @_on_a_full_disk
     def expire(self, now: float, keep_s: float, wait_s: float, error: Any) -> bool:
         """Forget jobs whose time is over, and fail those that have waited too long to begin; some
         at a time. Says whether there are more.
@@ -669,8 +702,30 @@ class JobStore:
         """Have nothing that was deleted in SQLite's log either."""
         if self._lite and self._deleted:
             self._deleted = False
-            with closing(self._engine.raw_connection()) as db:
-                db.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._write_back()
+        self._keep_reserve()
+
+    def use_reserve(self) -> bool:
+        """Give back the room that is kept; whether there was any."""
+        if self._reserve is None or not self._reserve.exists():
+            return False
+        self._reserve.unlink(missing_ok=True)
+        self._write_back()
+        return True
+
+    def _keep_reserve(self) -> None:
+        if self._reserve is None or self._reserve.exists():
+            return
+        try:
+            with os.fdopen(os.open(self._reserve, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, _RESERVE)
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
+
+    def _write_back(self) -> None:
+        """Have SQLite's log in its file, and the log empty."""
+        with closing(self._engine.raw_connection()) as db:
+            db.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _end(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -463,6 +465,44 @@ def test_a_full_disk_is_told_and_leaves_nothing_half(tmp_path: Path) -> None:
         store.add(job("1"), bytes(2**20), b"", None, ONE, Daily())
     assert (store.get("1"), store.used("a", 0.0)) == (None, Daily())
     give(store, "2")
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("nothing may be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_on_a_full_disk_jobs_end_and_are_deleted(small_disk: Path) -> None:
+    store = open_store(str(small_disk / "jobs.sqlite"))
+    form = bytes(range(256)) * 1000
+
+    def fill() -> None:
+        for number in range(100):
+            made = JobRecord(f"{number}", "a", QUEUED, float(number), len(form))
+            store.add(made, form, b"", None, ONE, Daily())
+
+    with pytest.raises(OperationalError, match="full"):
+        fill()
+    assert store.counts("a")[1].open > 10
+    store.remove("0")
+    store.tidy()
+    assert end(store, "1", None, state=CANCELLED)
+    store.tidy()
+    taken = take(store, "x", 99.0)
+    assert taken is not None
+    assert end(store, taken.id, taken.fence, result=form[:1000])
+    store.remove("3")
+    store.tidy()
+    check_counts(store)
+    give(store, "new")
     store.close()
 
 

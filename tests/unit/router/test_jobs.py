@@ -28,6 +28,7 @@ from maskserve_router.jobs.jobs import _either, place_of
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.public_hosts import is_public
 from maskserve_router.router import Router
+from tests.support.postgres import find_postgres, postgres, start, stop
 from tests.support.router import Faulty, cluster, until
 from tests.support.router_requests import mask_of
 from tests.support.tls_host import Host, answer, serving, trusted_by
@@ -495,6 +496,40 @@ async def test_a_result_waits_for_a_database_that_is_away(tmp_path: Path) -> Non
         away[0] = False
         assert (await client.ended(name))["status"] == "succeeded"
         assert sum(len(w.seen) for w in workers) == 1
+
+
+async def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
+    """While two routers run jobs of it: none is lost, none is made twice, none has two ends."""
+    programs = find_postgres()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed")
+    with postgres(programs) as url:
+        bounds = {"database": url, "lease_s": 4.0, "running": 2}
+        async with jobs(tmp_path, jobs=bounds) as (router, workers, client):
+            for worker in workers:
+                worker.hold()
+            addresses = [worker.address for worker in workers]
+            config = {
+                "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
+                "workers": {"addresses": addresses, "poll_timeout_s": 2.0},
+                "jobs": bounds,
+            }
+            async with Router(router_config_of(config)) as other:
+                names = [await client.give() for _ in range(6)]
+                await until("four run", lambda: sum(len(w.seen) for w in workers) == 4)
+                await asyncio.to_thread(stop, programs, url)
+                assert (await client.call("GET"))[0] == 429
+                for worker in workers:
+                    worker.let_go()
+                await until("it is told", lambda: "not answer" in router._jobs.state)
+                assert (await health(client._session, other))["edits"]
+                await asyncio.sleep(5.0)  # longer than a lease
+                await asyncio.to_thread(start, programs, url)
+                ends = [await client.ended(name) for name in names]
+                assert {end["status"] for end in ends} == {"succeeded"}
+                made = [seen["request_id"] for w in workers for seen in w.seen]
+                assert sorted(made) == sorted(names)
+                await until("all is well", lambda: router._jobs.state == "on")
 
 
 async def test_a_router_that_stops_leaves_its_jobs_to_the_next(tmp_path: Path) -> None:
