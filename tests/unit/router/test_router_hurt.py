@@ -169,7 +169,7 @@ def row(**changed: Any) -> dict[str, Any]:
         {"waiting": [row(active_tokens=5)]},
         {"waiting": [row(dense_share=-1.0)]},
         {"served": {"native_resolution": 0, "token_pixels": 16, "num_inference_steps": 4}},
-        {"worker": "x" * 2**23},
+        {"worker": "x" * 2**26},
     ],
     ids=lambda changed: next(iter(changed)),
 )
