@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
@@ -157,6 +158,13 @@ def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> ModelR
     return message
 
 
+_OURS_OF_PARAMETERS = {
+    "priority": "0, and SETTINGS.priority, which may be negative",
+    "timeout": "microseconds, or SETTINGS.deadline_ms",
+}
+"""KServe's parameters that Triton reads, and what is accepted in their place."""
+
+
 def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS) -> None:
     """Refuse what a worker should not be given.
 
@@ -175,12 +183,22 @@ def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS
         raise InvalidRequest(
             "outputs", "ask for the classification extension", "outputs as they are"
         )
+    for name in ("priority", "timeout"):
+        if name in head.parameters and not _is_count(head.parameters[name]):
+            raise InvalidRequest(
+                f"parameters.{name}", "is no whole number from 0", _OURS_OF_PARAMETERS[name]
+            )
     tensors = (*head.inputs, *head.outputs)
     if any("shared_memory_region" in tensor.parameters for tensor in tensors):
         raise InvalidRequest(
             "inputs or outputs", "are in shared memory, which ends at the host", "tensors as bytes"
         )
     _check_tensors(message, models[head.model_name])
+
+
+def _is_count(parameter: pb.InferParameter) -> bool:
+    chosen = parameter.WhichOneof("parameter_choice")
+    return chosen == "uint64_param" or (chosen == "int64_param" and parameter.int64_param >= 0)
 
 
 def _check_tensors(message: ModelRequest, contract: Contract) -> None:

@@ -472,6 +472,25 @@ def test_requests_of_another_form_go_on_as_they_are(tensors: dict[str, bytes]):
     assert call.encoded() == before
 
 
+@pytest.mark.parametrize("name", ["priority", "timeout"])
+def test_parameters_that_triton_refuses_in_its_own_words_are_told_in_ours(name: str):
+    for kind, value, fine in (
+        ("int64_param", 0, True),
+        ("int64_param", 7, True),
+        ("uint64_param", 7, True),
+        ("int64_param", -1, False),
+        ("string_param", "high", False),
+        ("double_param", 1.5, False),
+    ):
+        message = message_of(TENSORS)
+        setattr(message.head.parameters[name], kind, value)
+        if fine:
+            check_request(message)
+            continue
+        with pytest.raises(InvalidRequest, match=rf"parameters\.{name}: .*accepted: .*SETTINGS"):
+            check_request(message)
+
+
 def test_what_would_end_a_worker_or_is_not_for_clients_is_refused():
     with pytest.raises(InvalidRequest, match="ModelInferRequest"):
         parse_request(b"\xff\xff")
