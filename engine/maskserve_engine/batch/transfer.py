@@ -150,3 +150,9 @@ class HostCopy:
             self._event.synchronize()
         array: NDArray[np.float32] = self._host.numpy()
         return array
+
+    def finite(self) -> bool:
+        """Whether all of them are numbers; waits as `array` does, and asks nothing of the device:
+        it goes on with its steps.
+        """
+        return bool(np.isfinite(self.array()).all())

@@ -27,7 +27,7 @@ from maskserve_engine.requests.executor import (
     StepInput,
     StepResult,
 )
-from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.manager import RequestManager, overflowed
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 
 _log = logging.getLogger(__name__)
@@ -294,7 +294,9 @@ class StepRunner:
         computed = edit.computed_tokens(step)
         edit.tally.computed_tokens += computed
         self.counters["active_tokens_total"] += work.passes * computed
-        if step.done == work.steps:
+        if edit.overflowed is not None:
+            self._drop(edit, overflowed(edit.overflowed))
+        elif step.done == work.steps:
             if edit.audit is None:
                 self.counters["edits_total"] += 1
                 self.observations.add("mask_ratio", work.mask_ratio)
@@ -308,7 +310,14 @@ class StepRunner:
         settings, step, steps = edit.job.request.settings, edit.tally.done, edit.work.steps
         if settings.preview_every and step % settings.preview_every == 0:
             latents = self.executor.estimate(edit.request_id)
-            self.output.send_made(edit.sink, lambda: PreviewEvent(step, steps, latents.array()))
+
+            def preview() -> PreviewEvent | ProgressEvent:
+                if latents.finite():
+                    return PreviewEvent(step, steps, latents.array())
+                edit.overflowed = edit.overflowed or step  # later ones may come before its end
+                return ProgressEvent(step, steps)
+
+            self.output.send_made(edit.sink, preview)
         elif settings.progress:
             self.output.send(edit.sink, ProgressEvent(step, steps))
 

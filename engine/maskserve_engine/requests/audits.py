@@ -11,6 +11,7 @@ Used by the engine thread only.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
@@ -111,13 +112,15 @@ class Audits:
             self.judge(audit, dense.array())
 
     def judge(self, audit: Audit, dense: NDArray[np.float32]) -> float:
-        """Book the drift of an edit; returns it.
+        """Book the drift of an edit, if it is a number; returns it.
 
         Args:
             audit: the edit.
             dense: [C, h, w] its latents computed without the cache.
         """
         drift = drift_of(audit.latents.array(), dense, audit.job.edit_mask)
+        if not math.isfinite(drift):
+            return drift  # the edit has overflowed, which its client was told
         held = self._drifts.setdefault(audit.key, _Drift())
         self._drifts.move_to_end(audit.key)
         if len(self._drifts) > _REMEMBERED:

@@ -57,6 +57,14 @@ from maskserve_engine.stages.loader import dtype_of
 _ONLY_CACHED = "nothing of the kind comes about without a cache"
 
 
+def overflowed(step: int) -> EngineFailed:
+    """An edit's latents after a step are not all numbers."""
+    return EngineFailed(
+        f"the edit's numbers overflowed: after step {step} its latents are not all finite (a LoRA "
+        "or ControlNet of too large a scale, or weights that float16 does not hold: [model] dtype)"
+    )
+
+
 class RequestManager:
     """Every accepted edit and every template being primed, from acceptance to its end.
 
@@ -182,8 +190,10 @@ class RequestManager:
             return
         self._leave(edit)
 
-        def final() -> FinalEvent:
+        def final() -> FinalEvent | Failed:
             array = latents.array()  # until then its steps have not ended
+            if not latents.finite():
+                return Failed(overflowed(edit.work.steps), edit.timeline())
             return FinalEvent(array, edit.final_meta(self._worker, self._model), edit.timeline())
 
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())

@@ -448,6 +448,9 @@ class RequestState:
     own_bytes: int = 0
     """That anchors of its own leave, at most."""
     tally: StepTally = field(default_factory=StepTally)
+    overflowed: int | None = None
+    """A step whose preview was not all numbers, as the output thread has seen; None: there is
+    none."""
     audit: Audit | None = None
     """A cached edit that this one makes again; it has no client."""
     said: RowStatus | None = None
