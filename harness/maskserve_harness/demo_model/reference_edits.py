@@ -214,15 +214,25 @@ def named_edits(
     *,
     side: bool = False,
     photographs: Sequence[Path] = (),
+    bare: bool = False,
 ) -> list[Edit]:
-    """The first `n` of a fixed list of edits that training never draws."""
+    """The first `n` of a fixed list of edits that training never draws.
+
+    Args:
+        n: edits.
+        size: of their pictures.
+        kind: as of `draw_named_wish`.
+        side: likewise.
+        photographs: as of `make_object_scene`.
+        bare: whether nothing of what the prompt names stands in the picture.
+    """
     edits = []
     for i in range(n):
         rng = np.random.default_rng([_HELD_OUT_SEED, i])
         scene = make_object_scene(rng, size, held_out=True, photographs=photographs)
         wish = draw_named_wish(rng, scene, kind, side=side)
         mask = mask_of(scene.things[wish.number], size)
-        source, thing = scene.drawn(scene.things), wish.becomes
+        source, thing = scene.drawn(() if bare else scene.things), wish.becomes
         target = np.where(mask[..., None], finished(scene, wish), source)
         colour, shape = (thing.colour, thing.shape) if thing else (None, None)
         edits.append(Edit(source, mask, wish.prompt, colour, shape, target))
@@ -234,11 +244,17 @@ NAMED_CLASSES: Final = ("both", "colour", "shape", "gone", "side")
 
 
 def named_class(
-    name: str, n: int, size: tuple[int, int] = (128, 128), photographs: Sequence[Path] = ()
+    name: str,
+    n: int,
+    size: tuple[int, int] = (128, 128),
+    photographs: Sequence[Path] = (),
+    *,
+    bare: bool = False,
 ) -> list[Edit]:
-    """The first `n` edits of one of NAMED_CLASSES; arguments as of `make_object_scene`."""
+    """The first `n` edits of one of NAMED_CLASSES; the others are arguments of `named_edits`."""
     side = name == "side"
-    return named_edits(n, size, "both" if side else name, side=side, photographs=photographs)
+    kind = "both" if side else name
+    return named_edits(n, size, kind, side=side, photographs=photographs, bare=bare)
 
 
 def prompt_words() -> list[str]:

@@ -27,7 +27,8 @@ steps, the reference alone. At 20 steps, at the four that it is served with, and
     python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --steps 4
     python scripts/bench eval_quality --model assets/models/demo-edit --own --n 8 --steps 4
 
-So do objects on photographs that its training never drew (`--scenes photographs`).
+So do objects on photographs that its training never drew (`--scenes photographs`), and such
+photographs alone (`bare`).
 
 With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
 missed, as by edits that ignore them.
@@ -84,10 +85,10 @@ def parse() -> argparse.Namespace:
     add("--classes", nargs="+", choices=(*CLASSES, *NAMED_CLASSES), help="default: all")
     add(
         "--scenes",
-        choices=("drawn", "photographs"),
+        choices=("drawn", "photographs", "bare"),
         default="drawn",
-        help="of a model that takes references: as its training drew them, or objects on "
-        "photographs that it never saw",
+        help="of a model that takes references: as its training drew them, objects on "
+        "photographs that it never saw, or these photographs alone",
     )
     add("--steps", type=int, default=20)
     add("--model", type=Path, default=DEMO_MODEL)
@@ -234,11 +235,13 @@ def classes_of(facts: ModelFacts, args: argparse.Namespace) -> dict[str, list[Ed
     Raises:
         SystemExit: the model has no such scenes.
     """
-    unseen = args.scenes == "photographs"
+    unseen, bare = args.scenes != "drawn", args.scenes == "bare"
     if facts.semantics.reference:
         photographs = package_photographs() if unseen else ()
         names = args.classes or NAMED_CLASSES
-        return {name: named_class(name, args.n, photographs=photographs) for name in names}
+        return {
+            name: named_class(name, args.n, (128, 128), photographs, bare=bare) for name in names
+        }
     if unseen:
         raise SystemExit("eval_quality: --scenes: of models that see the source as reference")
     return {name: edits_of(name, args.n) for name in args.classes or CLASSES}

@@ -45,6 +45,9 @@ def test_scenes_on_photographs_are_none_that_training_draws(name: str) -> None:
     for photo in photographs:
         [edit] = named_class(name, 1, size, [photo])
         [again] = named_class(name, 1, size, [photo])
+        [bare] = named_class(name, 1, size, [photo], bare=True)
+        assert bare.prompt == edit.prompt
+        assert not np.array_equal(bare.source[edit.mask], edit.source[edit.mask])
         [drawn] = named_class(name, 1, size)
         assert edit.source.shape == (*size, 3)
         assert np.array_equal(edit.source, again.source)
