@@ -7,6 +7,7 @@ WebGL, which takes seconds where there is no GPU, and its brush has soft rims.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import time
 import uuid
@@ -15,6 +16,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from maskserve_client import EditResult, Final, Masks, Preview
 from maskserve_core.contracts.settings import CACHE_MODES
@@ -111,7 +114,10 @@ def _form(
             found = masks.find(file, points=[place])
         except MaskserveError as error:
             return {"error": error.message}
-        return {"mask": base64.b64encode(found.mask).decode()}
+        # Without its transparency: of what is transparent a canvas has no colour.
+        plain = io.BytesIO()
+        Image.open(io.BytesIO(found.mask)).convert("L").save(plain, "PNG")
+        return {"mask": base64.b64encode(plain.getvalue()).decode()}
 
     painter = _text("painter.html").replace("{least}", str(_LEAST.get(model, 0)))
     editor = gr.HTML(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from maskserve_client import Preview, Progress
 from maskserve_core.contracts.meta import STAGES
 from maskserve_core.errors import MaskserveError
 from maskserve_page.pictures import PagePicture
+
+_CUT = re.compile(r"(.+): text_encoder\w* reads \d+ tokens and not the last (\d+)")
+_FIELDS = {"IMAGE": "The picture", "MASK": "The mask", "PROMPT": "The prompt"}
 
 
 def compared(before: PagePicture, after: PagePicture, mask: Image.Image) -> str:
@@ -45,14 +49,14 @@ def summary(meta: Mapping[str, Any]) -> str:
     timings = meta.get("timings_ms", {})
     total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
-    said = {
-        "hit": "the picture's activations were there",
-        "miss": "the picture's activations are being made for the next edit",
-        "off": "not used",
-    }.get(str(meta.get("cache")), str(meta.get("cache")))
-    more = f"Cache: {html.escape(said)}."
+    more = {
+        "hit": "What the server had kept of the picture was used.",
+        "own": "Its first steps computed the whole picture, and the others used that.",
+        "miss": "The server is preparing the picture for the next edit.",
+        "off": "Nothing that the server keeps was used.",
+    }.get(str(meta.get("cache")), "")
     if computed is not None and whole:
-        more += f" {computed / whole:.0%} of the tokens were computed."
+        more += f" {computed / whole:.0%} of the work of a whole picture was done."
     window = meta.get("window")
     if window is not None:
         left, top, right, bottom = window["box"]
@@ -80,8 +84,18 @@ def progress(event: Progress | Preview) -> str:
 
 
 def note(text: str, warnings: Sequence[str] = ()) -> str:
-    told = "".join(f"<p>{html.escape(each)}</p>" for each in warnings)
+    told = "".join(f"<p>{html.escape(spoken(each))}</p>" for each in warnings)
     return f'<p role="status">{html.escape(text)}</p>{told}'
+
+
+def spoken(warning: str) -> str:
+    """A warning without names of tensors and encoders."""
+    cut = _CUT.fullmatch(warning)
+    if cut is not None:
+        words = "prompt" if cut[1] == "PROMPT" else "negative prompt"
+        return f"The {words} is too long: its end ({cut[2]} tokens) was not read."
+    field, _, told = warning.partition(": ")
+    return f"{_FIELDS[field]} {told}." if field in _FIELDS else warning
 
 
 def sentence(error: Exception) -> str:

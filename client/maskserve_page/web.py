@@ -82,10 +82,10 @@ def serve_page(
 
 
 def _theme() -> Any:
-    """Fonts of the reader's machine: nothing is fetched from elsewhere."""
+    """Fonts of the reader's machine: none is fetched."""
     import gradio as gr
 
     return gr.themes.Default(
-        font=[gr.themes.LocalFont("system-ui"), "sans-serif"],
-        font_mono=[gr.themes.LocalFont("ui-monospace"), "monospace"],
+        font=[gr.themes.Font("system-ui"), gr.themes.Font("sans-serif")],
+        font_mono=[gr.themes.Font("ui-monospace"), gr.themes.Font("monospace")],
     )

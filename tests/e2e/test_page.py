@@ -146,7 +146,7 @@ def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> 
     facts = page.locator("#facts")
     expect(facts).to_contain_text("steps")
     expect(facts).to_contain_text("denoise")
-    expect(facts).to_contain_text("of the tokens were computed")
+    expect(facts).to_contain_text("of the work of a whole picture was done")
     with page.expect_download() as begun:
         page.locator("#download").click()
     edited = np.asarray(Image.open(io.BytesIO(Path(begun.value.path()).read_bytes())))

@@ -27,7 +27,7 @@ from maskserve_page.page import WORDS
 from maskserve_page.pictures import PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.session import Session
-from maskserve_page.told import summary
+from maskserve_page.told import note, spoken, summary
 from tests.fakes.pictures import encode
 
 MASK = Image.new("L", (8, 8), 255)
@@ -261,7 +261,7 @@ def test_what_the_cache_saved_is_said() -> None:
     assert "<strong>1.00 s</strong>, 10 steps, seed 3" in said
     assert "<details><summary>Times</summary>" in said
     assert "<script>" not in summary({**meta, "worker": "<script>"})
-    assert "10% of the tokens were computed" in said
+    assert "10% of the work of a whole picture was done" in said
     assert "<td>denoise</td><td>900 ms</td>" in said
 
 
@@ -345,3 +345,26 @@ async def test_other_origins_and_large_requests_are_refused() -> None:
     read.clear()
     await asked(app, b"x" * 60, b"x" * 60, b"x", **own)
     assert read == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.parametrize(
+    ("warning", "words"),
+    [
+        (
+            "PROMPT: text_encoder_2 reads 16 tokens and not the last 5",
+            "The prompt is too long: its end (5 tokens) was not read.",
+        ),
+        ("MASK: covers 95 % of the picture", "The mask covers 95 % of the picture."),
+        ("something else", "something else"),
+    ],
+)
+def test_warnings_are_told_without_names_of_the_server(warning: str, words: str) -> None:
+    assert spoken(warning) == words
+    assert words in note("done", [warning])
+
+
+@pytest.mark.parametrize("cache", ["hit", "own", "miss", "off", "another"])
+def test_the_cache_is_told_in_a_sentence(cache: str) -> None:
+    meta = {"steps": 4, "seed": 1, "worker": "w", "cache": cache}
+    assert "Cache:" not in summary(meta)
+    assert f"{cache}." not in summary(meta)
