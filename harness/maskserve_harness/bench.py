@@ -33,7 +33,7 @@ COMMANDS = {
     "simulate_cluster": "simulator.command",
     "router": "benchmarks.router_added",
     "routing": "benchmarks.routing",
-    "scale": "simulator.scale",
+    "scale": "emulated.scale",
     "router_scale": "benchmarks.router_scale",
     # Load.
     "end_to_end": "rivals.end_to_end",

@@ -24,6 +24,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_harness.demo_model.scenes import Picture
 from maskserve_harness.photo_model.scenes import Example, Stock, draw_example
+from maskserve_harness.photo_model.sources import CACHE, stock
 from maskserve_harness.photo_model.words import LOOKS, THINGS, draw_prompts, phrase, words
 from maskserve_training.attention import MatmulAttention
 from maskserve_training.command import start_helpers
@@ -32,7 +33,6 @@ from maskserve_training.exchange import Exchange
 from maskserve_training.export import assemble, export
 from maskserve_training.flux import merged_ema
 from maskserve_training.loop import Step, Training
-from maskserve_training.photo_sources import CACHE, stock
 from maskserve_training.text import TEXT_PARTS, Language, train_text
 from maskserve_training.transformer import (
     Batch,

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from maskserve_core.contracts.due_times import OK, SLO_OUTCOMES, slo_outcome
 from maskserve_core.errors import CODES
-from maskserve_router.jobs.store import CANCELLED, FAILED, SUCCEEDED
+from maskserve_router.job_states import ENDS as JOB_ENDS
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Sent
 
@@ -106,7 +106,7 @@ class Metrics:
             self.retries.labels(reason)
         for reason in REJECTIONS:
             self.rejections.labels(reason)
-        for state in (SUCCEEDED, FAILED, CANCELLED):
+        for state in JOB_ENDS:
             self.jobs.labels(state)
         for end in WEBHOOK_ENDS:
             self.webhooks.labels(end)

@@ -24,7 +24,7 @@ from maskserve_harness.demo_model.scenes import Edit, Picture, fill, to_bytes
 from maskserve_harness.photo_model.edits import KINDS, SIZE, PhotoEdit, photo_edits
 from maskserve_harness.photo_model.judge import psnr, rim_step, shown
 from maskserve_harness.photo_model.scenes import HELD_OUT_PHOTOS, Textures
-from maskserve_training.photo_sources import textures
+from maskserve_harness.photo_model.sources import textures
 
 _TILE: Final = 256
 _PAIRS: Final = {"fill": 14, "pattern": 6, "shape": 20}

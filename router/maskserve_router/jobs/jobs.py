@@ -34,14 +34,11 @@ from maskserve_core.worker.logs import about
 from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure, NotSupported, RetryLater, guarded, retry_after
+from maskserve_router.job_states import CANCELLED, FAILED, QUEUED, SUCCEEDED
 from maskserve_router.jobs.owners import Owners
 from maskserve_router.jobs.pauses import Pauses
 from maskserve_router.jobs.store import (
-    CANCELLED,
-    FAILED,
-    QUEUED,
     RUN,
-    SUCCEEDED,
     TELL,
     Holding,
     JobRecord,

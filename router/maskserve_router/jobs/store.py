@@ -53,17 +53,11 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
 
 from maskserve_core.config import ConfigError
+from maskserve_router.job_states import FAILED, QUEUED, RUNNING
 from maskserve_router.keys import Daily
 
 P = ParamSpec("P")
 T = TypeVar("T")
-QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = (
-    "queued",
-    "running",
-    "succeeded",
-    "failed",
-    "cancelled",
-)
 _OPEN: Final = (QUEUED, RUNNING)
 RUN, TELL, NOTHING = "run", "tell", ""
 """What a job waits for."""

@@ -40,11 +40,11 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
         told = f"is {form.fields.output_compression}, and {plan.name} answers with PNG"
         raise InvalidRequest("output_compression", told, "none")
     if not any(each.kind == "mask" for each in plan.inputs):
-        for name, given in (
+        for name, present in (
             ("mask", form.mask is not None),
             ("mask_mode", "mask_mode" in form.settings),
         ):
-            if given:
+            if present:
                 takes = ", ".join(each.name for each in plan.inputs)
                 raise InvalidRequest(name, f"is no input of {plan.name}", takes)
     if form.fields.size != "auto":

@@ -9,7 +9,7 @@ import pytest
 
 from maskserve_harness.photo_model import edits, scenes, words
 from maskserve_harness.photo_model.judge import psnr, rim_step, shown
-from maskserve_training.photo_sources import textures
+from maskserve_harness.photo_model.sources import textures
 
 SIZE = (128, 128)
 

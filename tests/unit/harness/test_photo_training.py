@@ -15,12 +15,12 @@ from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_harness.demo_model.scenes import Picture
 from maskserve_harness.photo_model.scenes import Stock, draw_example
+from maskserve_harness.photo_model.sources import SOURCES, textures
 from maskserve_harness.photo_model.words import LOOKS, THINGS, draw_prompts, words
 from maskserve_training import photo
 from maskserve_training.attention import MatmulAttention
 from maskserve_training.command import start_helpers
 from maskserve_training.export import assemble
-from maskserve_training.photo_sources import SOURCES, textures
 from maskserve_training.text import Language, train_text
 from maskserve_training.transformer import build_transformer
 from maskserve_training.vae import build_vae

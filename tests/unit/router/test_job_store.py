@@ -16,16 +16,12 @@ from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
 from maskserve_core.config import ConfigError
+from maskserve_router.job_states import CANCELLED, FAILED, QUEUED, RUNNING, SUCCEEDED
 from maskserve_router.jobs.store import (
     _CONTENTS,
     _COUNTS,
     _JOBS,
-    CANCELLED,
-    FAILED,
-    QUEUED,
     RUN,
-    RUNNING,
-    SUCCEEDED,
     TELL,
     Counts,
     Holding,
