@@ -50,6 +50,8 @@ class Mutation:
 
 _CORE, _ENGINE, _UNIT = "engine/maskserve_core", "engine/maskserve_engine", "tests/unit"
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
+_KEPT = f"{_UNIT}/engine/batch/test_kept_anchors.py"
+_SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
 _SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
 _FLOW, _FLUX2 = f"{_ENGINE}/families/flow", f"{_ENGINE}/families/flux2/adapter.py"
@@ -131,6 +133,50 @@ MUTATIONS = (
         "    digest = xxhash.xxh3_128()",
         '    return metadata.get("digest", "")',
         f"{_UNIT}/engine/cache/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
+    ),
+    # What a row keeps of its own anchors.
+    Mutation(
+        "an anchor that is told twice makes a line",
+        f"{_ENGINE}/batch/own_anchors.py",
+        "elif self._line.sigmas[-1:] != (sigma,):",
+        "elif True:",
+        f"{_KEPT}::test_a_step_that_is_tried_again_leaves_what_it_left_first",
+    ),
+    Mutation(
+        "a step that is tried again is kept anew",
+        f"{_ENGINE}/batch/own_anchors.py",
+        "if self._lost == self._step or (kept is not None and kept.step == self._step):",
+        "if self._lost == self._step:",
+        f"{_KEPT}::test_a_step_that_is_tried_again_leaves_what_it_left_first",
+    ),
+    Mutation(
+        "an anchor without memory counts as whole",
+        f"{_ENGINE}/batch/own_anchors.py",
+        "if self._lost == self._step:",
+        "if False:",
+        f"{_KEPT}::test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew",
+    ),
+    Mutation(
+        "what lifts entries takes no bytes",
+        f"{_ENGINE}/batch/own_anchors.py",
+        "kept += [*self._found.values(), *self._lacked.values()]",
+        "kept += [*self._found.values()]",
+        f"{_KEPT}::test_what_lifts_entries_is_counted_among_its_bytes",
+    ),
+    # Where residuals lie.
+    Mutation(
+        "a slot that a step still reads is handed out",
+        f"{_ENGINE}/control_link/reuse.py",
+        "taken |= set() if added is None else {added.slot}",
+        "taken |= set()",
+        f"{_SLOTS}::test_no_slot_is_handed_out_that_a_step_still_reads",
+    ),
+    Mutation(
+        "a slot that a later step will read is handed out",
+        f"{_ENGINE}/control_link/reuse.py",
+        "taken = {each.slot for each in self._sent.values() if each.step > step}",
+        "taken = set[int]()",
+        f"{_SLOTS}::test_no_slot_is_handed_out_that_a_later_step_will_read",
     ),
     # Which edits are cached.
     Mutation(

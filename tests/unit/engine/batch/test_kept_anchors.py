@@ -1,0 +1,91 @@
+"""What a pass keeps of its own anchors: of steps that are tried again, without memory, beside a
+template.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from maskserve_engine.batch import own_anchors
+from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
+from maskserve_engine.cache.entries import encode
+from maskserve_engine.layers.scatter_kv import KvSource
+
+TOKENS, ACTIVE, HEADS, WIDTH = 5, 2, 2, 4
+
+
+def keys(seed: int) -> Any:
+    """[tokens, heads, width]"""
+    return torch.randn(TOKENS, HEADS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def anchors(**asked: Any) -> OwnAnchors:
+    return OwnAnchors(OwnPlan(frozenset({0, 2}), "model", text=False, **asked))
+
+
+def take(own: OwnAnchors, step: int, sigma: float, seed: int) -> None:
+    own.anchor(step, sigma, ACTIVE, TOKENS).keys_values(0, keys(seed), keys(seed + 1))
+
+
+def read(own: OwnAnchors, sigma: float) -> Any:
+    """The block's keys of the inactive tokens at a sigma."""
+    source = own.source(0, sigma)
+    (first, *_), out = source.parts, torch.empty(TOKENS - ACTIVE, HEADS * WIDTH)
+    first.into(out)
+    for change in source.changes:
+        along = torch.empty_like(out)
+        change.parts[0].into(along)
+        out = out + change.weight * along
+    return out
+
+
+def test_a_step_that_is_tried_again_leaves_what_it_left_first() -> None:
+    own = anchors()
+    take(own, 0, 1.0, 1)
+    own.passed(1.0)
+    own.passed(1.0)
+    assert own.weight(0.25) == 0.0  # one anchor makes no line
+    take(own, 2, 0.5, 3)
+    take(own, 2, 0.5, 7)  # a batch that failed is tried row by row
+    own.passed(0.5)
+    own.passed(0.5)
+    assert own.weight(0.25) == pytest.approx(0.5)
+    first, second = (keys(seed)[ACTIVE:].flatten(1) for seed in (1, 3))
+    assert torch.allclose(read(own, 0.25), second + 0.5 * (second - first))
+
+
+def test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    own = anchors()
+    take(own, 0, 1.0, 1)
+    own.passed(1.0)
+    assert own.whole()
+    with monkeypatch.context() as patched:
+        patched.setattr(own_anchors, "encode", full)
+        take(own, 2, 0.5, 3)
+    own.passed(0.5)
+    assert not own.whole()
+    assert own.nbytes == 0
+    take(own, 3, 0.25, 5)
+    own.passed(0.25)
+    assert own.whole()
+    assert own.weight(0.1) == 0.0
+
+
+def test_what_lifts_entries_is_counted_among_its_bytes() -> None:
+    own, others = anchors(lifts=True), TOKENS - ACTIVE
+    own.beside(0, 0, slice(0), others, 1.0).keys_values(0, keys(1), keys(2))
+    of_both = 2 * others * HEADS * WIDTH * 4
+    text = own.nbytes - of_both
+    assert text >= 0
+    entry = KvSource(tuple(encode(keys(s)[ACTIVE:].flatten(1), "model") for s in (3, 4)), None, ())
+    lifted = own.lifted(0, entry, 0.5)
+    assert own.nbytes == of_both + text  # what was lacked takes the place of what was found
+    assert [change.weight for change in lifted.changes] == [0.5]
