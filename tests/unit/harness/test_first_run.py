@@ -142,7 +142,7 @@ def test_what_steps_are_made_of_is_timed_by_itself(tmp_path: Path) -> None:
     assert all(s["sdpa_ms"] > 0 and "varlen_ms" not in s for s in attention)  # on a CPU
     placing = time_placing(bench, (2,))
     assert len(placing) == 6
-    assert all(s["ms"] > 0 < s["gb_per_s"] for s in placing)
+    assert all(s["ms"] > 0 <= s["gb_per_s"] for s in placing)  # rounded: 0 where all wait
     report = {"hardware": "x", "command": "y", "date": "z", "torch": "2", "placing": placing}
     write_page({**report, "attention_ms": attention}, tmp_path / "run.json")
     page = (tmp_path / "run.md").read_text(encoding="utf-8")
