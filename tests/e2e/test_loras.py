@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -59,8 +62,8 @@ def asked(loras: Loras, **more: Any) -> dict[str, Any]:
 class Site:
     """A worker and a router before it, with a folder of LoRAs drawn anew."""
 
-    def __init__(self, folder: Path, grpc: Grpc, http: str) -> None:
-        self.folder, self.grpc, self.http = folder, grpc, http
+    def __init__(self, folder: Path, grpc: Grpc, grpc_url: str, http: str) -> None:
+        self.folder, self.grpc, self.grpc_url, self.http = folder, grpc, grpc_url, http
 
     def edited(self, name: str) -> Any:
         return self.grpc.edit(edit_inputs(SOURCE, MASK, **asked(((name, 1.0),))))
@@ -96,8 +99,9 @@ def site(demo: Clone) -> Iterator[Site]:
     for name in ("warm", "cold"):
         drawn(folder / f"{name}.safetensors")
     drawn_for_text(folder / "words.safetensors")
-    with closing(Grpc(f"127.0.0.1:{demo.router + 1}")) as grpc:
-        served = Site(folder, grpc, f"http://127.0.0.1:{demo.router}")
+    grpc_url = f"127.0.0.1:{demo.router + 1}"
+    with closing(Grpc(grpc_url)) as grpc:
+        served = Site(folder, grpc, grpc_url, f"http://127.0.0.1:{demo.router}")
         for name in ("warm", "cold", "words"):
             eventually(f"{name} is listed", lambda name=name: _answers(lambda: served.edited(name)))
         yield served
@@ -220,7 +224,79 @@ def _answers(ask: Any) -> bool:
     try:
         ask()
     except InferenceServerException as error:
-        if "[ADAPTER_NOT_FOUND]" in str(error):
+        if "[ADAPTER_NOT_FOUND]" in str(error) or "is still being listed" in str(error):
             return False
         raise
     return True
+
+
+SENTENCES = (
+    "has just been replaced", "cannot be had now", "is cut short", "is no safetensors file",
+    "too short for a safetensors file", "is gone", "there is no adapter",
+)  # fmt: skip
+"""What an edit may be told whose LoRA is being replaced."""
+REPLACED_S = 180.0
+"""For how long at most: until both files have been served, and each way was gone."""
+
+
+def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site) -> None:
+    """By a rename, as files should be, and written over in place, half of it late; beside edits
+    that never stop. No answer is of a mixture, and edits without the file notice nothing.
+    """
+    path, inputs = site.folder / "swapped.safetensors", {}
+    drawn(path)
+    files = [path.read_bytes()]
+    drawn(path)
+    files.append(path.read_bytes())
+    digests = [hashlib.sha256(raw).hexdigest() for raw in files]
+    for name in ("swapped", "warm"):
+        more = asked(((name, 1.0),), seed=5, reproducible=True)
+        inputs[name] = edit_inputs(SOURCE, MASK, **more)
+    eventually("it is listed", lambda: _answers(lambda: site.grpc.edit(inputs["swapped"])))
+    beside, _ = site.grpc.edit(inputs["warm"])
+    over, pictures, told = threading.Event(), dict[str, set[bytes]](), list[str]()
+
+    def ask(name: str) -> None:
+        with closing(Grpc(site.grpc_url)) as grpc:
+            while not over.is_set():
+                try:
+                    picture, meta = grpc.edit(inputs[name])
+                except InferenceServerException as error:
+                    told.append(str(error))
+                    continue
+                [lora] = meta["loras"]
+                pictures.setdefault(f"{name} {lora['digest']}", set()).add(picture)
+
+    askers = [threading.Thread(target=ask, args=(n,)) for n in ("swapped", "swapped", "warm")]
+    for each in askers:
+        each.start()
+    end, turn = time.monotonic() + REPLACED_S, 0
+    while time.monotonic() < end and (turn < 8 or len(pictures) < 3):
+        raw = files[turn % 2]
+        if turn % 4 < 2:
+            path.with_suffix(".new").write_bytes(raw)
+            os.replace(path.with_suffix(".new"), path)
+        else:
+            with path.open("wb") as file:
+                file.write(raw[: len(raw) // 2])
+                file.flush()
+                time.sleep(0.3)
+                file.write(raw[len(raw) // 2 :])
+        turn += 1
+        time.sleep(8.0 if turn % 4 == 0 or turn % 4 == 1 else 0.7)  # some stay until they are found
+    over.set()
+    for each in askers:
+        each.join()
+    wrong = [line for line in told if not any(part in line for part in SENTENCES)]
+    assert not wrong, wrong[:3]
+    assert pictures.pop(next(key for key in pictures if key.startswith("warm"))) == {beside}
+    assert {key.removeprefix("swapped ") for key in pictures} <= set(digests)
+    assert all(len(each) == 1 for each in pictures.values()), "one file, one picture"
+    assert len(pictures) == 2 == len(set.union(*pictures.values())), "both files were served"
+    last = digests[(turn - 1) % 2]
+
+    def settled() -> bool:
+        meta: Any = site.grpc.edit(inputs["swapped"])[1]
+        return bool(meta["loras"][0]["digest"] == last)
+
+    eventually("the last file is served", lambda: _answers(settled) and settled())
