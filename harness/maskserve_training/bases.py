@@ -165,7 +165,7 @@ class FluxBase(Base):
         ids = torch.zeros(rows, columns, 3)
         ids[..., 1], ids[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)[None]
         none = torch.full((len(samples), 2), -1)
-        return transformer.Batch(
+        return transformer.HintedBatch(
             clean=clean,
             condition=torch.cat([seen, mask], dim=2),
             prompt=torch.stack([states for states, _ in texts]),

@@ -198,7 +198,9 @@ def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS
 
 def _is_count(parameter: pb.InferParameter) -> bool:
     chosen = parameter.WhichOneof("parameter_choice")
-    return chosen == "uint64_param" or (chosen == "int64_param" and parameter.int64_param >= 0)
+    return bool(
+        chosen == "uint64_param" or (chosen == "int64_param" and parameter.int64_param >= 0)
+    )
 
 
 def _check_tensors(message: ModelRequest, contract: Contract) -> None:

@@ -42,6 +42,8 @@ _COLUMNS = (
     "ahead",
     "between_row",
     "between_token",
+    "whole_row",
+    "whole_token",
     "as_of",
     "waits",
     "degree",
@@ -129,7 +131,7 @@ class Board:
         self._views.extend([None] * (number + 1 - len(self._views)))
         self._views[number] = view
         pricing, rings = view.pricing, view.pricing.rings
-        between = pricing.between
+        between, whole = pricing.between, pricing.whole
         profile = view.profile
         self._costs[number] = (
             pricing.step,
@@ -143,6 +145,8 @@ class Board:
             rings.ahead,
             math.nan if between is None else between.cached_row,
             math.nan if between is None else between.active_token,
+            math.nan if whole is None else whole.cached_row,
+            math.nan if whole is None else whole.active_token,
             view.as_of,
             profile.free_at * pricing.step + profile.until(profile.free_at)[0],
             min([1.0, *(min(each.dense, each.cached) for each in pricing.degrees)]),
@@ -266,7 +270,7 @@ class Board:
         scores, exact = self._scores(edit, now, rows, alone=alone, primed=primed)
         costs = self._costs[rows]
         scores = costs[:, _AT["slowdown"]] * scores + costs[:, _AT["rest"]] * edit.total_tokens
-        if edit.cached_levels or edit.other_levels:
+        if edit.cached_levels or edit.own_levels or edit.dense_levels:
             exact = np.zeros_like(exact)
         best = float(scores[exact].min()) if exact.any() else math.inf
         for count, (floor, number) in enumerate(_ascending(scores[~exact], rows[~exact])):
@@ -328,40 +332,44 @@ class Board:
             with_ring = (1.0 + ahead) * edit.inner_tokens + ring * edit.ring_tokens
             return np.where(np.isnan(ring), (1.0 + ahead) * edit.active_tokens, with_ring)
 
-        def row(active: Floats | float) -> tuple[Floats, Floats]:
-            """As `Pricing.row` of a cached row."""
-            compute = costs[:, _AT["cached_row"]] + costs[:, _AT["active_token"]] * active
-            load = costs[:, _AT["spare_token"]] * (total - active)
-            cached = (compute < dense) & (load < dense)
-            return np.where(cached, compute, dense), np.where(cached, load, 0.0)
+        def row(base: str, token: str, active: Floats | float) -> tuple[Floats, Floats]:
+            """As `Pricing.row` of a cached row; the price of a row that is not there is NaN."""
+            compute = costs[:, _AT[base]] + costs[:, _AT[token]] * active
+            load = costs[:, _AT["spare_token"]] * np.maximum(total - active, 0.0)
+            dear = (compute >= dense) | (load >= dense)
+            return np.where(dear, dense, compute), np.where(dear, 0.0, load)
 
+        ring = tokens_of(costs[:, _AT["ring_template"]], costs[:, _AT["ahead"]])
+        read = active_tokens if edit.controls else ring
+        cached, load = row("cached_row", "active_token", read)
+        whole, whole_load = row("whole_row", "whole_token", active_tokens)
         # Without a template: with anchors of its own, or dense.
         compute = dense
         if edit.own_steps:
             active = tokens_of(costs[:, _AT["ring_own"]], 0.0)
             added = costs[:, _AT["between_row"]] * size + costs[:, _AT["between_token"]] * active
-            each = np.where(np.isnan(added), row(active)[0], np.minimum(dense, added))
+            between = np.where(
+                np.isnan(added),
+                row("cached_row", "active_token", active)[0],
+                np.minimum(dense, added),
+            )
             share, first = edit.own_steps / steps, 1.0 / steps
-            compute = share * dense + (1.0 - first) * each
+            compute = np.minimum(dense, share * dense + (1.0 - first) * between)
         nothing = np.zeros(len(rows))
         tiers = self._tiers(edit, rows, primed=primed)
         if (tiers < 0).all():
             return compute, nothing, nothing
-        # With one.
-        read = (
-            active_tokens
-            if edit.controls
-            else tokens_of(costs[:, _AT["ring_template"]], costs[:, _AT["ahead"]])
-        )
-        cached, load = row(read)
-        load = np.where(tiers == _DEVICE, 0.0, load)
+        # With one: leaving out text and ring, or not where that is less.
+        less = whole < cached
+        cached, load = np.where(less, whole, cached), np.where(less, whole_load, load)
         first = min(1.0, edit.dense_steps / steps)
-        cached, load = cached + first * (dense - cached), (1.0 - first) * load
+        mean = cached + first * (dense - cached)
+        reads = mean < dense
         brought = self._costs[rows, _FETCH + np.maximum(tiers, 0)]
-        fetch = np.where(cached == dense, 0.0, brought)
-        in_vain = (fetch > 0.0) & (fetch + steps * cached >= steps * dense)
-        cached = np.where(in_vain, dense, cached)
-        load, fetch = np.where(in_vain, 0.0, load), np.where(in_vain, 0.0, fetch)
+        reads &= ~((brought > 0.0) & (brought + steps * mean >= steps * dense))
+        cached = np.where(reads, mean, dense)
+        load = np.where(reads & (tiers != _DEVICE), (1.0 - first) * load, 0.0)
+        fetch = np.where(reads, brought, 0.0)
         has = tiers >= 0
         return np.where(has, cached, compute), np.where(has, load, 0.0), np.where(has, fetch, 0.0)
 

@@ -213,7 +213,7 @@ def _net(weights: FluxWeights, bench: Bench) -> FluxControlNet:
         *spread(doubles, 0, BASE_BLOCKS[0]),
         *spread(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
     )
-    return FluxControlNet(own, hint, (out,) * len(places), None, channels, places)
+    return FluxControlNet(own, hint, (out,) * len(places), None, channels, BASE_BLOCKS, places)
 
 
 def _control_count(
