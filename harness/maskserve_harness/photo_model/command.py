@@ -37,6 +37,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", type=Path, default=DEMO_MODEL.with_name("demo-photo"), help="its folder")
     add("--edits", type=int, default=24, help="of each kind")
+    add("--side", type=int, default=SIZE[0], help="of the pictures in pixels, in multiples of 16")
     add("--steps", type=int, default=12, help="of each edit")
     add("--threads", type=int, default=2, help="CPU threads")
     add("--json", type=Path, help="figures to write")
@@ -51,14 +52,15 @@ def main() -> int:
     grounds = textures()
     pipe = FluxFillPipeline.from_pretrained(args.model, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    edits = {kind: photo_edits(kind, args.edits, grounds) for kind in KINDS if args.edits}
+    size = args.side, args.side
+    edits = {kind: photo_edits(kind, args.edits, grounds, size) for kind in KINDS if args.edits}
     begun = time.perf_counter()
     pictures = {kind: run_edits(pipe, list(some), args.steps, 1) for kind, some in edits.items()}
     seconds = (time.perf_counter() - begun) / max(1, len(KINDS) * args.edits)
     if args.edits:
         report = {
             **figures(edits, pictures, grounds),
-            "vae_psnr_db": vae_likeness(pipe.vae),
+            "vae_psnr_db": vae_likeness(pipe.vae, args.side),
             "seconds_per_edit": seconds,
             "folder_mb": sum(f.stat().st_size for f in args.model.rglob("*") if f.is_file()) / 1e6,
         }
@@ -75,7 +77,8 @@ def main() -> int:
     if args.blind:
         other = FluxFillPipeline.from_pretrained(args.beside, torch_dtype=torch.float32)
         other.set_progress_bar_config(disable=True)
-        blind_sheet(pipe, other, args.steps, grounds, args.blind)
+        some = [edit for kind, n in _PAIRS.items() for edit in photo_edits(kind, n, grounds, size)]
+        blind_sheet(pipe, other, args.steps, some, args.blind)
     return 0
 
 
@@ -102,14 +105,16 @@ def figures(
 
 
 @torch.no_grad()
-def vae_likeness(vae: AutoencoderKL) -> float:
-    """Mean PSNR in dB of the middle of each held-out photograph, coded and decoded."""
+def vae_likeness(vae: AutoencoderKL, side: int) -> float:
+    """Mean PSNR in dB of each held-out photograph's middle, `side` pixels square at most, coded
+    and decoded.
+    """
     found = []
     for path in HELD_OUT_PHOTOS:
         with Image.open(path) as image:
-            side = min(*image.size, SIZE[0]) // 16 * 16
-            left, top = (image.width - side) // 2, (image.height - side) // 2
-            box = (left, top, left + side, top + side)
+            square = min(*image.size, side) // 16 * 16
+            left, top = (image.width - square) // 2, (image.height - square) // 2
+            box = (left, top, left + square, top + square)
             photo = np.asarray(image.convert("RGB").crop(box))
         x = torch.from_numpy(photo.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
         y = vae.decode(vae.encode(x).latent_dist.mode()).sample[0].permute(1, 2, 0)
@@ -119,10 +124,9 @@ def vae_likeness(vae: AutoencoderKL) -> float:
 
 
 def blind_sheet(
-    pipe: FluxFillPipeline, other: FluxFillPipeline, steps: int, grounds: Textures, path: Path
+    pipe: FluxFillPipeline, other: FluxFillPipeline, steps: int, edits: list[PhotoEdit], path: Path
 ) -> None:
     """Write the pairs to `path`, and as JSON beside it which of each pair is the first model's."""
-    edits = [edit for kind, n in _PAIRS.items() for edit in photo_edits(kind, n, grounds)]
     ours = run_edits(pipe, list(edits), steps, 1)
     side = int(other.vae.config.sample_size)
     small = [_reduced(edit, side) for edit in edits]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,17 +11,19 @@ import pytest
 import torch
 from diffusers import FluxFillPipeline
 from PIL import Image
+from safetensors.torch import load_file
 
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_harness.demo_model.scenes import Picture
+from maskserve_harness.photo_model import command
 from maskserve_harness.photo_model.scenes import Stock, draw_example
 from maskserve_harness.photo_model.sources import SOURCES, textures
 from maskserve_harness.photo_model.words import LOOKS, THINGS, draw_prompts, words
 from maskserve_training import photo
 from maskserve_training.attention import MatmulAttention
 from maskserve_training.command import start_helpers
-from maskserve_training.export import assemble
+from maskserve_training.export import assemble, export
 from maskserve_training.text import Language, train_text
 from maskserve_training.transformer import build_transformer
 from maskserve_training.vae import build_vae
@@ -109,6 +112,32 @@ def test_fused_attention_is_the_same_sum() -> None:
     for fused_since in (None, 14, 15):
         model.set_attn_processor(MatmulAttention(fused_since))
         torch.testing.assert_close(model(**batch).sample, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_written_model_is_judged(
+    pipe: FluxFillPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, halved = tmp_path / "model", ("transformer", "vae")
+    export(pipe, model, MAX_SEQUENCE_LENGTH, halved=halved, steps=photo.STEPS)
+    for part in halved:
+        (weights,) = (load_file(path) for path in (model / part).glob("*.safetensors"))
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    pipe.to(torch.float32)
+    monkeypatch.setattr(command, "_PAIRS", {"pattern": 1, "shape": 1})
+    figures, sheet, blind = (tmp_path / name for name in ("f.json", "sheet.png", "blind.png"))
+    flags = f"--edits 1 --steps 1 --side 96 --json {figures} --sheet {sheet} --blind {blind}"
+    both = ["--model", str(model), "--beside", str(model)]
+    monkeypatch.setattr(sys, "argv", ["eval_photo_model", *flags.split(), *both])
+    assert command.main() == 0
+    report = json.loads(figures.read_text())
+    assert report["fill"]["rim_beside_untouched"] > 0
+    assert report["pattern"]["psnr_db_of_a_smooth_fill"] > report["pattern"]["psnr_db"]
+    assert report["words_followed"] == 0  # noise is no word
+    assert report["vae_psnr_db"] > 8  # a decoder that has learnt nothing blurs
+    for picture in (sheet, blind):
+        with Image.open(picture) as page:
+            assert page.width > 500
+    assert len(json.loads(blind.with_suffix(".json").read_text())) == 2
 
 
 def test_helpers_run_the_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
