@@ -44,6 +44,7 @@ COMMANDS = {
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     "fuzz_headers": "benchmarks.fuzz_headers",
+    "every_edit": "benchmarks.every_edit",
     # The quality of pictures.
     "eval_quality": "quality.command",
     "eval_unet_quality": "quality.unet_command",
