@@ -153,7 +153,9 @@ def test_cached_activations_are_the_adapters_own(site: Site) -> None:
     _, first = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="auto")))
     image, hit = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
     again, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
-    assert (plain["cache"], first["cache"], hit["cache"]) == ("hit", "own", "hit")
+    # Anchors of its own are as much work as this small model's dense steps.
+    assert (plain["cache"], first["cache"], hit["cache"]) == ("hit", "miss", "hit")
+    assert first["dense_for"] == "work"
     assert hit["computed_tokens"] < first["computed_tokens"]
     assert image == again
 

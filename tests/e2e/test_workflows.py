@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import os
 import queue
@@ -21,6 +22,7 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpcclient
+from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from maskserve_client.client import Client
@@ -328,7 +330,10 @@ def test_a_sam_2_masks_what_is_clicked_on(site: Site, folder: Path) -> None:
     )
     found = Masks(url).find(SOURCE, **clicked)
     mask, score = nodes.found(scene(SIDE, SIDE), clicked["points"], clicked["box"])
-    assert found.mask == encode_mask(mask)
+    # White in the answer, where its alpha is 0, too.
+    white, alpha = (np.asarray(Image.open(io.BytesIO(found.mask)).getchannel(n)) for n in "LA")
+    assert np.array_equal(white, mask)
+    assert np.array_equal(alpha, 255 - mask)
     assert found.score == pytest.approx(score, abs=1e-3)
     settings: dict[str, Any] = {"seed": SEED, "num_inference_steps": STEPS, "cache": "off"}
     refused = pytest.raises(InvalidRequest, match="mask_from: is given, and a worker finds no")
