@@ -247,6 +247,11 @@ class ServeOptions:
         return cls(**{**found, **several})
 
     def check(self) -> None:
+        """Raises ServeError: the flags do not go together, or name what is not there."""
+        self.check_flags()
+        self._check_paths()
+
+    def check_flags(self) -> None:
         """Raises ServeError: the flags do not go together."""
         with_model = bool(self.stages_device or self.controlnet_device)
         alone = with_model or self.nodes is not None
@@ -265,6 +270,9 @@ class ServeOptions:
         ):
             if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", device):
                 raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
+
+    def _check_paths(self) -> None:
+        """Raises ServeError: a flag names a folder or file that is not there."""
         if "://" not in self.adapters:
             check_path("--adapters", self.adapters, "a folder, or a URL such as s3://BUCKET/LORAS")
         check_path("--controlnets", self.controlnets, "a folder with one of each ControlNet")

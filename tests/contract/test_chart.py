@@ -257,7 +257,7 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
         (container,) = of["spec"]["template"]["spec"]["containers"]
         assert container["command"][:2] == ["maskserve", "serve"]
         options = ServeOptions.given(parser.parse_args(container["command"][2:]))
-        options.check()
+        options.check_flags()
         assert (options.workers, options.host) == (0, "0.0.0.0")
         ports = of_part(DEFAULT_BASE_PORT)
         called = [ports.grpc, ports.link] if ports.link else [ports.grpc]

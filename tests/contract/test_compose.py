@@ -92,7 +92,7 @@ def served(name: str) -> ServeOptions:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     options = ServeOptions.given(parser.parse_args(arguments))
-    options.check()
+    options.check_flags()
     return options
 
 

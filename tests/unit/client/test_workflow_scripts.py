@@ -53,7 +53,7 @@ def test_scripts_beside_the_definitions_do_what_these_do(
     photo, mask = np.zeros((16, 24, 3), np.uint8), np.zeros((16, 24), np.uint8)
     photo[2:6, 2:6] = photo[9:14, 12:20] = (255, 0, 0)
     mask[2:6, 2:6] = 255
-    Image.fromarray(photo).save("photo.png")
+    Image.fromarray(photo).save("edited.png")  # as the command above the scripts leaves it
     Image.fromarray(mask).save("mask.png")
     assert len(SCRIPTS) == 2
     known = {"Client": Shapes, "Masks": Shapes, "InvalidRequest": InvalidRequest, "Image": Image}

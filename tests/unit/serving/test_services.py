@@ -99,7 +99,9 @@ def test_flags_that_do_not_go_together_are_refused(given: dict[str, Any], told: 
 
 
 def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
-    ServeOptions(workers=0, nodes=tmp_path).check()
+    nodes = tmp_path / "nodes.toml"
+    nodes.touch()
+    ServeOptions(workers=0, nodes=nodes).check()
     for workers, host in ((0, "0.0.0.0"), (2, "127.0.0.1")):
         own = spec(tmp_path, workers=workers, host="0.0.0.0", stages_device="cpu")
         service = StagesProcess(own)
@@ -109,9 +111,15 @@ def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
 
 
 def test_a_controlnet_service_listens_to_other_hosts_where_it_is_alone(tmp_path: Path) -> None:
+    nets = tmp_path / "nets"
+    nets.mkdir()
     for workers, listens in ((0, True), (2, False)):
         own = spec(
-            tmp_path, workers=workers, host="0.0.0.0", controlnets="nets", controlnet_device="cpu"
+            tmp_path,
+            workers=workers,
+            host="0.0.0.0",
+            controlnets=str(nets),
+            controlnet_device="cpu",
         )
         own.options.check()
         service = ControlNetProcess(own)
