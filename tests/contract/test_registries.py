@@ -78,13 +78,16 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
         SETTINGS=("cache.stride",),
         read=lambda folder, pipeline, native: facts,
         recorded_rows=lambda config: int(config.engine.heartbeat_s > 1),
-        count=lambda config, height, width, halo, **how: (height, width, how["recorded"]),
+        count=lambda config, height, width, halo, **how: types.SimpleNamespace(
+            blocks=(), size=(height, width, how["recorded"])
+        ),
     )
     monkeypatch.setitem(registry.FAMILIES, "dummy", dummy)
     monkeypatch.setitem(LOADERS, "dummy", lambda: FamilyLoaders(_unused, _adapter, _unused))
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "DummyPipeline"}))
     assert load_adapter(config_of(tmp_path)) == ("adapter", facts)
-    assert registry.counted_work(facts, 4, 6, recorded=True) == (4, 6, True)
+    work: Any = registry.counted_work(facts, 4, 6, recorded=True)
+    assert work.size == (4, 6, True)
     assert not registry.recorded_rows(facts, Config())
     with pytest.raises(
         ConfigError, match=r'\[model\] t5_weights: a setting of .*FLUX models.*; use "'
