@@ -136,12 +136,13 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     def _edit(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
         inputs = _inputs(request)
         self.worker.seen.append({**inputs, "model_name": request.model_name.encode()})
-        self.worker.started.set()
         settings = parse_settings(inputs["SETTINGS"])
         accepted = accept_edit(settings, inputs["PROMPT"], FILL_FACTS, CONFIG)
         edit = prepare_edit(
             inputs["IMAGE"], inputs["MASK"], accepted, FILL_FACTS, CONFIG, self.worker.get
         )
+        # Not before: an interrupt that comes meanwhile would hide why an edit is refused.
+        self.worker.started.set()
         asked = edit.request.settings
         steps = asked.num_inference_steps
         assert steps is not None
