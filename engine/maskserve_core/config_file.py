@@ -7,6 +7,7 @@ key by key.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -89,3 +90,16 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
             value = {**held, **value}
         tables[name] = value
     return tables
+
+
+def read_json(path: Path, setting: str = "[model] path") -> dict[str, Any]:
+    """A JSON object of a model folder, which a setting names; ConfigError if it is none."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {path} is not valid JSON") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{setting}: {path} is not a JSON object")
+    return loaded

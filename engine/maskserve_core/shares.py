@@ -161,3 +161,7 @@ def urgency(
     """
     wanted = arrival + patience_s
     return (wanted if due is None else min(wanted, due)) - priority * aging_s
+
+
+PATIENCE_S = 120.0
+"""Seconds of waiting after which an edit without due time is as urgent as one that is due now."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.config_file import read_json
 from maskserve_core.models import flux
-from maskserve_core.models.facts import read_json
 from maskserve_core.models.registry import load_facts
 from maskserve_harness.checkout import CHECKOUT
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.reuse_levels import ReuseLevel, Way, levels_of
+from maskserve_core.contracts.reuse_levels import ReuseLevel, Way, levels_of, own_count
 from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.canvas import canvas_size
@@ -17,7 +17,6 @@ from maskserve_core.imaging.images import Size, model_size, read_size
 from maskserve_core.imaging.masks import cover_a_side, edit_region, select, tokens_within
 from maskserve_core.imaging.view import see
 from maskserve_core.kept import Kept
-from maskserve_core.planning.own_anchors import own_count
 from maskserve_core.routing import Edit
 from maskserve_core.worker.values import NO_VALUES, Values
 from maskserve_router.config import RouterConfig

@@ -23,8 +23,7 @@ from maskserve_core.contracts import bytes_tensor
 from maskserve_core.errors import EngineFailed, InvalidRequest, TemplateNotFound
 from maskserve_core.imaging.images import as_file
 from maskserve_core.kept import Kept
-from maskserve_core.shares import urgency
-from maskserve_core.worker.step_scheduler import PATIENCE_S
+from maskserve_core.shares import PATIENCE_S, urgency
 from maskserve_core.worker.values import NO_VALUES, Values, parse
 from maskserve_core.workflows.live_placement import LivePlacement
 from maskserve_core.workflows.node_types import NodeType

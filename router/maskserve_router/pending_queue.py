@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from maskserve_core.contracts.keys import scope_of
 from maskserve_core.errors import Cancelled, DeadlineExceeded
 from maskserve_core.routing import Edit, NoWorkerAvailable, Policy
-from maskserve_core.shares import Shares, urgency
-from maskserve_core.worker.step_scheduler import PATIENCE_S
+from maskserve_core.shares import PATIENCE_S, Shares, urgency
 from maskserve_router.pool import Pool
 from maskserve_router.worker import Sent, Worker, WorkerEpoch
 

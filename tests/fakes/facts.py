@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from maskserve_core.models.facts import ALL_STEPS, EditDefaults, ModelFacts
-from maskserve_core.models.flux import CONTROL
 from maskserve_core.models.latents import LatentSpace
+from maskserve_core.models.mmdit import CONTROL
 from maskserve_core.models.semantics import FILL
 
 FILL_FACTS = ModelFacts(

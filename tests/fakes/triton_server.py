@@ -22,13 +22,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
 
 PAINT = (220, 20, 60)

@@ -10,8 +10,9 @@ import numpy as np
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.line_fit import Line
 from maskserve_core.models.facts import own_rule, text_shares
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_engine.base.job import EditJob, FinalEvent

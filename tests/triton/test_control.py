@@ -16,11 +16,12 @@ from msgspec import structs
 from PIL import Image
 
 from maskserve_core.config import Config, StagesConfig, templates_folder
+from maskserve_core.contracts.operations import OPERATIONS
 from maskserve_core.contracts.status_record import NodeStatus, WorkerStatus
 from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.cancels import CancelListener, cancel_edit
-from maskserve_core.triton.control import OPERATIONS, WorkerControl
+from maskserve_core.triton.control import WorkerControl
 from maskserve_core.triton.together import batched
 from maskserve_core.worker.admission import Gate
 from maskserve_core.worker.stages import StagesAway

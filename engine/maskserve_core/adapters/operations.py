@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from maskserve_core.adapters.catalogue import KnownAdapter
-from maskserve_core.adapters.storage import NAME
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
+from maskserve_core.contracts.keys import ADAPTER_NAME
 from maskserve_core.errors import InvalidRequest
 
 _FIELD = "OP.name"
@@ -103,7 +103,7 @@ class AdapterOperations:
     def _check_name(self, name: str) -> None:
         if not self._config.adapters.store:
             raise InvalidRequest("OP.op", "adapters are not served here", "[adapters] store")
-        if NAME.fullmatch(name) is None:
+        if ADAPTER_NAME.fullmatch(name) is None:
             raise InvalidRequest(_FIELD, "has another form", "the name of an adapter")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -27,10 +26,9 @@ from maskserve_core.adapters.lora_header import (
     read_tensors,
     with_config,
 )
+from maskserve_core.contracts.keys import ADAPTER_NAME
 from maskserve_core.files.safetensors_header import short
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""The form of an adapter's name: it can lead to no other folder."""
 CHUNK_BYTES = 8 * 2**20
 
 JOINT = "--"
@@ -235,7 +233,7 @@ def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Sto
     config_bytes = int(found[config].get("size") or 0) if config else 0
     if config:
         said += _stamps(found[config])
-    problem = why_no_name(name) if NAME.fullmatch(name) is None else ""
+    problem = why_no_name(name) if ADAPTER_NAME.fullmatch(name) is None else ""
     if config_bytes > MAX_CONFIG_BYTES:
         problem = f"has an {CONFIG_FILE} of {config_bytes} bytes; at most {MAX_CONFIG_BYTES}"
     version = hashlib.sha256("\0".join(said).encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -30,13 +30,13 @@ from maskserve_core.adapters.lora_plan import check_file
 from maskserve_core.adapters.storage import (
     CHUNK_BYTES,
     FOLDER_FILES,
-    NAME,
     SUFFIX,
     Storage,
     StorageFailed,
     why_no_name,
 )
 from maskserve_core.config import AdaptersConfig, Config
+from maskserve_core.contracts.keys import ADAPTER_NAME
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError, Overloaded
 from maskserve_core.files.safetensors_header import reader_of
 
@@ -249,7 +249,7 @@ def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
     name = path.resolve().parent.name if in_folder else path.name
     if name.lower().endswith(SUFFIX):
         name = name[: -len(SUFFIX)]
-    if NAME.fullmatch(name) is None:
+    if ADAPTER_NAME.fullmatch(name) is None:
         raise BadAdapter(why_no_name(name))
     limits = AdaptersConfig()
     base = None if model is None else BaseLayers.of_folder(model)

@@ -190,3 +190,7 @@ def nearest_anchor(
         ):
             best = anchor
     return best
+
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""The form of an adapter's name: it can lead to no other folder."""

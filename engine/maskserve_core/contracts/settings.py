@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from maskserve_core.adapters.storage import NAME as ADAPTER_NAME
-from maskserve_core.contracts.keys import SCOPE, TEMPLATE_ID
+from maskserve_core.contracts.keys import ADAPTER_NAME, SCOPE, TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import Misread, Table, given, read
 

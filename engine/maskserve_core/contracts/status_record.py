@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
+from maskserve_core.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.models.facts import NONE, DenseSteps
 
 VERSION = 2
 ADAPTERS_LISTED = 256
@@ -73,7 +73,7 @@ class Served:
     """Tokens that are computed round the mask, of an edit that does not say how many."""
     dense_sides: bool = False
     """Whether a row that computes a whole side of the picture runs dense even on a hit."""
-    dense_steps: DenseSteps = NONE
+    dense_steps: DenseSteps = NO_DENSE_STEPS
     """First steps of a cached row that compute all tokens."""
     own_stride: float = 0.0
     """Of an edit whose template is not at hand, the share of its steps from one that computes all

@@ -17,7 +17,7 @@ from PIL import Image
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import entries_id, scope_of, template_id
 from maskserve_core.contracts.postprocess_context import PostprocessContext
-from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl, accept_edit
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl
 from maskserve_core.contracts.settings import MAX_CONTROLS, EditSettings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging.canvas import canvas_size, grown
@@ -43,6 +43,7 @@ from maskserve_core.imaging.provenance import has_manifest
 from maskserve_core.imaging.view import View, see
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.shown import LONGEST
+from maskserve_core.triton.accept import accept_edit
 
 DECODED_PIXELS = 1_500_000
 """Sources of up to so many pixels travel to postprocess decoded. That takes a fraction of the time

@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.config_file import read_json
+from maskserve_core.contracts.dense_steps import DenseSteps
 from maskserve_core.models import flux
 from maskserve_core.models.facts import (
-    DenseSteps,
     EditDefaults,
     ModelFacts,
     least_steps,
     no_recorded_rows,
     one_scale,
-    read_json,
 )
 from maskserve_core.models.semantics import INPAINT
 from maskserve_core.planning.flops import FixedWork, ModelWork

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from maskserve_core.adapters.storage import NAME
 from maskserve_core.config import Config
+from maskserve_core.contracts.keys import ADAPTER_NAME
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
 from maskserve_core.files.digests import file_digest
 from maskserve_core.files.safetensors_header import BadHeader, header_of
@@ -63,7 +63,7 @@ class ControlNets:
         if self._folder is None or not self._folder.is_dir():
             return []
         names = sorted(path.parent.name for path in self._folder.glob(f"*/{_CONFIG}"))
-        return [self._described(name) for name in names if NAME.fullmatch(name)]
+        return [self._described(name) for name in names if ADAPTER_NAME.fullmatch(name)]
 
     def find(self, name: str, field: str) -> KnownControlNet:
         """The ControlNet of this name.
@@ -74,7 +74,7 @@ class ControlNets:
         """
         if self._folder is None:
             raise InvalidRequest(field, "ControlNets are not served here", "no controls")
-        if NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
+        if ADAPTER_NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
             raise AdapterNotFound(f"{field}: there is no ControlNet {name}")
         found = self._described(name)
         if found.problem:

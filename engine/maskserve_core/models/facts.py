@@ -6,45 +6,19 @@ from a model folder's JSON; nothing here knows a family.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.config_file import read_json
+from maskserve_core.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
+from maskserve_core.contracts.reuse_levels import own_count
 from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_core.models.semantics import Semantics
 from maskserve_core.models.shown import Shown
-from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule, own_count
-
-_PER_DENSE_STEP = 10
-"""Steps that an edit must have for each dense one that its model needs: of the four of a distilled
-model a dense one would take most of what caching saves."""
-
-
-@dataclass(frozen=True, slots=True)
-class DenseSteps:
-    """First steps that compute all tokens (docs/adr/0028). The largest number that applies counts.
-
-    Entries are made of the template alone, without a prompt. Where the model sees the picture round
-    the mask as noised as the rest, dense first steps bring cached edits with a prompt nearest.
-    """
-
-    every: int = 0
-    """Of any edit, however few its steps."""
-    prompt: int = 0
-    """Of one with a prompt."""
-    side: int = 0
-    """Of one whose active tokens cover a whole side of the picture."""
-
-    def of(self, steps: int, *, prompt: bool, side: bool) -> int:
-        """Of an edit of so many steps that has a prompt, or covers a side, or both."""
-        needed = max(self.prompt if prompt else 0, self.side if side else 0)
-        return max(self.every, min(needed, steps // _PER_DENSE_STEP))
-
-
-NONE = DenseSteps()
+from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
 
 
 def dense_steps(configured: int, needed: DenseSteps) -> DenseSteps:
@@ -160,7 +134,7 @@ class ModelFacts:
     dense_sides: bool = False
     """Whether an edit that computes a whole side of the picture computes all of it (docs/adr/0023):
     cached it would miss the bars of quality."""
-    dense_steps: DenseSteps = NONE
+    dense_steps: DenseSteps = NO_DENSE_STEPS
     """First steps of cached edits that compute all tokens (docs/adr/0028)."""
     keeps_placed: bool = False
     """Whether a batch keeps keys and values placed from step to step (`[cache] placed_bytes`)."""
@@ -249,19 +223,6 @@ class ModelFacts:
     def micro_conditioning(self) -> bool:
         """Whether the model takes sizes and a pooled prompt beside the prompt (SDXL)."""
         return self.denoiser.get("addition_embed_type") == "text_time"
-
-
-def read_json(path: Path, setting: str = "[model] path") -> dict[str, Any]:
-    """A JSON object of a model folder, which a setting names; ConfigError if it is none."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{setting}: {path} is not valid JSON") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{setting}: {path} is not a JSON object")
-    return loaded
 
 
 def one_scale(folder: Path) -> LatentSpace:

@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config
+from maskserve_core.config_file import read_json
+from maskserve_core.contracts.dense_steps import DenseSteps
 from maskserve_core.models.facts import (
     ALL_STEPS,
-    ControlFacts,
-    DenseSteps,
     EditDefaults,
     ModelFacts,
     least_steps,
     one_scale,
-    read_json,
+)
+from maskserve_core.models.mmdit import (
+    CONTROL,
+    STEPS_AHEAD,
+    VECTORS_AT_ONCE,
+    by_block,
+    joint_attention,
 )
 from maskserve_core.models.semantics import FILL, INPAINT, REFERENCE
 from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
@@ -66,25 +72,10 @@ _STRIDES = {FILL: ALL_STEPS, INPAINT: 7, REFERENCE: 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
 noised like the rest and its activations change with the noise."""
 
-CONTROL = ControlFacts(
-    net="FluxControlNetModel",
-    latents=True,
-    equal=(
-        "num_attention_heads",
-        "attention_head_dim",
-        "joint_attention_dim",
-        "pooled_projection_dim",
-        "axes_dims_rope",
-    ),
-)
 _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.25, power=3.0), REFERENCE: None}
 """Where the picture round the mask is noised like the rest, what it is to attention changes the
 less, the less noise there is."""
 
-STEPS_AHEAD = 8
-"""Steps for which a FLUX batch has its shifts, scales and gates computed at once, at least."""
-VECTORS_AT_ONCE = 32
-"""Those of so many steps and passes are computed at once where passes are few."""
 _FLUX_HELD = 24
 """Widths that a token holds at most, before a single block's attention where that runs as plain
 operations: the block's input, all that one product made of it (7), queries and keys in float32 (4
@@ -268,24 +259,6 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
             "single_transformer_blocks": (int(config["num_single_layers"]), single),
         }
     )
-
-
-def joint_attention(width: int) -> dict[str, int]:
-    """Numbers per rank of a LoRA of the attention of a block of two streams."""
-    layers = (
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-    )  # fmt: skip
-    return {f"attn.{layer}": 2 * width for layer in layers}
-
-
-def by_block(stacks: Mapping[str, tuple[int, Mapping[str, int]]]) -> dict[str, int]:
-    """By dotted names, of stacks of so many blocks with these layers."""
-    return {
-        f"{stack}.{number}.{layer}": numbers
-        for stack, (count, layers) in stacks.items()
-        for number in range(count)
-        for layer, numbers in layers.items()
-    }
 
 
 def _mlp(inputs: int, width: int) -> float:

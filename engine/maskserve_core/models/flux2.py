@@ -7,15 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.models import flux
-from maskserve_core.models.facts import (
-    DenseSteps,
-    EditDefaults,
-    ModelFacts,
-    least_steps,
-    no_recorded_rows,
-    read_json,
-)
+from maskserve_core.config_file import read_json
+from maskserve_core.contracts.dense_steps import DenseSteps
+from maskserve_core.models import flux, mmdit
+from maskserve_core.models.facts import EditDefaults, ModelFacts, least_steps, no_recorded_rows
 from maskserve_core.models.latents import latent_space, with_statistics
 from maskserve_core.models.semantics import EXACT_REFERENCE, REFERENCE
 from maskserve_core.planning.flops import ModelWork
@@ -112,14 +107,14 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     inner = int(h * float(config.get("mlp_ratio", 3.0)))
-    double = flux.joint_attention(h)
+    double = mmdit.joint_attention(h)
     for stream in ("ff", "ff_context"):
         double |= {f"{stream}.linear_in": h + 2 * inner, f"{stream}.linear_out": inner + h}
     single = {
         "attn.to_qkv_mlp_proj": 4 * h + 2 * inner,
         "attn.to_out": 2 * h + inner,
     }
-    return flux.by_block(
+    return mmdit.by_block(
         {
             "transformer_blocks": (int(config["num_layers"]), double),
             "single_transformer_blocks": (int(config["num_single_layers"]), single),

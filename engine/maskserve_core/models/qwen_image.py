@@ -7,15 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.models import flux
-from maskserve_core.models.facts import (
-    DenseSteps,
-    EditDefaults,
-    ModelFacts,
-    least_steps,
-    no_recorded_rows,
-    read_json,
-)
+from maskserve_core.config_file import read_json
+from maskserve_core.contracts.dense_steps import DenseSteps
+from maskserve_core.models import flux, mmdit
+from maskserve_core.models.facts import EditDefaults, ModelFacts, least_steps, no_recorded_rows
 from maskserve_core.models.latents import latent_space
 from maskserve_core.models.semantics import INPAINT, REFERENCE, SAMPLED_REFERENCE
 from maskserve_core.models.shown import Shown
@@ -108,6 +103,6 @@ def count(
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    block = flux.joint_attention(h)
+    block = mmdit.joint_attention(h)
     block |= {f"{mlp}.net.{n}": 5 * h for mlp in ("img_mlp", "txt_mlp") for n in ("0.proj", "2")}
-    return flux.by_block({"transformer_blocks": (int(config["num_layers"]), block)})
+    return mmdit.by_block({"transformer_blocks": (int(config["num_layers"]), block)})

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import ConfigError
-from maskserve_core.models import flux
+from maskserve_core.config_file import read_json
+from maskserve_core.contracts.dense_steps import DenseSteps
+from maskserve_core.models import flux, mmdit
 from maskserve_core.models.facts import (
-    DenseSteps,
     EditDefaults,
     ModelFacts,
     check_served,
     least_steps,
     no_recorded_rows,
-    read_json,
 )
 from maskserve_core.models.latents import latent_space
 from maskserve_core.models.semantics import EXACT_REFERENCE
@@ -145,4 +145,4 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     inner = int(h * float(config.get("mlp_ratio", 3)))
     block = {f"attn.{layer}": 2 * h for layer in ("to_q", "to_k", "to_v", "to_out.0")}
     block |= {f"img_mlp.{layer}": h + inner for layer in ("proj", "gate_layer", "out")}
-    return flux.by_block({"transformer_blocks": (int(config["num_layers"]), block)})
+    return mmdit.by_block({"transformer_blocks": (int(config["num_layers"]), block)})

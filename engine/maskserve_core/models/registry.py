@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.config_file import read_json
 from maskserve_core.models import chroma, flux, flux2, qwen_image, qwen_image21, sd3, unet, z_image
-from maskserve_core.models.facts import ModelFacts, read_json
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.family import FamilyFacts, family_work
 from maskserve_core.planning.flops import ModelWork
 

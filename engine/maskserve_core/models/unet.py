@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.models.facts import (
-    ControlFacts,
-    EditDefaults,
-    ModelFacts,
-    one_scale,
-    read_json,
-)
+from maskserve_core.config_file import read_json
+from maskserve_core.models.facts import ControlFacts, EditDefaults, ModelFacts, one_scale
 from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_core.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import ConfigError
-from maskserve_core.models import flux
+from maskserve_core.config_file import read_json
+from maskserve_core.contracts.dense_steps import DenseSteps
+from maskserve_core.models import flux, mmdit
 from maskserve_core.models.facts import (
-    DenseSteps,
     EditDefaults,
     ModelFacts,
     least_steps,
     no_recorded_rows,
     one_scale,
-    read_json,
 )
 from maskserve_core.models.semantics import INPAINT
 from maskserve_core.planning.flops import ModelWork
@@ -193,4 +193,4 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     block = {f"attention.{layer}": 2 * h for layer in ("to_q", "to_k", "to_v", "to_out.0")}
     block |= {f"feed_forward.w{number}": h + inner for number in (1, 2, 3)}
     stacks = {"noise_refiner": "n_refiner_layers", "layers": "n_layers"}
-    return flux.by_block({name: (int(config[own]), block) for name, own in stacks.items()})
+    return mmdit.by_block({name: (int(config[own]), block) for name, own in stacks.items()})

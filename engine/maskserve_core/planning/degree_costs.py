@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from maskserve_core.planning.cost_model import Line
+from maskserve_core.line_fit import Line
 from maskserve_core.planning.flops import ModelWork, RowTokens
 
 DEGREES = (1, 2, 4, 8)

@@ -37,23 +37,6 @@ OWN_RULE = OwnRule()
 """Where nothing says another."""
 
 
-_LEAST_STEPS = 4
-
-
-def own_count(steps: int, stride: float) -> int:
-    """Anchors of an edit that reads no template: one for every `stride` of the schedule, half of
-    all steps at most; none of fewer than four: one dense step alone foretells too little of so
-    short a schedule.
-
-    Args:
-        steps: of the edit.
-        stride: as a share of the schedule; 0: none.
-    """
-    if not stride or steps < _LEAST_STEPS:
-        return 0
-    return -(-steps // max(2 + steps % 2, round(stride * steps)))
-
-
 def own_steps(
     count: int, sigmas: Sequence[float], evenly_over: float, *, growth: float = 0.0
 ) -> frozenset[int]:

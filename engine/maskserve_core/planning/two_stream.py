@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.line_fit import Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import end_bytes
 from maskserve_core.planning.flops import DENSE, KINDS, KV, Floats, ModelWork, Totals
 

@@ -25,12 +25,13 @@ from typing import Any
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
 from maskserve_core.contracts.meta import as_told, with_result, with_slack
-from maskserve_core.contracts.request import accept_edit
+from maskserve_core.contracts.parameters import parameters
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.tensors import PICTURES
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.triton.accept import accept_edit
 from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.after_steps import AfterSteps
 from maskserve_core.triton.answer import Answer
@@ -40,7 +41,7 @@ from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
 from maskserve_core.triton.pipeline import Event, run_edit
 from maskserve_core.triton.request_log import RequestLog
 from maskserve_core.triton.results import Results
-from maskserve_core.triton.tensor_io import parameters, read_bytes, read_elements
+from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.triton.traffic import Traffic, is_probe
 from maskserve_core.triton.watcher import Watcher

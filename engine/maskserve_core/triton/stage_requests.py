@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from maskserve_core.contracts.parameters import parameters
 from maskserve_core.errors import EngineFailed
-from maskserve_core.triton.tensor_io import parameters
 
 REVISION = "stages_revision"
 """Parameter of a request that a worker sends on: the digest of the stages that it is made for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -128,15 +127,6 @@ def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes | list[bytes]) -
     cells = np.empty(len(elements), np.object_)
     cells[:] = elements
     return api.Tensor(name, cells)
-
-
-def parameters(request: Any) -> dict[str, Any]:
-    """The parameters of a Triton request; none where a client's are no text."""
-    try:
-        found: dict[str, Any] = json.loads(request.parameters() or "{}")
-    except ValueError:
-        return {}
-    return found
 
 
 def named_tensors(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> list[Any]:

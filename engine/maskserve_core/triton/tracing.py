@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.config import Config, TraceConfig
+from maskserve_core.contracts.parameters import parameters
 from maskserve_core.errors import MaskserveError
-from maskserve_core.triton.tensor_io import parameters
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from maskserve_core.contracts.parameters import parameters
 from maskserve_core.errors import EngineFailed
 from maskserve_core.triton.call import Call
-from maskserve_core.triton.tensor_io import parameters
 from maskserve_core.worker.liveness import Silence
 
 PROBE = "maskserve_probe"

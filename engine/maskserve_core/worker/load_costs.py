@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from maskserve_core.contracts.status_record import LoadCost
-from maskserve_core.planning.cost_model import fit
+from maskserve_core.line_fit import fit
 
 _LOADS_KEPT = 64
 """Of each source, that costs are fitted to."""

@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 
 from maskserve_core.contracts.keys import name_of, scope_of
 from maskserve_core.errors import InvalidRequest, Overloaded
-from maskserve_core.shares import Shares, urgency
+from maskserve_core.shares import PATIENCE_S, Shares, urgency
 from maskserve_core.worker.key_turns import KeyTurns
 
 
@@ -189,8 +189,6 @@ MakePolicy = Callable[[int, int, float], SchedulingPolicy]
 
 AGING_S = 5.0
 """A step of priority weighs as much as so many seconds of waiting."""
-PATIENCE_S = 120.0
-"""Seconds of waiting after which an edit without due time is as urgent as one that is due now."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

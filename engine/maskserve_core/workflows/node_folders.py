@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from maskserve_core.config import ConfigError, NodesConfig
-from maskserve_core.models.facts import read_json
+from maskserve_core.config_file import read_json
 
 _GROUNDED: Final = "grounding-dino"
 _ACCEPTED: Final = MappingProxyType(

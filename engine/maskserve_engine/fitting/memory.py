@@ -10,11 +10,12 @@ import psutil
 import torch
 
 from maskserve_core.config import Config, ConfigError, Stage, beside_denoiser
+from maskserve_core.config_file import read_json
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.files.safetensors_header import header_of
 from maskserve_core.files.weight_files import weight_files
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import ModelFacts, own_rule, own_stride, read_json
+from maskserve_core.models.facts import ModelFacts, own_rule, own_stride
 from maskserve_core.models.registry import control_work, recorded_rows
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.planning.flops import ModelWork

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.reuse_levels import own_count
 from maskserve_core.models.facts import own_rule, own_stride
 from maskserve_core.planning import own_anchors as planning
 from maskserve_core.planning.entry_bytes import FORMATS
@@ -67,7 +68,7 @@ def plans_beside(
 def _plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
     facts = adapter.facts
     rule = own_rule(config, facts, device_of(config).type)
-    count = planning.own_count(adapter.steps(job), own_stride(config, facts))
+    count = own_count(adapter.steps(job), own_stride(config, facts))
     if not count:
         return None
     plan = OwnPlan(

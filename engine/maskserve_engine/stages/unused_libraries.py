@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maskserve_core.config import Config
-from maskserve_core.models.facts import read_json
+from maskserve_core.config_file import read_json
 
 _COMPILER = "torch._dynamo"
 

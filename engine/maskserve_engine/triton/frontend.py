@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.meta import NEW, event_meta, failed_meta, final_meta
+from maskserve_core.contracts.parameters import parameters
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest, ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
 from maskserve_core.triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_core.triton.answer import Answer, answer_each
-from maskserve_core.triton.tensor_io import parameters, read_array, read_array_or_none, read_bytes
+from maskserve_core.triton.tensor_io import read_array, read_array_or_none, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
 from maskserve_core.worker.doings import Doings
 from maskserve_engine.base.job import (

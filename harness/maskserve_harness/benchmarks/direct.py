@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import EditRequest, accept_edit
+from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models.registry import load_facts
+from maskserve_core.triton.accept import accept_edit
 from maskserve_core.worker.step_scheduler import MakePolicy
 from maskserve_engine.base.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
 from maskserve_engine.cache.priming_prompt import write_priming_prompt

@@ -41,12 +41,12 @@ from PIL import Image
 from maskserve_core.config import cores
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.meta import STAGES
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.tensors import ensemble_steps
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.models.registry import counted_work, load_facts
+from maskserve_core.triton.accept import accept_edit
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import pack_conditioning

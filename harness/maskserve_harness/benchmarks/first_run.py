@@ -42,9 +42,9 @@ import numpy as np
 import torch
 
 from maskserve_core.config import CacheConfig
+from maskserve_core.contracts.reuse_levels import own_count
 from maskserve_core.models.flux import OWN_STRIDES
 from maskserve_core.models.semantics import FILL
-from maskserve_core.planning.own_anchors import own_count
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.entries import encode

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_core.planning.cost_model import CostModel, Line, fit
+from maskserve_core.line_fit import Line, fit
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.flops import KINDS, RowTokens, Totals
 from maskserve_core.planning.two_stream import StepCosts, evaluate, step_costs
 from maskserve_engine.cache.entries import AnchorEntry

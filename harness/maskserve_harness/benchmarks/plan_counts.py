@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models.registry import counted_work
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.planning.plan_bounds import counted, sorts_of

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.cost_model import H100, CostModel, Line, estimate
+from maskserve_core.planning.cost_model import H100, CostModel, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS, ModelWork
 from maskserve_core.planning.planner import plan

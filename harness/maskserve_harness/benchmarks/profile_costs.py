@@ -34,7 +34,7 @@ from scipy.optimize import nnls
 
 from maskserve_core.config import Config
 from maskserve_core.config_file import config_of, read_toml
-from maskserve_core.planning.cost_model import Line
+from maskserve_core.line_fit import Line
 from maskserve_core.planning.cost_profile import CostProfile
 from maskserve_core.planning.degree_costs import (
     DEGREES,

@@ -39,9 +39,9 @@ import torch
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.config_file import config_of
+from maskserve_core.contracts.reuse_levels import own_count
 from maskserve_core.models.flux import OWN_STRIDES
 from maskserve_core.models.semantics import FILL
-from maskserve_core.planning.own_anchors import own_count
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.first_run_parts import as_served

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from maskserve_core.config import ModelConfig
+from maskserve_core.line_fit import Line
 from maskserve_core.models.registry import counted_work
-from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
 from maskserve_core.worker.gangs.work import (
     GangPlan,

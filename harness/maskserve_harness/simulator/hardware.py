@@ -8,6 +8,8 @@ from typing import Literal
 
 from maskserve_core.config import CacheConfig, Config, ModelConfig
 from maskserve_core.contracts.keys import anchor_steps
+from maskserve_core.contracts.reuse_levels import own_count
+from maskserve_core.line_fit import Line
 from maskserve_core.models.facts import (
     ModelFacts,
     TextShares,
@@ -21,7 +23,6 @@ from maskserve_core.planning.cost_model import (
     H100,
     CostModel,
     GpuProperties,
-    Line,
     Rates,
     cpu_rates,
     estimate,
@@ -34,7 +35,7 @@ from maskserve_core.planning.entry_bytes import (
     entry_bytes,
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
-from maskserve_core.planning.own_anchors import clock_steps, foreseen_at, own_count, own_steps
+from maskserve_core.planning.own_anchors import clock_steps, foreseen_at, own_steps
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.cost_profile import read_profile
 from maskserve_core.planning.degree_costs import (
     DEGREES,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.models.flux import STEPS_AHEAD, VECTORS_AT_ONCE
+from maskserve_core.models.mmdit import STEPS_AHEAD, VECTORS_AT_ONCE
 from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.families.flux.weights import Double, FluxWeights, StreamWeights, TwoLayers

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.models.flux import CONTROL
+from maskserve_core.models.mmdit import CONTROL
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.own_anchors import OwnAnchors, foretold

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import AcceptedEdit, Lora, accept_edit
+from maskserve_core.contracts.request import AcceptedEdit, Lora
 from maskserve_core.contracts.settings import (
     EditSettings,
     LoraSetting,
@@ -19,6 +19,7 @@ from maskserve_core.contracts.settings import (
     parse_settings,
 )
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.loras import OTHER_MODEL, lora, write
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import accept_edit
+from maskserve_core.contracts.operations import OPERATIONS, parse_operation
 from maskserve_core.contracts.settings import dump_settings, parse_settings
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.postprocess import source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.triton.control import OPERATIONS, parse_operation
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.corpus.case import Case, Damaged, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, sample
 from tests.fakes.corpus.settings import KEYS, good_settings

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models.facts import TextShares
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.routing import Pricing

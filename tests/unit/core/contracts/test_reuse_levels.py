@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from maskserve_core.contracts.reuse_levels import LEVELS, Way, levels_of
+from maskserve_core.contracts.reuse_levels import LEVELS, Way, levels_of, own_count
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.flux import OWN_STRIDES
 from maskserve_core.models.semantics import FILL, INPAINT, Semantics
-from maskserve_core.planning.own_anchors import own_count
 from tests.fakes.facts import FILL_FACTS
 
 TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"

@@ -15,12 +15,12 @@ import pytest
 from PIL import Image, ImageCms
 
 from maskserve_core.config import Config, LimitsConfig
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import Decoded, decode_image, decode_mask
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.corpus.encoding import GREY, RGB, chunks_of, png, png_of
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import blob_mask, encode, scene

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.exif import MOST_BYTES, upright
 from maskserve_core.imaging.images import NO_LIMITS, decode_image
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.draws import fresh_rng

@@ -15,13 +15,13 @@ from PIL import Image, IptcImagePlugin
 from PIL.PngImagePlugin import PngInfo
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.images import NO_LIMITS, decode_image
 from maskserve_core.imaging.metadata import MOST_XMP_BYTES, Metadata, iptc_of, xmp_of
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.imaging.provenance import SOURCE_TYPE, XMP
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import blob_mask, encode, scene
 

@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.postprocess import finish_edit, source_and_weights
 from maskserve_core.imaging.preprocess import DECODED_PIXELS, PreparedEdit, prepare_edit
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.corpus.encoding import GREY, GREY_ALPHA, RGB, RGBA, png
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene

@@ -17,13 +17,7 @@ from msgspec import structs
 
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
 from maskserve_core.contracts.keys import entries_id, template_id
-from maskserve_core.contracts.request import (
-    AcceptedEdit,
-    EditRequest,
-    ResolvedControl,
-    accept_edit,
-    steps_run,
-)
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl, steps_run
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging import preprocess
@@ -34,6 +28,7 @@ from maskserve_core.models import unet
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.semantics import FILL, INPAINT
 from maskserve_core.models.shown import Shown
+from maskserve_core.triton.accept import accept_edit
 from maskserve_core.worker.templates import KeptTemplates
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS

@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config, ConfigError, ModelConfig, ProvenanceConfig
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings, OutputFormat
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.imaging.provenance import SOURCE_TYPE, Mark, make_mark
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import encode, scene
 from tests.support.certificates import write_signer

@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config, ConfigError, SafetyConfig
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import EngineFailed, Refused
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.imaging.safety import Check, load_check
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import blob_mask, encode, scene
 

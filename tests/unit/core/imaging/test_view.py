@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import CropMode, EditSettings
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.imaging.view import see, window_round
+from maskserve_core.triton.accept import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import encode, scene
 from tests.support.draws import fresh_rng

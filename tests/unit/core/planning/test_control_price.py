@@ -13,8 +13,9 @@ from maskserve_core.contracts.pricing import Pricing, RowPrice
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.contracts.settings import acting, scale_at, shares
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
+from maskserve_core.line_fit import Line
 from maskserve_core.models.registry import control_work, counted_work, load_facts
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.routing.predict import predicted_seconds

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maskserve_core.line_fit import Line, fit
 from maskserve_core.planning.cost_model import (
     H100,
     CostModel,
     GpuProperties,
-    Line,
     Rates,
     cpu_rates,
     estimate,
-    fit,
     from_json,
     gpu_rates,
 )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from maskserve_core.config import ConfigError
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.line_fit import Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.cost_profile import CostProfile, read_profile
 from maskserve_core.planning.degree_costs import ExchangeCosts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.degree_costs import (
     DEGREES,
     ExchangeCosts,

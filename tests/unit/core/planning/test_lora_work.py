@@ -13,11 +13,12 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from peft import LoraConfig
 from torch import nn
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models import flux, unet
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.registry import counted_work, load_facts, lora_work, typical_lora
 from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.planning.flops import Added, Totals
 from maskserve_core.planning.planner import plan_totals

@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maskserve_core.planning.own_anchors import foreseen_at, own_count, own_steps
+from maskserve_core.contracts.reuse_levels import own_count
+from maskserve_core.planning.own_anchors import foreseen_at, own_steps
 
 
 def shifted(steps: int, times: float) -> list[float]:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.planning.planner import TOLERANCE, plan

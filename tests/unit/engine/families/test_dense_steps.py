@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_core.contracts.dense_steps import DenseSteps
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import Served
-from maskserve_core.models.facts import DenseSteps, dense_steps
+from maskserve_core.models.facts import dense_steps
 from maskserve_core.models.registry import load_facts
 from maskserve_core.routing import Edit, Pricing, WorkerView
 from maskserve_engine.families.encoder import Encoder

@@ -11,10 +11,10 @@ import pytest
 from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLInpaintPipeline
 
 from maskserve_core.config import ConfigError
-from maskserve_core.contracts.request import check_settings
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.registry import load_facts
+from maskserve_core.triton.accept import check_settings
 from maskserve_engine.families.registry import load_adapter
 from tests.fakes.jobs import config_of
 

@@ -8,7 +8,8 @@ import pytest
 
 from maskserve_core.config import ConfigError
 from maskserve_core.config_file import config_of
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.line_fit import Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_engine.cache.entry_file import OpenFile
 from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.cache.sizing import TemplateSize

@@ -22,8 +22,9 @@ from msgspec import structs
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.contracts.reuse_levels import own_count
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.planning.own_anchors import foreseen_at, own_count, own_steps
+from maskserve_core.planning.own_anchors import foreseen_at, own_steps
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder

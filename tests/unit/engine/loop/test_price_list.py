@@ -10,7 +10,7 @@ from msgspec import structs
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.pricing import DegreePrice
-from maskserve_core.planning.cost_model import Line
+from maskserve_core.line_fit import Line
 from maskserve_core.planning.degree_costs import ExchangeCosts, seconds_by_degree
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.routing.estimate import pricing_of

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from maskserve_core.line_fit import Line
 from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_model import CostModel, Line
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Arrival, Load, Selection

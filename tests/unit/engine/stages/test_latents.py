@@ -15,7 +15,8 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 
 from maskserve_core.config import ConfigError
-from maskserve_core.models.facts import ModelFacts, one_scale, read_json
+from maskserve_core.config_file import read_json
+from maskserve_core.models.facts import ModelFacts, one_scale
 from maskserve_core.models.latents import LatentSpace, latent_space
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.stages.decode import Decoder

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.control_nets import check_config
 from maskserve_core.models.facts import anchor_stride
+from maskserve_core.triton.accept import accept_edit
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.flux2.adapter import Flux2Adapter
 from maskserve_engine.families.registry import load_adapter, load_encoder

@@ -18,11 +18,11 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
-from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.registry import load_facts
+from maskserve_core.triton.accept import accept_edit
 from maskserve_engine.families.flow.rows import FlowPrimingRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
-from maskserve_core.contracts.request import accept_edit, with_defaults
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.control_nets import check_config
 from maskserve_core.models.facts import own_rule
 from maskserve_core.models.registry import load_facts
+from maskserve_core.triton.accept import accept_edit, with_defaults
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter, load_encoder

@@ -1,0 +1,33 @@
+"""How many first steps of a cached edit compute all tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_PER_DENSE_STEP = 10
+"""Steps that an edit must have for each dense one that its model needs: of the four of a distilled
+model a dense one would take most of what caching saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSteps:
+    """First steps that compute all tokens (docs/adr/0028). The largest number that applies counts.
+
+    Entries are made of the template alone, without a prompt. Where the model sees the picture round
+    the mask as noised as the rest, dense first steps bring cached edits with a prompt nearest.
+    """
+
+    every: int = 0
+    """Of any edit, however few its steps."""
+    prompt: int = 0
+    """Of one with a prompt."""
+    side: int = 0
+    """Of one whose active tokens cover a whole side of the picture."""
+
+    def of(self, steps: int, *, prompt: bool, side: bool) -> int:
+        """Of an edit of so many steps that has a prompt, or covers a side, or both."""
+        needed = max(self.prompt if prompt else 0, self.side if side else 0)
+        return max(self.every, min(needed, steps // _PER_DENSE_STEP))
+
+
+NO_DENSE_STEPS = DenseSteps()
