@@ -99,7 +99,7 @@ types: $(STAMP)
 	mkdir -p $(MODELS)
 	for model in model_repository/* services/*; do test ! -e $$model/1/model.py \
 		|| ln -sfn $(CURDIR)/$$model/1/model.py $(MODELS)/triton_$${model##*/}.py; done
-	$(VENV)/bin/mypy --num-workers $(JOBS) --scripts-are-modules engine/maskserve_core engine/maskserve_engine router/maskserve_router \
+	$(VENV)/bin/mypy --num-workers $(JOBS) --scripts-are-modules engine/maskserve_common engine/maskserve_lora engine/maskserve_workflows engine/maskserve_engine engine/maskserve_triton router/maskserve_router \
 		client/maskserve_client client/maskserve_page serving/maskserve_serving harness/maskserve_harness harness/maskserve_training \
 		scripts/*.py scripts/bench $(MODELS)/*.py
 

@@ -1,7 +1,7 @@
 """Repaint everything of a name, each by itself."""
 
-from maskserve_core.workflows.definition import Workflow, each
-from maskserve_core.workflows.nodes import edit, find, split
+from maskserve_workflows.definition import Workflow, each
+from maskserve_workflows.nodes import edit, find, split
 
 with Workflow("detail", "Repaints everything of this name, one by one.") as detail:
     image, name, prompt = (detail.picture("image"), detail.text("name"), detail.text("prompt"))

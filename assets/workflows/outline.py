@@ -1,7 +1,7 @@
 """Paint along the rims of a sketch, and enlarge the result."""
 
-from maskserve_core.workflows.definition import Workflow
-from maskserve_core.workflows.nodes import edit, enlarge, outline
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import edit, enlarge, outline
 
 with Workflow("outline", "Paints along the rims of a sketch, twice as large.") as flow:
     image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")

@@ -1,7 +1,7 @@
 """Repaint what is named, or all but that."""
 
-from maskserve_core.workflows.definition import Workflow
-from maskserve_core.workflows.nodes import edit, find, invert
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import edit, find, invert
 
 with Workflow("replace", "Repaints the thing of this name.") as replace:
     image, name, prompt = (replace.picture("image"), replace.text("name"), replace.text("prompt"))

@@ -1,7 +1,7 @@
 """Paint several pictures, and answer with the best."""
 
-from maskserve_core.workflows.definition import Workflow, each, repeat
-from maskserve_core.workflows.nodes import best, edit, shows
+from maskserve_workflows.definition import Workflow, each, repeat
+from maskserve_workflows.nodes import best, edit, shows
 
 with Workflow("variants", "The best of eight, and eight more while none will do.") as variants:
     image, mask, prompt = (

@@ -7,7 +7,7 @@ from maskserve_client.events import EditResult, Event, Final, Preview, Progress
 from maskserve_client.jobs import EditJobs
 from maskserve_client.masks import Masks, ScoredMask
 from maskserve_client.templates import Templates
-from maskserve_core.errors import (
+from maskserve_common.errors import (
     AdapterNotFound,
     Cancelled,
     DeadlineExceeded,

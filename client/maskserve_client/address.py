@@ -11,7 +11,7 @@ import ssl
 from urllib.parse import urlsplit
 
 from maskserve_client.wire import DEFAULT_URL, address
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 
 DEFAULTS = ("localhost:8080", "localhost:9000")
 """Where one looks that no address is named for: the HTTP ports of a router and of a worker."""

@@ -18,7 +18,7 @@ from maskserve_client.address import DEFAULTS
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.job_commands import add_jobs
 from maskserve_client.workflows import add_workflows
-from maskserve_core.contracts.settings import (
+from maskserve_common.contracts.settings import (
     ADAPTER_MODES,
     BACKGROUNDS,
     CACHE_MODES,
@@ -27,7 +27,7 @@ from maskserve_core.contracts.settings import (
     MASK_MODES,
     REUSE_MODES,
 )
-from maskserve_core.errors import (
+from maskserve_common.errors import (
     AdapterNotFound,
     Cancelled,
     DeadlineExceeded,

@@ -15,7 +15,7 @@ from maskserve_client.errors import ServerUnavailable, from_rpc
 from maskserve_client.events import EditResult, Event, Final
 from maskserve_client.interrupts import held_back
 from maskserve_client.wire import DEFAULT_URL, Answer, ImageInput, ModelCall
-from maskserve_core.errors import Cancelled
+from maskserve_common.errors import Cancelled
 
 
 class Endpoint:
@@ -56,7 +56,7 @@ class Client(Endpoint):
             result = client.edit("room.png", "mask.png", "a red sofa", seed=7)
             result.image.save("edited.png")
 
-    Arguments are those of `Endpoint`; errors those of maskserve_core.errors, and
+    Arguments are those of `Endpoint`; errors those of maskserve_common.errors, and
     ServerUnavailable.
     """
 
@@ -79,7 +79,7 @@ class Client(Endpoint):
             prompt: what to paint there.
             control: pictures of the same size for ControlNets, as the setting `controls` says.
             timeout: seconds after which the edit is cancelled.
-            settings: see maskserve_core.contracts.settings.EditSettings.
+            settings: see maskserve_common.contracts.settings.EditSettings.
 
         Raises:
             MaskserveError: what the server answered, or ServerUnavailable.
@@ -148,7 +148,7 @@ class Client(Endpoint):
             name: of the workflow.
             inputs: by name; a str is text, and pictures are anything else that `edit` takes.
             timeout: seconds after which the run is cancelled.
-            settings: of all its edits; see maskserve_core.contracts.settings.EditSettings.
+            settings: of all its edits; see maskserve_common.contracts.settings.EditSettings.
 
         Returns:
             Outputs by name, encoded, and META.

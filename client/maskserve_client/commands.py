@@ -22,13 +22,13 @@ from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Final, Preview, Progress
 from maskserve_client.masks import Masks
 from maskserve_client.templates import Templates
-from maskserve_core.adapters.lora_header import BadAdapter
-from maskserve_core.adapters.store import file_facts
-from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.contracts.meta import STAGES
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded
-from maskserve_core.files.store import FileStore
+from maskserve_common.contracts.memory_table import MemoryTable
+from maskserve_common.contracts.meta import STAGES
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded
+from maskserve_common.files.store import FileStore
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.store import file_facts
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4

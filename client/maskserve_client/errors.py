@@ -1,6 +1,6 @@
 """Errors of the client: the server's own tree, and what the network adds to it.
 
-    MaskserveError                         maskserve_core.errors: what the server answers
+    MaskserveError                         maskserve_common.errors: what the server answers
      └── ServerUnavailable   UNAVAILABLE   nobody answered there, or the connection broke
 
 This is the one place where texts and gRPC statuses become exceptions.
@@ -12,7 +12,7 @@ import re
 
 import grpc
 
-from maskserve_core.errors import (
+from maskserve_common.errors import (
     AdapterNotFound,
     Cancelled,
     DeadlineExceeded,

@@ -12,7 +12,7 @@ from maskserve_client.address import http_address
 from maskserve_client.commands import asked_settings, tls_context, write_whole
 from maskserve_client.jobs import EditJobs, pictures
 from maskserve_client.router_http import error_of
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 
 
 def add_jobs(

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from maskserve_client import wire
 from maskserve_client.router_http import RouterHttp
 from maskserve_client.wire import ImageInput
-from maskserve_core.errors import DeadlineExceeded
+from maskserve_common.errors import DeadlineExceeded
 
 _PATH = "/v1/jobs"
 _ENDS = ("succeeded", "failed", "cancelled")

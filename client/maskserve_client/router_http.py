@@ -11,11 +11,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from maskserve_client.errors import ServerUnavailable, from_text
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 
 
 class RouterHttp:
-    """Calls one. Errors are those of maskserve_core.errors, and ServerUnavailable.
+    """Calls one. Errors are those of maskserve_common.errors, and ServerUnavailable.
 
     Args:
         url: of the router's HTTP port.

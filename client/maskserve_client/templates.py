@@ -7,7 +7,7 @@ from typing import Any
 from maskserve_client import wire
 from maskserve_client.router_http import RouterHttp
 from maskserve_client.wire import ImageInput
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 
 _PATH = "/v1/templates"
 

@@ -21,13 +21,13 @@ from tritonclient.grpc import service_pb2
 
 from maskserve_client.errors import from_text
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
-from maskserve_core import transport
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.contracts.tensors import CONTRACTS
-from maskserve_core.errors import EngineFailed, InvalidRequest
-from maskserve_core.imaging.colour import PROFILE, find_colour, pillow_words
-from maskserve_core.imaging.images import NO_LIMITS, Raster, decode_raster, to_base64
+from maskserve_common import transport
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.contracts.tensors import CONTRACTS
+from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_common.imaging.colour import PROFILE, find_colour, pillow_words
+from maskserve_common.imaging.images import NO_LIMITS, Raster, decode_raster, to_base64
 
 ImageInput: TypeAlias = Image.Image | npt.NDArray[Any] | str | os.PathLike[str] | bytes
 """A PIL image or an array (sent as their pixels are: arrays of uint8 or bool, [H, W] grey or

@@ -13,12 +13,12 @@ import msgspec
 
 from maskserve_client.commands import connected, write_whole
 from maskserve_client.wire import ImageInput
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.workflows.explained import explained
-from maskserve_core.workflows.folder import compile_folder, read_plans
-from maskserve_core.workflows.passes import PASSES
-from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
-from maskserve_core.workflows.ports import WorkflowError
+from maskserve_common.errors import InvalidRequest
+from maskserve_workflows.explained import explained
+from maskserve_workflows.folder import compile_folder, read_plans
+from maskserve_workflows.passes import PASSES
+from maskserve_workflows.plan import WorkflowPlan, dump_plan
+from maskserve_workflows.ports import WorkflowError
 
 
 def add_workflows(

@@ -20,8 +20,8 @@ from typing import Any
 from PIL import Image
 
 from maskserve_client import EditResult, Final, Masks, Preview
-from maskserve_core.contracts.settings import CACHE_MODES
-from maskserve_core.errors import Cancelled, InvalidRequest, MaskserveError
+from maskserve_common.contracts.settings import CACHE_MODES
+from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import told
 from maskserve_page.asked import decoded, settings_of, source_and_mask
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures

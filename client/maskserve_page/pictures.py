@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import Size, read_size
-from maskserve_core.kept import Kept
+from maskserve_common.config import LimitsConfig
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import Size, read_size
+from maskserve_common.kept import Kept
 
 LIMITS = LimitsConfig()
 EXPIRES_S = 3600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from maskserve_core.sites import foreign_site
+from maskserve_common.sites import foreign_site
 
 _FILES = "/gradio_api/upload"
 """Gradio keeps what is put here, whoever puts it. The page has no use for it: pictures come in
@@ -22,7 +22,7 @@ class SameOrigin:
     Args:
         app: the page.
         most_bytes: of a request's body.
-        names: of the page, as `maskserve_core.sites.has_name`.
+        names: of the page, as `maskserve_common.sites.has_name`.
     """
 
     def __init__(self, app: Any, most_bytes: int, names: Sequence[str] = ()) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from maskserve_client import Client, EditResult, Event
-from maskserve_core.errors import MaskserveError, TemplateNotFound
+from maskserve_common.errors import MaskserveError, TemplateNotFound
 from maskserve_page.pictures import PagePicture
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from PIL import Image
 
 from maskserve_client import Preview, Progress
-from maskserve_core.contracts.meta import STAGES
-from maskserve_core.errors import MaskserveError
+from maskserve_common.contracts.meta import STAGES
+from maskserve_common.errors import MaskserveError
 from maskserve_page.pictures import PagePicture
 
 _CUT = re.compile(r"(.+): text_encoder\w* reads \d+ tokens and not the last (\d+)")

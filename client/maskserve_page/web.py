@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_client import Client, Masks
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_page.page import make_page
 from maskserve_page.pictures import LIMITS, PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin

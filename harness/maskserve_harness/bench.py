@@ -100,7 +100,7 @@ def main() -> int:
     if name not in COMMANDS:
         print(f"bench: there is no {name!r}\n{_USAGE}" if name else _USAGE, file=sys.stderr)
         return 2
-    from maskserve_core.config import ConfigError  # the list of commands needs no packages
+    from maskserve_common.config import ConfigError
 
     # What a command calls itself in its help and in its report.
     sys.argv = [f"scripts/bench {name}", *flags]

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from maskserve_core.planning.entry_bytes import EntryFormat
-from maskserve_core.planning.flops import DENSE, KINDS, Floats, ModelWork, RowTokens
+from maskserve_engine.planning.entry_bytes import EntryFormat
+from maskserve_engine.planning.flops import DENSE, KINDS, Floats, ModelWork, RowTokens
 
 
 def flop_limit(

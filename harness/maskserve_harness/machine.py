@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from maskserve_core.config import cores
+from maskserve_common.config import cores
 
 
 def processor() -> str:

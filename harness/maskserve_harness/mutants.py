@@ -48,52 +48,55 @@ class Mutation:
     """The node id of what must fail, by a case that is not slow."""
 
 
-_CORE, _ENGINE, _UNIT = "engine/maskserve_core", "engine/maskserve_engine", "tests/unit"
+_ENGINE, _UNIT = "engine/maskserve_engine", "tests/unit"
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
 _KEPT = f"{_UNIT}/engine/batch/test_kept_anchors.py"
 _SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
 _SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
-_FLOW, _FLUX2 = f"{_ENGINE}/families/flow", f"{_ENGINE}/families/flux2/adapter.py"
+_FLOW, _FLUX2 = (
+    "engine/maskserve_engine/families/mmdit",
+    "engine/maskserve_engine/families/flux2/adapter.py",
+)
 _KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
 _PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
 _QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
 _QWEN_EDIT = f"{_UNIT}/engine/families/qwen_image/test_qwen_edit.py"
-_QWEN21 = f"{_ENGINE}/families/qwen_image21/adapter.py"
+_QWEN21 = "engine/maskserve_engine/families/qwen_image21/adapter.py"
 _OF_QWEN21 = f"{_UNIT}/engine/families/qwen_image21/test_qwen_image21.py"
-_Z_IMAGE = f"{_ENGINE}/families/z_image/adapter.py"
+_Z_IMAGE = "engine/maskserve_engine/families/z_image/adapter.py"
 _OF_Z_IMAGE = f"{_UNIT}/engine/families/z_image/test_z_image.py"
 _FOUR = f"{_KLEIN}::test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps"
 _CHROMA = f"{_UNIT}/engine/families/chroma/test_chroma.py"
 _SD3 = f"{_UNIT}/engine/families/sd3/test_sd3.py"
-_EXACT = f"{_UNIT}/engine/families/flow/test_exact_references.py"
+_EXACT = f"{_UNIT}/engine/families/mmdit/test_exact_references.py"
 
 MUTATIONS = (
     # Which entry a row reads.
     Mutation(
         "shared loads ignore the template",
-        f"{_ENGINE}/cache/store.py",
+        "engine/maskserve_engine/cache/store.py",
         'name = (key, anchor, b"" if whole else selection.digest)',
         'name = ("", anchor, b"" if whole else selection.digest)',
         f"{_WAY}::test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs",
     ),
     Mutation(
         "entries one anchor late",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "else nearest_anchor(anchors, sigma, timestep, reach)",
         "else nearest_anchor(anchors[1:], sigma, timestep, reach)",
         f"{_WAY}::test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor",
     ),
     Mutation(
         "entries one step late",
-        f"{_ENGINE}/cache/reader.py",
+        "engine/maskserve_engine/cache/reader.py",
         "        anchor = self.anchors[step]",
         "        anchor = self.anchors[max(0, step - 1)]",
         f"{_WAY}::test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor",
     ),
     Mutation(
         "an anchor of any distance is near enough",
-        f"{_CORE}/contracts/keys.py",
+        "engine/maskserve_common/contracts/keys.py",
         "if distance <= tolerance and (",
         "if distance <= 1.0 and (",
         f"{_UNIT}/engine/cache/test_cache.py::test_the_nearest_anchor_within_tolerance",
@@ -101,35 +104,35 @@ MUTATIONS = (
     # What an entry is named by and made of.
     Mutation(
         "the key does not say the model's revision",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "model_revision=self.model_revision,",
         'model_revision="",',
         f"{_WAY}::test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else",
     ),
     Mutation(
         "the template's noise is the edit's own",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "noise_seed=job.request.template_noise_seed,",
         "noise_seed=job.request.seed,",
         f"{_WAY}::test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else",
     ),
     Mutation(
         "all templates have one noise",
-        f"{_ENGINE}/stages/latents.py",
+        "engine/maskserve_engine/stages/latents.py",
         'return draw(shape, torch.Generator("cpu").manual_seed(seed), dtype)',
         'return draw(shape, torch.Generator("cpu").manual_seed(0), dtype)',
         f"{_UNIT}/engine/families/test_outside_noise.py::test_a_flux_row_equals_the_pipeline_given_its_noise",
     ),
     Mutation(
         "int4 floors",
-        f"{_ENGINE}/cache/entries.py",
+        "engine/maskserve_engine/cache/entries.py",
         "steps = (grouped / groups.float()[:, :, None]).round_()",
         "steps = (grouped / groups.float()[:, :, None]).floor_()",
         f"{_WAY}::test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean",
     ),
     Mutation(
         "a file's checksum is not looked at",
-        f"{_ENGINE}/cache/entry_file.py",
+        "engine/maskserve_engine/cache/entry_file.py",
         "    digest = xxhash.xxh3_128()",
         '    return metadata.get("digest", "")',
         f"{_UNIT}/engine/cache/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
@@ -137,28 +140,28 @@ MUTATIONS = (
     # What a row keeps of its own anchors.
     Mutation(
         "an anchor that is told twice makes a line",
-        f"{_ENGINE}/batch/own_anchors.py",
+        "engine/maskserve_engine/batch/own_anchors.py",
         "elif self._line.sigmas[-1:] != (sigma,):",
         "elif True:",
         f"{_KEPT}::test_a_step_that_is_tried_again_leaves_what_it_left_first",
     ),
     Mutation(
         "a step that is tried again is kept anew",
-        f"{_ENGINE}/batch/own_anchors.py",
+        "engine/maskserve_engine/batch/own_anchors.py",
         "if self._lost == self._step or (kept is not None and kept.step == self._step):",
         "if self._lost == self._step:",
         f"{_KEPT}::test_a_step_that_is_tried_again_leaves_what_it_left_first",
     ),
     Mutation(
         "an anchor without memory counts as whole",
-        f"{_ENGINE}/batch/own_anchors.py",
+        "engine/maskserve_engine/batch/own_anchors.py",
         "if self._lost == self._step:",
         "if False:",
         f"{_KEPT}::test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew",
     ),
     Mutation(
         "what lifts entries takes no bytes",
-        f"{_ENGINE}/batch/own_anchors.py",
+        "engine/maskserve_engine/batch/own_anchors.py",
         "kept += [*self._found.values(), *self._lacked.values()]",
         "kept += [*self._found.values()]",
         f"{_KEPT}::test_what_lifts_entries_is_counted_among_its_bytes",
@@ -166,14 +169,14 @@ MUTATIONS = (
     # Where residuals lie.
     Mutation(
         "a slot that a step still reads is handed out",
-        f"{_ENGINE}/control_link/reuse.py",
+        "engine/maskserve_engine/control_link/reuse.py",
         "taken |= set() if added is None else {added.slot}",
         "taken |= set()",
         f"{_SLOTS}::test_no_slot_is_handed_out_that_a_step_still_reads",
     ),
     Mutation(
         "a slot that a later step will read is handed out",
-        f"{_ENGINE}/control_link/reuse.py",
+        "engine/maskserve_engine/control_link/reuse.py",
         "taken = {each.slot for each in self._sent.values() if each.step > step}",
         "taken = set[int]()",
         f"{_SLOTS}::test_no_slot_is_handed_out_that_a_later_step_will_read",
@@ -181,14 +184,14 @@ MUTATIONS = (
     # Which edits are cached.
     Mutation(
         "dense_above_ratio is ignored",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "if tokens.active / tokens.total >= self.config.dense_above_ratio:",
         "if tokens.active > tokens.total:",
         f"{_WAY}::test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached",
     ),
     Mutation(
         "masks along a side are cached",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         'return "mask_side" if sided else ""',
         'return ""',
         f"{_UNIT}/engine/families/test_dense_sides.py"
@@ -196,14 +199,14 @@ MUTATIONS = (
     ),
     Mutation(
         "dense_steps is ignored",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "if step < first",
         "if step < 0",
         f"{_UNIT}/engine/cache/test_cache.py::test_first_steps_run_dense_where_the_configuration_says_so",
     ),
     Mutation(
         "prompts do not matter to how an edit begins",
-        f"{_CORE}/models/facts.py",
+        "engine/maskserve_engine/spec/facts.py",
         "needed = max(self.prompt if prompt else 0, self.side if side else 0)",
         "needed = self.side if side else 0",
         f"{_UNIT}/engine/families/test_dense_steps.py"
@@ -211,14 +214,14 @@ MUTATIONS = (
     ),
     Mutation(
         "one-shot images are primed",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "_WORTH_PRIMING = 2",
         "_WORTH_PRIMING = 1",
         f"{_UNIT}/engine/cache/test_cache.py::test_a_template_is_primed_on_second_sight_and_hit_on_the_third",
     ),
     Mutation(
         "the limit of drift is ignored",
-        f"{_ENGINE}/requests/audits.py",
+        "engine/maskserve_engine/requests/audits.py",
         "return held.largest if held is not None and held.largest > self._limit else None",
         "return None",
         f"{_UNIT}/engine/requests/test_audits.py::test_a_template_over_the_limit_runs_dense_and_says_so",
@@ -226,21 +229,21 @@ MUTATIONS = (
     # What a row computes.
     Mutation(
         "the ring is ignored",
-        f"{_CORE}/imaging/masks.py",
+        "engine/maskserve_common/imaging/masks.py",
         "grid = grow(grid, ring, ring, axis)",
         "grid = grow(grid, 0, 0, axis)",
-        f"{_UNIT}/core/imaging/test_masks.py::test_a_ring_adds_every_token_so_near_a_masked_one",
+        f"{_UNIT}/common/imaging/test_masks.py::test_a_ring_adds_every_token_so_near_a_masked_one",
     ),
     Mutation(
         "no keys of a row's inactive tokens are loaded",
-        f"{_ENGINE}/batch/forward.py",
+        "engine/maskserve_engine/batch/forward.py",
         "sources = [None if each is None else each.source(index, part) for each in own]",
         "sources = [None for _ in own]",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
     ),
     Mutation(
         "base models have their own noise everywhere",
-        f"{_ENGINE}/stages/latents.py",
+        "engine/maskserve_engine/stages/latents.py",
         "return torch.where(mask > 0, noise, template_noise(noise.shape, seed, noise.dtype))",
         "return noise",
         f"{_UNIT}/engine/families/test_outside_noise.py"
@@ -248,7 +251,7 @@ MUTATIONS = (
     ),
     Mutation(
         "guidance leads the other way",
-        f"{_ENGINE}/families/unet/latents.py",
+        "engine/maskserve_engine/families/unet/latents.py",
         "answer = away + self._guides * (answer - away)",
         "answer = away - self._guides * (answer - away)",
         f"{_UNIT}/engine/families/unet/test_unet_dense.py::test_a_dense_row_equals_the_pipeline",
@@ -256,28 +259,28 @@ MUTATIONS = (
     # What comes back.
     Mutation(
         "paste weights are one short of whole",
-        f"{_CORE}/imaging/masks.py",
+        "engine/maskserve_common/imaging/masks.py",
         "np.multiply(part, np.uint8(255), out=weights[box])",
         "np.multiply(part, np.uint8(254), out=weights[box])",
-        f"{_UNIT}/core/imaging/test_masks.py::test_dilation_is_a_square_of_that_many_pixels",
+        f"{_UNIT}/common/imaging/test_masks.py::test_dilation_is_a_square_of_that_many_pixels",
     ),
     Mutation(
         "the edit is pasted without its weights",
-        f"{_CORE}/imaging/postprocess.py",
+        "engine/maskserve_triton/postprocess.py",
         "out.paste(edited, (left, top), mask=Image.fromarray(part))",
         "out.paste(edited, (left, top))",
-        f"{_UNIT}/core/imaging/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
+        f"{_UNIT}/common/imaging/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
     ),
     Mutation(
         "tokens outside come back as they were left",
-        f"{_ENGINE}/families/flow/rows.py",
+        "engine/maskserve_engine/families/mmdit/rows.py",
         "tokens[ids[: len(answer)]] = answer.to(computed.dtype)",
         "tokens[ids[: len(answer)]] = 0.0",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
     ),
     Mutation(
         "what is left out stays where it was",
-        f"{_ENGINE}/families/flow/rows.py",
+        "engine/maskserve_engine/families/mmdit/rows.py",
         "left_out.passed(walk.change, own.weight(walk.sigma))",
         "left_out.passed(0.0, 0.0)",
         f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
@@ -285,28 +288,28 @@ MUTATIONS = (
     # What a step adds of a ControlNet service.
     Mutation(
         "residuals ahead are of the latents at hand",
-        f"{_ENGINE}/families/unet/latents.py",
+        "engine/maskserve_engine/families/unet/latents.py",
         "        return self._given(self._moved(answer, self._at), self._at + 1)",
         "        return self._given(self._state, self._at + 1)",
         f"{_FAST}::test_a_row_equals_the_pipeline_whose_net_is_as_late",
     ),
     Mutation(
         "what a sampler remembers is not moved on",
-        f"{_ENGINE}/families/unet/latents.py",
+        "engine/maskserve_engine/families/unet/latents.py",
         "                state.addcmul_(factor, part[:, None])",
         "                state[:, :1].addcmul_(factor[:, :1], part[:, None])",
         f"{_SAMPLERS}::test_rows_moved_together_are_what_diffusers_makes_of_each",
     ),
     Mutation(
         "images round latents are as noisy as before the step",
-        f"{_ENGINE}/families/unet/sampler.py",
+        "engine/maskserve_engine/families/unet/sampler.py",
         "torch.stack([*sources[1:], torch.tensor([1.0, 0.0])]).float()",
         "torch.stack(sources).float()",
         f"{_SAMPLERS}::test_rows_moved_together_are_what_diffusers_makes_of_each",
     ),
     Mutation(
         "old residuals of another scale",
-        f"{_ENGINE}/control_link/reuse.py",
+        "engine/maskserve_engine/control_link/reuse.py",
         "return sent if self._scales[step] == self._scales[sent.step] else None",
         "return sent",
         f"{_FAST}::test_which_residuals_a_step_adds",
@@ -321,15 +324,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a mask covers the context",
-        f"{_CORE}/planning/flops.py",
+        "engine/maskserve_engine/planning/flops.py",
         "tuple(mask_ratio * (n - self.context) for n in self.tokens)",
         "tuple(mask_ratio * n for n in self.tokens)",
-        f"{_UNIT}/core/models/test_reference_counts.py"
+        f"{_UNIT}/engine/spec/test_reference_counts.py"
         "::test_a_context_is_no_part_of_a_mask_and_of_what_attends",
     ),
     Mutation(
         "Kontext's reference lies where the picture does",
-        f"{_ENGINE}/families/flux/adapter.py",
+        "engine/maskserve_engine/families/flux/adapter.py",
         "ids[text:] = torch.cartesian_prod(*axes)",
         "ids[text:, 1:] = torch.cartesian_prod(*axes)[:, 1:]",
         f"{_UNIT}/engine/families/flux/test_flux_dense.py::test_a_dense_row_equals_the_pipeline",
@@ -357,14 +360,14 @@ MUTATIONS = (
     ),
     Mutation(
         "klein's mask is of single latents",
-        f"{_CORE}/imaging/preprocess.py",
+        "engine/maskserve_triton/preprocess.py",
         "side = facts.vae_scale_factor * facts.mask_latents",
         "side = facts.vae_scale_factor",
         f"{_KLEIN}::test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke",
     ),
     Mutation(
         "FLUX.2's latents are as wide as their variance",
-        f"{_CORE}/models/latents.py",
+        "engine/maskserve_engine/spec/latents.py",
         "scale = 1.0 / np.sqrt(variance + epsilon)",
         "scale = 1.0 / (variance + epsilon)",
         _PIPELINES,
@@ -378,21 +381,21 @@ MUTATIONS = (
     ),
     Mutation(
         "exact references are of some time",
-        f"{_CORE}/contracts/keys.py",
+        "engine/maskserve_common/contracts/keys.py",
         "STILL = Anchor(0.0, 0.0, 0.0)",
         "STILL = Anchor(0.0, 500.0, 0.0)",
         _PIPELINES,
     ),
     Mutation(
         "no keys of exact references are placed",
-        f"{_ENGINE}/batch/forward.py",
+        "engine/maskserve_engine/batch/forward.py",
         "scatter_kv([None if each is None else each.source(index) for each in own], outs, slots)",
         "scatter_kv([None for each in own], outs, slots)",
         _PIPELINES,
     ),
     Mutation(
         "rows of a template make their own references",
-        f"{_ENGINE}/loop/local_executor.py",
+        "engine/maskserve_engine/loop/local_executor.py",
         "made.references.entry = handle",
         "pass",
         f"{_EXACT}::test_a_template_has_its_references_once_and_all_its_rows_read_them",
@@ -413,28 +416,28 @@ MUTATIONS = (
     ),
     Mutation(
         "entries of references that follow a prompt serve all prompts",
-        f"{_CORE}/models/facts.py",
+        "engine/maskserve_engine/spec/facts.py",
         "return self.semantics.context",
         "return False",
         f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
     ),
     Mutation(
         "a key of entries that belong to a prompt does not say which",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "priming_prompt=job.request.prompt if facts.primed_by_prompt else PRIMING_PROMPT,",
         "priming_prompt=PRIMING_PROMPT,",
         f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
     ),
     Mutation(
         "entries that belong to a prompt are primed with the one of all templates",
-        f"{_ENGINE}/requests/templates.py",
+        "engine/maskserve_engine/requests/templates.py",
         "return job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt()",
         "return self.prompt()",
         f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
     ),
     Mutation(
         "four steps share an anchor",
-        f"{_CORE}/models/flux2.py",
+        "engine/maskserve_engine/families/flux2/spec.py",
         "stride=1 if distilled else _STRIDE,",
         "stride=_STRIDE,",
         _FOUR,
@@ -448,49 +451,49 @@ MUTATIONS = (
     ),
     Mutation(
         "Chroma reads what a prompt is padded with",
-        f"{_ENGINE}/families/chroma/encode.py",
+        "engine/maskserve_engine/families/chroma/encode.py",
         "lengths = mask.sum(1).tolist()",
         "lengths = [states.shape[1]] * len(mask)",
         f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
         "Chroma's streams have one another's vectors",
-        f"{_ENGINE}/families/chroma/adapter.py",
+        "engine/maskserve_engine/families/chroma/adapter.py",
         "image, text = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
         "text, image = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
         f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
         "Stable Diffusion 3.5 lays pictures into a corner",
-        f"{_ENGINE}/families/sd3/adapter.py",
+        "engine/maskserve_engine/families/sd3/adapter.py",
         "axes = [torch.arange(n) + (side - n) // 2 - side // 2 for n in grid]",
         "axes = [torch.arange(n) - side // 2 for n in grid]",
         f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
         "a second attention changes nothing",
-        f"{_ENGINE}/families/sd3/adapter.py",
+        "engine/maskserve_engine/families/sd3/adapter.py",
         "return add_gated(x, gate, found)[0]",
         "return x",
         f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
         "Qwen-Image's guided answers are as long as they come out",
-        f"{_ENGINE}/families/qwen_image/adapter.py",
+        "engine/maskserve_engine/families/qwen_image/adapter.py",
         "own.mul_(length / own.norm(dim=-1, keepdim=True))",
         "pass",
         f"{_QWEN}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
         "a template of Qwen-Image serves prompts of one length",
-        f"{_CORE}/models/qwen_image.py",
+        "engine/maskserve_engine/families/qwen_image/spec.py",
         "padded_to=1",
         "padded_to=0",
         f"{_QWEN}::test_entries_do_not_depend_on_how_long_a_prompt_is",
     ),
     Mutation(
         "what a text encoder is shown stands ahead of the picture in an entry",
-        f"{_ENGINE}/cache/entries.py",
+        "engine/maskserve_engine/cache/entries.py",
         "own = [torch.cat((x[self._text :], x[: self._shown])) for x in own]",
         "own = [torch.cat((x[: self._shown], x[self._text :])) for x in own]",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
@@ -504,14 +507,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a prompt is kept for all pictures",
-        f"{_ENGINE}/triton/encoder.py",
+        "engine/maskserve_triton/encoder.py",
         "picture = edit.pixels_id or template_id(each.pixels)",
         'picture = ""',
         f"{_QWEN_EDIT}::test_prompts_are_kept_by_picture",
     ),
     Mutation(
         "references of -2511 have the row's own time",
-        f"{_ENGINE}/families/qwen_image/adapter.py",
+        "engine/maskserve_engine/families/qwen_image/adapter.py",
         "return bool(self.model.zero_cond_t)",
         "return False",
         f"{_QWEN_EDIT}::test_dense_rows_of_any_mix_are_the_pipelines",
@@ -525,7 +528,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a word of Qwen-Image-2.1 sees the next one",
-        f"{_ENGINE}/families/qwen_image21/blocks.py",
+        "engine/maskserve_engine/families/qwen_image21/blocks.py",
         "allowed = allowed.tril(seen)",
         "allowed = allowed.tril(seen + 1)",
         f"{_OF_QWEN21}::test_what_stands_before_the_picture_is_the_models_own_cache",
@@ -546,38 +549,38 @@ MUTATIONS = (
     ),
     Mutation(
         "a distilled model takes any number of steps",
-        f"{_CORE}/contracts/request.py",
+        "engine/maskserve_common/contracts/request.py",
         "if facts.sigmas and steps != len(facts.sigmas):",
         "if facts.sigmas and steps > 1000:",
         f"{_OF_QWEN21}::test_other_steps_than_a_model_s_own_are_refused",
     ),
     Mutation(
         "a template of a distilled model has one anchor",
-        f"{_CORE}/models/qwen_image21.py",
+        "engine/maskserve_engine/families/qwen_image21/spec.py",
         "stride=1 if sigmas else _STRIDE,",
         "stride=_STRIDE,",
         f"{_OF_QWEN21}::test_other_steps_than_a_model_s_own_are_refused",
     ),
     Mutation(
         "a schedule may rise",
-        f"{_CORE}/models/qwen_image21.py",
+        "engine/maskserve_engine/families/qwen_image21/spec.py",
         "if not falls or len(numbers) < least:",
         "if len(numbers) < least:",
         f"{_OF_QWEN21}::test_what_is_no_schedule_is_refused",
     ),
     Mutation(
         "a processor of transformers 5 is read where those before it had theirs",
-        f"{_CORE}/models/qwen_image.py",
+        "engine/maskserve_engine/families/qwen_image/spec.py",
         'said = read_json(whole).get("image_processor") if whole.is_file() else None',
         "said = None",
         f"{_QWEN_EDIT}::test_what_is_shown_follows_from_the_file_that_transformers_reads",
     ),
     Mutation(
         "what a model left transparent is pasted",
-        f"{_CORE}/imaging/postprocess.py",
+        "engine/maskserve_triton/postprocess.py",
         "if pixels.shape[2] > _RGB:",
         "if pixels.shape[2] > _RGB + 1:",
-        f"{_UNIT}/core/imaging/test_postprocess.py"
+        f"{_UNIT}/common/imaging/test_postprocess.py"
         "::test_what_a_model_left_transparent_shows_the_source",
     ),
     Mutation(
@@ -603,7 +606,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the key of a padded picture knows no prompt's length",
-        f"{_CORE}/models/facts.py",
+        "engine/maskserve_engine/spec/facts.py",
         "return 0 if tokens % self.padded_to == 0 else words + -words % self.padded_to",
         "return 0",
         f"{_OF_Z_IMAGE}::test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends",
@@ -617,7 +620,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks that share a picture's own blocks go on with its route",
-        f"{_ENGINE}/batch/sequence_parallel.py",
+        "engine/maskserve_engine/batch/sequence_parallel.py",
         "self.share = self._behind",
         "pass",
         f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does",
@@ -639,10 +642,10 @@ MUTATIONS = (
     ),
     Mutation(
         "grey is white",
-        f"{_ENGINE}/stages/latents.py",
+        "engine/maskserve_engine/stages/latents.py",
         "return max(steps - after, 1) / steps",
         "return 1 / (255 * steps)",
-        f"{_UNIT}/engine/families/flow/test_flow_family.py::test_rows_of_any_mix_are_the_pipelines",
+        f"{_UNIT}/engine/families/mmdit/test_flow_family.py::test_rows_of_any_mix_are_the_pipelines",
     ),
 )
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config_file import read_json
-from maskserve_core.models import flux
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config_file import read_json
+from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.families.specs import load_facts
 from maskserve_harness.checkout import CHECKOUT
 
 FLUX_DEV: dict[str, Any] = {

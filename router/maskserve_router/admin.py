@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maskserve_core.config import ConfigError
-from maskserve_core.sites import foreign_site
+from maskserve_common.config import ConfigError
+from maskserve_common.sites import foreign_site
 from maskserve_router.admission import Admission
 from maskserve_router.control import cluster_status
 from maskserve_router.metrics import Metrics
@@ -37,7 +37,7 @@ class Admin:
         admission: counts of edits.
         metrics: the page.
         reload: reads the configuration anew.
-        names: of the listener, as `maskserve_core.sites.has_name`.
+        names: of the listener, as `maskserve_common.sites.has_name`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
-from maskserve_core.shares import EVERYBODY, Full, Shares
+from maskserve_common.shares import EVERYBODY, Full, Shares
 from maskserve_router.config import AdmissionBounds
 from maskserve_router.failures import RetryLater
 from maskserve_router.keys import KeyHolder

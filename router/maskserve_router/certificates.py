@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from maskserve_core.config import ConfigError
+from maskserve_common.config import ConfigError
 from maskserve_router.config import Listen
 
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maskserve_core.config import ConfigError
-from maskserve_core.worker.logs import log_handler
+from maskserve_common.config import ConfigError
+from maskserve_common.logs import log_handler
 from maskserve_router.config import RouterConfig, load_router_config
 from maskserve_router.descriptors import raise_limit
 from maskserve_router.memory import keep_freed_memory

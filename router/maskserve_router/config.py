@@ -14,16 +14,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, structs
 
-from maskserve_core.config import (
-    ConfigError,
-    LimitsConfig,
-    LogConfig,
-    TraceConfig,
-    ValuesConfig,
-)
-from maskserve_core.config_file import laid_over, read_tables, read_toml
-from maskserve_core.reading import Table
-from maskserve_core.routing.policies import POLICIES
+from maskserve_common.config import ConfigError, LimitsConfig, LogConfig, TraceConfig, ValuesConfig
+from maskserve_common.config_file import laid_over, read_tables, read_toml
+from maskserve_common.reading import Table
+from maskserve_common.routing.policies import POLICIES
 from maskserve_router.names import is_address
 
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
-from maskserve_core.contracts.operations import ADAPTER_WRITES, PATIENT, SCOPED
-from maskserve_core.errors import EngineFailed, InvalidRequest
-from maskserve_core.routing import Edit, NoWorkerAvailable
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
+from maskserve_common.contracts.operations import ADAPTER_WRITES, PATIENT, SCOPED
+from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_common.routing import Edit, NoWorkerAvailable
 from maskserve_router.admission import Admission
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import request_id_of

@@ -18,18 +18,18 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
-from maskserve_core.contracts.due_times import OK, due_by_size
-from maskserve_core.contracts.keys import tried
-from maskserve_core.errors import (
+from maskserve_common.contracts.due_times import OK, due_by_size
+from maskserve_common.contracts.keys import tried
+from maskserve_common.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     MaskserveError,
     TemplateNotFound,
 )
-from maskserve_core.kept import Kept
-from maskserve_core.routing import Edit, NoWorkerAvailable, dealt
-from maskserve_core.worker.values import NO_VALUES, Values
+from maskserve_common.files.values import NO_VALUES, Values
+from maskserve_common.kept import Kept
+from maskserve_common.routing import Edit, NoWorkerAvailable, dealt
 from maskserve_router.admission import Admission, EditRoom
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall, make_edit_call

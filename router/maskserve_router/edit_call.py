@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
-from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
-from maskserve_core.contracts.tensors import CONTRACTS, Contract
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.reading import nearest
+from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
+from maskserve_common.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_common.contracts.tensors import CONTRACTS, Contract
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.reading import nearest
 from maskserve_router.model_request import MOST_ELEMENTS, ModelRequest
 from maskserve_router.upstream import Metadata
 

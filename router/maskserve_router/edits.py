@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 
-from maskserve_core.errors import Cancelled, MaskserveError
-from maskserve_core.worker.logs import about
+from maskserve_common.errors import Cancelled, MaskserveError
+from maskserve_common.logs import about
 from maskserve_router.admission import EditRoom
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call

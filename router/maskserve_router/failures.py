@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from maskserve_core.errors import (
+from maskserve_common.errors import (
     AdapterNotFound,
     Cancelled,
     DeadlineExceeded,
@@ -21,8 +21,8 @@ from maskserve_core.errors import (
     TemplateNotFound,
     split_code,
 )
-from maskserve_core.routing import NoWorkerAvailable
-from maskserve_core.worker.logs import about
+from maskserve_common.logs import about
+from maskserve_common.routing import NoWorkerAvailable
 from maskserve_router.edit_call import UnknownModel
 
 log = logging.getLogger("maskserve.router")
@@ -83,7 +83,7 @@ class Failure(Exception):
 
     @property
     def code(self) -> str:
-        """Of maskserve_core.errors; of an error without any by its gRPC status."""
+        """Of maskserve_common.errors; of an error without any by its gRPC status."""
         if self.coded:
             return split_code(self.details)[0]
         return _CODES.get(self.status, EngineFailed.code)

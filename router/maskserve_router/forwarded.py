@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.upstream import Metadata
 
 # https://www.w3.org/TR/trace-context/: ids of zeros are not valid; later versions may be longer.

@@ -7,9 +7,8 @@ from contextlib import ExitStack, aclosing
 
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.tensors import Contract
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.workflows.plan import WorkflowPlan
+from maskserve_common.contracts.tensors import Contract
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.admission import Admission, EditRoom
 from maskserve_router.control import ClusterControl
 from maskserve_router.edit_call import parse_request
@@ -19,6 +18,7 @@ from maskserve_router.model_request import ModelRequest
 from maskserve_router.picture_rooms import PictureRooms
 from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows
+from maskserve_workflows.plan import WorkflowPlan
 
 
 class Front:

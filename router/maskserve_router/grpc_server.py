@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core import transport
-from maskserve_core.contracts.keys import NO_SCOPE
-from maskserve_core.errors import DeadlineExceeded, MaskserveError
+from maskserve_common import transport
+from maskserve_common.contracts.keys import NO_SCOPE
+from maskserve_common.errors import DeadlineExceeded, MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import Grpc, RouterConfig
 from maskserve_router.descriptors import connections

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from maskserve_core.errors import MaskserveError
+from maskserve_common.errors import MaskserveError
 from maskserve_router.failures import (
     Failure,
     guarded,

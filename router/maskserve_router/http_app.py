@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.http_answers import JSON, Handler, answering, json_response, refused
 from maskserve_router.http_inference import HttpInference, model_of
 from maskserve_router.json_values import values_of

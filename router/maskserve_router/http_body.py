@@ -11,7 +11,7 @@ from contextlib import ExitStack, aclosing
 
 from starlette.requests import Request
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import Http
 from maskserve_router.keys import KeyHolder

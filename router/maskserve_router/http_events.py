@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maskserve_core.errors import EngineFailed, MaskserveError
+from maskserve_common.errors import EngineFailed, MaskserveError
 from maskserve_router.failures import Failure
 from maskserve_router.half_close import HALF_CLOSED
 from maskserve_router.http_answers import WrittenAnswer, while_connected

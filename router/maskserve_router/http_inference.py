@@ -9,8 +9,8 @@ from contextlib import ExitStack, aclosing
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maskserve_core.contracts.tensors import Contract
-from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_common.contracts.tensors import Contract
+from maskserve_common.errors import InvalidRequest, MaskserveError
 from maskserve_router.admission import EditRoom
 from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Failure

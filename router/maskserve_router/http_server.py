@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.applications import Starlette
 
-from maskserve_core import transport
-from maskserve_core.errors import MaskserveError
+from maskserve_common import transport
+from maskserve_common.errors import MaskserveError
 from maskserve_router.certificates import Certificates
 from maskserve_router.config import Http
 from maskserve_router.failures import RetryLater

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from maskserve_core.contracts.keys import NO_SCOPE
-from maskserve_core.errors import AdapterNotFound
-from maskserve_core.sites import foreign_site
+from maskserve_common.contracts.keys import NO_SCOPE
+from maskserve_common.errors import AdapterNotFound
+from maskserve_common.sites import foreign_site
 from maskserve_router.config import Key
 from maskserve_router.failures import Unauthorized
 
@@ -56,8 +56,8 @@ class KeyHolder:
     private_prompts: bool = False
     """Embeddings of its prompts are kept for itself alone."""
     scope: str = NO_SCOPE
-    """Of its request ids and templates (`maskserve_core.contracts.keys`), and what its shares are
-    counted by (`maskserve_core.shares`). It follows from the key's name, so that a key may be
+    """Of its request ids and templates (`maskserve_common.contracts.keys`), and what its shares are
+    counted by (`maskserve_common.shares`). It follows from the key's name, so that a key may be
     changed."""
     served: dict[str, EditCounts] = field(default_factory=dict)
     """What this router has answered it, by model."""

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta, Struct
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.tensors import Contract, Tensor
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.tensors import Contract, Tensor
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.edit_call import MODELS, UnknownModel
 from maskserve_router.failures import NotSupported
 from maskserve_router.model_answer import ModelAnswer

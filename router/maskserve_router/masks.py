@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import structs
 
-from maskserve_core.contracts.settings import MaskFrom, dump_settings, parse_settings
-from maskserve_core.errors import InvalidRequest, split_code
-from maskserve_core.workflows.node_types import NodeType
-from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.plan import NodeCall
-from maskserve_core.workflows.run import Task
+from maskserve_common.contracts.settings import MaskFrom, dump_settings, parse_settings
+from maskserve_common.errors import InvalidRequest, split_code
 from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyHolder
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import NodePool, hosts
 from maskserve_router.turns import Turns
+from maskserve_workflows.node_types import NodeType
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task
 
 FIELD = "SETTINGS.mask_from"
 

@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.reuse_levels import ReuseLevel, Way, levels_of, own_count
-from maskserve_core.contracts.settings import EditSettings, shares
-from maskserve_core.contracts.status_record import Served
-from maskserve_core.imaging.canvas import canvas_size
-from maskserve_core.imaging.images import Size, model_size, read_size
-from maskserve_core.imaging.masks import cover_a_side, edit_region, select, tokens_within
-from maskserve_core.imaging.view import see
-from maskserve_core.kept import Kept
-from maskserve_core.routing import Edit
-from maskserve_core.worker.values import NO_VALUES, Values
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.reuse_levels import ReuseLevel, Way, levels_of, own_count
+from maskserve_common.contracts.settings import EditSettings, shares
+from maskserve_common.contracts.status_record import Served
+from maskserve_common.files.values import NO_VALUES, Values
+from maskserve_common.imaging.canvas import canvas_size
+from maskserve_common.imaging.images import Size, model_size, read_size
+from maskserve_common.imaging.masks import cover_a_side, edit_region, select, tokens_within
+from maskserve_common.imaging.view import see
+from maskserve_common.kept import Kept
+from maskserve_common.routing import Edit
 from maskserve_router.config import RouterConfig
 from maskserve_router.keys import KeyHolder
 from maskserve_router.turns import Turns

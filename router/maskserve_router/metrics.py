@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from maskserve_core.contracts.due_times import OK, SLO_OUTCOMES, slo_outcome
-from maskserve_core.errors import CODES
+from maskserve_common.contracts.due_times import OK, SLO_OUTCOMES, slo_outcome
+from maskserve_common.errors import CODES
 from maskserve_router.job_states import ENDS as JOB_ENDS
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Sent

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from maskserve_core.errors import EngineFailed
-from maskserve_core.shares import room
+from maskserve_common.errors import EngineFailed
+from maskserve_common.shares import room
 from maskserve_router.failures import Blame, Failure
 from maskserve_router.operations import image_size
 from maskserve_router.pool import Pool

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.structure import raw_outputs, streamed_response
 
 

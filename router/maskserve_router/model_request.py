@@ -14,8 +14,8 @@ from typing import TypeAlias
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.structure import raw_contents
 
 Buffer: TypeAlias = bytes | memoryview

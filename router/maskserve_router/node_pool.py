@@ -19,18 +19,24 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import EngineFailed, InvalidRequest, TemplateNotFound
-from maskserve_core.imaging.images import as_file
-from maskserve_core.kept import Kept
-from maskserve_core.shares import PATIENCE_S, urgency
-from maskserve_core.worker.values import NO_VALUES, Values, parse
-from maskserve_core.workflows.live_placement import LivePlacement
-from maskserve_core.workflows.node_types import NodeType
-from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import NamedValue, changed, named_in
-from maskserve_core.workflows.wire import (
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import EngineFailed, InvalidRequest, TemplateNotFound
+from maskserve_common.files.values import NO_VALUES, Values, parse
+from maskserve_common.imaging.images import as_file
+from maskserve_common.kept import Kept
+from maskserve_common.shares import PATIENCE_S, urgency
+from maskserve_router.config import WorkflowFiles
+from maskserve_router.failures import Blame, Failure
+from maskserve_router.keys import KeyHolder
+from maskserve_router.names import DNS, resolved
+from maskserve_router.turns import InTurn, Turns
+from maskserve_router.upstream import Upstream
+from maskserve_workflows.live_placement import LivePlacement
+from maskserve_workflows.node_types import NodeType
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.run import Task
+from maskserve_workflows.values import NamedValue, changed, named_in
+from maskserve_workflows.wire import (
     MOST_ELEMENTS,
     NOT_HOSTED,
     PLACED,
@@ -42,12 +48,6 @@ from maskserve_core.workflows.wire import (
     picked_up,
     read_all,
 )
-from maskserve_router.config import WorkflowFiles
-from maskserve_router.failures import Blame, Failure
-from maskserve_router.keys import KeyHolder
-from maskserve_router.names import DNS, resolved
-from maskserve_router.turns import InTurn, Turns
-from maskserve_router.upstream import Upstream
 
 log = logging.getLogger("maskserve.router")
 _TIMEOUT_S = 120.0

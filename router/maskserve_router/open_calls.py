@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_common.errors import InvalidRequest, MaskserveError
 from maskserve_router.config import Grpc
 from maskserve_router.metrics import Metrics
 from maskserve_router.places import Places

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from maskserve_core.contracts.keys import TEMPLATE_ID
-from maskserve_core.contracts.settings import EditSettings, MaskFrom
-from maskserve_core.contracts.tensors import CONTRACTS
-from maskserve_core.reading import sentences
-from maskserve_core.workflows.plan import INPUT_KINDS
+from maskserve_common.contracts.keys import TEMPLATE_ID
+from maskserve_common.contracts.settings import EditSettings, MaskFrom
+from maskserve_common.contracts.tensors import CONTRACTS
+from maskserve_common.reading import sentences
 from maskserve_router.jobs.store import MOST_LISTED
 from maskserve_router.openai.form import EXTENSIONS, Fields, ImageUrl
+from maskserve_workflows.plan import INPUT_KINDS
 
 Json = dict[str, Any]
 _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}

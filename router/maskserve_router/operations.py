@@ -12,9 +12,9 @@ import msgspec
 import pybase64
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.operations import parse_operation
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import check_beginning
+from maskserve_common.contracts.operations import parse_operation
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import check_beginning
 from maskserve_router.model_request import on_the_wire
 
 _SHORT = 64 * 1024

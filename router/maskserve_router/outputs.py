@@ -16,7 +16,7 @@ from typing import Final
 
 import fsspec
 
-from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_common.errors import EngineFailed, InvalidRequest
 
 log = logging.getLogger("maskserve.router")
 _NAME: Final = re.compile(r"[A-Za-z0-9._@+=, -]+")

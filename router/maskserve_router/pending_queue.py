@@ -15,10 +15,10 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from maskserve_core.contracts.keys import scope_of
-from maskserve_core.errors import Cancelled, DeadlineExceeded
-from maskserve_core.routing import Edit, NoWorkerAvailable, Policy
-from maskserve_core.shares import PATIENCE_S, Shares, urgency
+from maskserve_common.contracts.keys import scope_of
+from maskserve_common.errors import Cancelled, DeadlineExceeded
+from maskserve_common.routing import Edit, NoWorkerAvailable, Policy
+from maskserve_common.shares import PATIENCE_S, Shares, urgency
 from maskserve_router.pool import Pool
 from maskserve_router.worker import Sent, Worker, WorkerEpoch
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from maskserve_core.errors import DeadlineExceeded, MaskserveError
-from maskserve_core.shares import Shares
+from maskserve_common.errors import DeadlineExceeded, MaskserveError
+from maskserve_common.shares import Shares
 from maskserve_router.failures import RetryLater
 from maskserve_router.metrics import Metrics
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from maskserve_core.errors import EngineFailed
+from maskserve_common.errors import EngineFailed
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
 from maskserve_router.names import resolved

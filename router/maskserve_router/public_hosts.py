@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import httpx
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 
 _MAX_URL = 4096
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from maskserve_core.routing import Board
+from maskserve_common.routing import Board
 from maskserve_router.template_index import TemplateIndex
 from maskserve_router.worker import Worker
 

@@ -11,12 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from maskserve_core.config import ConfigError
-from maskserve_core.routing import make_policy
-from maskserve_core.worker.values import Values
-from maskserve_core.workflows.folder import read_plans
-from maskserve_core.workflows.plan import WorkflowPlan
-from maskserve_core.workflows.ports import WorkflowError
+from maskserve_common.config import ConfigError
+from maskserve_common.files.values import Values
+from maskserve_common.routing import make_policy
 from maskserve_router.admin import Admin
 from maskserve_router.admission import Admission
 from maskserve_router.certificates import Certificates
@@ -53,6 +50,9 @@ from maskserve_router.tracing import Tracing
 from maskserve_router.turns import Turns
 from maskserve_router.workflow_routes import workflow_routes
 from maskserve_router.workflows import Workflows
+from maskserve_workflows.folder import read_plans
+from maskserve_workflows.plan import WorkflowPlan
+from maskserve_workflows.ports import WorkflowError
 
 log = logging.getLogger("maskserve.router")
 _OPERATORS = 64

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskserve_core.errors import DeadlineExceeded
-from maskserve_core.workflows.lengths import Price
-from maskserve_core.workflows.node_types import EDIT
-from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.plan import NodeCall, WorkflowPlan
-from maskserve_core.workflows.run import Task, WorkflowRun
-from maskserve_core.workflows.scheduling import (
+from maskserve_common.errors import DeadlineExceeded
+from maskserve_router.config import RouterConfig
+from maskserve_router.failures import RetryLater
+from maskserve_workflows.lengths import Price
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.plan import NodeCall, WorkflowPlan
+from maskserve_workflows.run import Task, WorkflowRun
+from maskserve_workflows.scheduling import (
     ORDERS,
     NodePlace,
     Prices,
@@ -23,8 +25,6 @@ from maskserve_core.workflows.scheduling import (
     in_pieces,
     predicted,
 )
-from maskserve_router.config import RouterConfig
-from maskserve_router.failures import RetryLater
 
 _REMEMBERED = 0.2
 """Weight of the last edit in what those of a step take."""

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from maskserve_core.worker.values import Values, parse
-from maskserve_core.workflows.plan import WorkflowPlan
-from maskserve_core.workflows.values import NamedValue, changed, named_in
-from maskserve_core.workflows.wire import drawn, read_all
+from maskserve_common.files.values import Values, parse
+from maskserve_workflows.plan import WorkflowPlan
+from maskserve_workflows.values import NamedValue, changed, named_in
+from maskserve_workflows.wire import drawn, read_all
 
 _DRAWN = ("picture", "mask")
 

@@ -13,8 +13,8 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import EngineFailed, MaskserveError
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import EngineFailed, MaskserveError
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Failure
 from maskserve_router.model_answer import ModelAnswer

@@ -9,9 +9,9 @@ from typing import Final
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.tensors import Contract
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.routing import Edit, NoWorkerAvailable
+from maskserve_common.contracts.tensors import Contract
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.routing import Edit, NoWorkerAvailable
 from maskserve_router.edit_call import MODELS, PUBLIC, VERSIONS, UnknownModel
 from maskserve_router.failures import Failure, NotSupported
 from maskserve_router.keys import KeyHolder

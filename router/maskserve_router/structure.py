@@ -10,7 +10,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 
 _PART = 2**20
 """Bytes that are counted at a time: between two parts other threads run."""

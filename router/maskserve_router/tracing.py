@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from maskserve_core.config import Config
-from maskserve_core.triton.tracing import TRACEPARENT, OpenSpan, make_tracer
+from maskserve_common.config import Config
+from maskserve_common.tracing import TRACEPARENT, OpenSpan, make_tracer
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
 

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from maskserve_core.contracts.keys import NO_SCOPE
-from maskserve_core.shares import Shares
-from maskserve_core.worker.key_turns import KeyWork
+from maskserve_common.contracts.keys import NO_SCOPE
+from maskserve_common.key_turns import KeyWork
+from maskserve_common.shares import Shares
 from maskserve_router.keys import KeyHolder
 
 _SMALL = 64 * 1024

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core import transport
-from maskserve_core.contracts import bytes_tensor
+from maskserve_common import transport
+from maskserve_common.contracts import bytes_tensor
 
 SERVICE = "inference.GRPCInferenceService"
 Metadata: TypeAlias = Sequence[tuple[str, str]]

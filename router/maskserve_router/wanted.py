@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from maskserve_core.workflows.live_placement import BUSY_SHARE
 from maskserve_router.worker import Worker
+from maskserve_workflows.live_placement import BUSY_SHARE
 
 
 def servers_wanted(busy: float) -> int:

@@ -10,16 +10,16 @@ import grpc
 import msgspec
 from msgspec import structs
 
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.status_record import (
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.status_record import (
     RowStatus,
     Served,
     TemplateChanges,
     WorkerStatus,
 )
-from maskserve_core.errors import MaskserveError
-from maskserve_core.routing import Edit, WorkerView, predicted_seconds
-from maskserve_core.worker.listings import changes_of
+from maskserve_common.errors import MaskserveError
+from maskserve_common.listings import changes_of
+from maskserve_common.routing import Edit, WorkerView, predicted_seconds
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import RouterConfig

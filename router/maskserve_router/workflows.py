@@ -30,12 +30,12 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.keys import name_of, scope_of, scoped
-from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
-from maskserve_core.contracts.tensors import META, Contract, text
-from maskserve_core.errors import (
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.keys import name_of, scope_of, scoped
+from maskserve_common.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_common.contracts.tensors import META, Contract, text
+from maskserve_common.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
@@ -44,16 +44,9 @@ from maskserve_core.errors import (
     TemplateNotFound,
     split_code,
 )
-from maskserve_core.imaging.images import as_file
-from maskserve_core.worker.logs import about
-from maskserve_core.worker.values import NO_VALUES, RUN, Values
-from maskserve_core.workflows.node_types import EDIT
-from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step, output_kinds
-from maskserve_core.workflows.ports import WorkflowError
-from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
-from maskserve_core.workflows.values import Judgement, NamedValue, named_in, parts_of
-from maskserve_core.workflows.wire import drawn, nbytes
+from maskserve_common.files.values import NO_VALUES, RUN, Values
+from maskserve_common.imaging.images import as_file
+from maskserve_common.logs import about
 from maskserve_router.admission import Admission, EditRoom
 from maskserve_router.edit_call import MODELS, request_id_of
 from maskserve_router.edits import Edits
@@ -68,6 +61,13 @@ from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
 from maskserve_router.wanted import servers_wanted
 from maskserve_router.worker import Worker
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step, output_kinds
+from maskserve_workflows.ports import WorkflowError
+from maskserve_workflows.run import Task, WorkflowRun, seed_of
+from maskserve_workflows.values import Judgement, NamedValue, named_in, parts_of
+from maskserve_workflows.wire import drawn, nbytes
 
 log = logging.getLogger("maskserve.router")
 

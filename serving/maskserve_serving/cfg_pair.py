@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from maskserve_core.config import ConfigError
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import ConfigError
+from maskserve_engine.families.specs import load_facts
 from maskserve_serving.command import visible_gpus
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import with_values

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maskserve_core import transport
-from maskserve_core.config import Config
+from maskserve_common import transport
+from maskserve_common.config import Config
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import CLOSED_APIS, ServeOptions
 from maskserve_serving.ports import Ports

@@ -15,7 +15,7 @@ from typing import Any
 
 import tomli_w
 
-from maskserve_core.config import cores
+from maskserve_common.config import cores
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked
 from maskserve_serving.options import ServeOptions

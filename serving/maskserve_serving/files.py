@@ -20,8 +20,8 @@ else:
 
 import tomli_w
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.config_file import config_of, load_config
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.config_file import config_of, load_config
 from maskserve_serving.errors import ServeError
 from maskserve_serving.orphans import end_orphans
 

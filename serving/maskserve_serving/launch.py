@@ -27,7 +27,7 @@ def main() -> None:
     if soft != resource.RLIM_INFINITY:
         most = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_STACK, (max(soft, most), hard))
-    # For the models' processes (maskserve_core.worker.liveness.SERVER_PID).
+    # For the models' processes (maskserve_common.liveness.SERVER_PID).
     os.environ["MASKSERVE_SERVER_PID"] = str(os.getpid())
     os.execv(program, [program, *arguments])
 

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from maskserve_core.config import WEIGHT_FORMS
+from maskserve_common.config import WEIGHT_FORMS
 from maskserve_serving.errors import ServeError
 
 _PACKAGE = Path(__file__).resolve().parent

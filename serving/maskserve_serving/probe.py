@@ -13,10 +13,10 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.tensors import CONTRACTS
-from maskserve_core.errors import EngineFailed, split_code
-from maskserve_core.triton.traffic import PROBE
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.tensors import CONTRACTS
+from maskserve_common.errors import EngineFailed, split_code
+from maskserve_triton.traffic import PROBE
 
 _EVERY_S = 10.0
 # A probe that Triton lost is followed by another before the worker counts as stuck.

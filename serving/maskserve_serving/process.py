@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from maskserve_core.worker.liveness import Silence, process_unwell
+from maskserve_common.liveness import Silence, process_unwell
 from maskserve_serving.command import EXIT_TIMEOUT_S
 from maskserve_serving.errors import ServeError
 from maskserve_serving.heartbeat import Heartbeat, says_ready

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.worker.liveness import Processes, signed_in
-from maskserve_core.workflows.node_folders import node_folders
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.liveness import Processes, signed_in
 from maskserve_serving.command import command, environment
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked, read_tables, with_values
@@ -22,6 +21,7 @@ from maskserve_serving.shm_cleanup import close_regions, region_prefix, remove_r
 from maskserve_serving.source import with_node_folders
 from maskserve_serving.spec import Spec, with_controlnets
 from maskserve_serving.supervisor_log import SupervisorLog
+from maskserve_workflows.node_folders import node_folders
 
 _HOST = "127.0.0.1"
 """Where those listen for which only processes of this host have a use."""

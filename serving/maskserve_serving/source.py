@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import ConfigError
-from maskserve_core.models.registry import DENSE_ONLY, load_facts
+from maskserve_common.config import ConfigError
+from maskserve_engine.families.specs import DENSE_ONLY, load_facts
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import with_values
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import Config, cores
+from maskserve_common.config import Config, cores
 from maskserve_serving.files import WorkerFiles, with_values
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports

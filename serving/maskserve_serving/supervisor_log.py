@@ -6,8 +6,8 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.worker.logs import log_handler
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.logs import log_handler
 from maskserve_serving.errors import ServeError
 
 

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from maskserve_core.config import TraceConfig
+from maskserve_common.config import TraceConfig
 from maskserve_serving.files import with_values
 from maskserve_serving.options import ServeOptions
 

@@ -6,10 +6,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from maskserve_core.config import Config, gpus_wanted
-from maskserve_core.worker.admission import Gate
-from maskserve_core.worker.liveness import Processes, Silence, signed_in, signed_in_for_s
-from maskserve_core.worker.status import StatusReader
+from maskserve_common.config import Config, gpus_wanted
+from maskserve_common.liveness import Processes, Silence, signed_in, signed_in_for_s
+from maskserve_common.status import StatusReader
 from maskserve_serving.cfg_pair import gpus_of_pair
 from maskserve_serving.command import command, environment, gpus_of_worker
 from maskserve_serving.files import checked, with_values, worker_files
@@ -23,6 +22,7 @@ from maskserve_serving.spec import Spec, with_controlnets, with_stages
 from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.tracing import forwarded_headers, trace_arguments, untrace
 from maskserve_serving.triton_log import loaded_models
+from maskserve_triton.admission import Gate
 
 # After the last answer left a front, Triton still has to write it to its socket.
 _LAST_ANSWER_S = 0.3

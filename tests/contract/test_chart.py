@@ -13,8 +13,8 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from maskserve_core.config import ConfigError, LogConfig
-from maskserve_core.config_file import config_of, tomllib
+from maskserve_common.config import ConfigError, LogConfig
+from maskserve_common.config_file import config_of, tomllib
 from maskserve_router.cli import parser as router_parser
 from maskserve_router.config import Listen, load_router_config, router_config_of
 from maskserve_router.metrics import Metrics

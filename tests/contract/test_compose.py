@@ -16,7 +16,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from maskserve_core.config_file import load_config
+from maskserve_common.config_file import load_config
 from maskserve_router.cli import parser as router_parser
 from maskserve_router.config import RouterConfig
 from maskserve_serving.cli import add_arguments

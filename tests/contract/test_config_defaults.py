@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from maskserve_core.config import Config
-from maskserve_core.config_file import config_of
+from maskserve_common.config import Config
+from maskserve_common.config_file import config_of
 from maskserve_router.config import RouterConfig, router_config_of
 
 

@@ -12,9 +12,9 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from maskserve_core.triton.metric_table import ENGINE_METRICS, FRONT_METRICS, PREFIX
 from maskserve_harness.documents.dashboard import FILE, dashboard
 from maskserve_router.metrics import Metrics
+from maskserve_triton.metric_table import ENGINE_METRICS, FRONT_METRICS, PREFIX
 
 ROOT = Path(__file__).parents[2]
 ALERTS = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text(encoding="utf-8"))

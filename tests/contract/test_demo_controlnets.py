@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.registry import load_facts
+from maskserve_common.errors import InvalidRequest
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_training.control import FOLDERS, NETS
 from tests.fakes.jobs import config_of

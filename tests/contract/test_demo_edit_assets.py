@@ -9,13 +9,13 @@ import torch
 from diffusers import Flux2KleinInpaintPipeline
 from PIL import Image
 
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models.registry import load_facts
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.stages.latents import to_model
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.reference_edits import MAX_LENGTH, named_edits
+from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case
 
 MODEL = DEMO_MODEL.with_name("demo-edit")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from diffusers import StableDiffusionInpaintPipeline
 
-from maskserve_core.models.registry import load_facts
+from maskserve_engine.families.specs import load_facts
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import Case, config_of, encode_case
@@ -29,7 +29,7 @@ def test_it_is_an_inpainting_model_of_the_unet_family() -> None:
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_the_engine_and_diffusers_make_the_same_edit(guidance: float) -> None:
-    from maskserve_core.contracts.settings import EditSettings
+    from maskserve_common.contracts.settings import EditSettings
     from maskserve_engine.families.registry import load_adapter, load_encoder
 
     (edit,) = held_out_edits(1)

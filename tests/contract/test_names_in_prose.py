@@ -20,8 +20,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "engine/maskserve_core",
+    "engine/maskserve_common",
+    "engine/maskserve_lora",
+    "engine/maskserve_workflows",
     "engine/maskserve_engine",
+    "engine/maskserve_triton",
     "router/maskserve_router",
     "client/maskserve_client",
     "serving/maskserve_serving",
@@ -41,7 +44,7 @@ class Code:
 
     def __init__(self) -> None:
         self.modules: dict[str, list[Path]] = defaultdict(list)
-        """Dotted ends of paths, as `triton.frontend` and `frontend`."""
+        """Dotted ends of paths, as `maskserve_triton.edit_front` and `edit_front`."""
         self.rooms = {path.parent.name for p in PACKAGES for path in (ROOT / p).rglob("*.py")}
         self.defines: dict[Path, set[str]] = {}
         self.classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
@@ -160,7 +163,12 @@ def test_names_in_backticks_are_there(package: str) -> None:
 
 
 def test_what_is_gone_is_found() -> None:
-    for there in ("triton.frontend", "Residency.wait", "memory_table", "control_link.reuse.Reuse"):
+    for there in (
+        "maskserve_triton.edit_front",
+        "Residency.wait",
+        "memory_table",
+        "control_link.reuse.Reuse",
+    ):
         assert code().has(there), there
     for gone in ("batch.residuals.Residuals", "Residency.nothing_of_it", "stack.Rest", "q_spanz"):
         assert not code().has(gone), gone

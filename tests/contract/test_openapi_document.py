@@ -9,7 +9,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_router.openai.form import EXTENSIONS, Fields
 from maskserve_router.openapi import document

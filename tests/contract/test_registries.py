@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import Config, ConfigError, EngineConfig
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.reuse_levels import levels_of
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models import registry
-from maskserve_core.models.semantics import Semantics
-from maskserve_core.planning import tiers
-from maskserve_core.planning.cost_model import H100, estimate
-from maskserve_core.worker import policies
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_common.config import Config, ConfigError, EngineConfig
+from maskserve_common.contracts import tiers
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.reuse_levels import levels_of
+from maskserve_common.contracts.semantics import Semantics
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_engine.families import specs as registry
 from maskserve_engine.families.registry import FAMILIES as LOADERS
 from maskserve_engine.families.registry import FamilyLoaders, load_adapter
 from maskserve_engine.gangs.checks import check_devices
+from maskserve_engine.planning.cost_model import H100, estimate
+from maskserve_engine.scheduling import policies
+from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
+from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
 
@@ -39,15 +39,18 @@ PRODUCT = ("engine", "router", "client", "serving")
 NAMED = {
     # A family's modules, and both registries.
     "flux": {
-        "engine/maskserve_core/models/flux.py",
-        "engine/maskserve_core/models/registry.py",
+        "engine/maskserve_engine/families/flux/spec.py",
+        "engine/maskserve_engine/families/specs.py",
         "engine/maskserve_engine/families/registry.py",
     },
     # A policy's entry, and what people may write.
-    "rounds": {"engine/maskserve_core/worker/policies.py", "engine/maskserve_core/config.py"},
-    "inpaint": {"engine/maskserve_core/models/semantics.py"},
-    "remote": {"engine/maskserve_core/planning/tiers.py"},
-    "AutoencoderKLQwenImage": {"engine/maskserve_core/models/latents.py"},
+    "rounds": {
+        "engine/maskserve_engine/scheduling/policies.py",
+        "engine/maskserve_common/config.py",
+    },
+    "inpaint": {"engine/maskserve_common/contracts/semantics.py"},
+    "remote": {"engine/maskserve_common/contracts/tiers.py"},
+    "AutoencoderKLQwenImage": {"engine/maskserve_engine/spec/latents.py"},
 }
 """The files of the product with a string that is just this name."""
 
@@ -67,7 +70,7 @@ def test_a_name_stands_in_its_module_and_the_registry(name: str) -> None:
     guide = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for file in found:
         stem = Path(file).relative_to("engine").as_posix()
-        assert stem in guide or stem.replace("/flux.py", "/NAME.py") in guide, stem
+        assert stem in guide or stem.replace("/flux/", "/NAME/") in guide, stem
 
 
 def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from maskserve_core.workflows.folder import compile_folder, read_plans
+from maskserve_workflows.folder import compile_folder, read_plans
 
 FOLDER = Path(__file__).parents[2] / "assets" / "workflows"
 SHIPPED = {"background", "detail", "outline", "replace", "variants"}

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-from maskserve_core.config import cores
-from maskserve_core.workflows.plan import dump_plan
+from maskserve_common.config import cores
 from maskserve_serving.files import folders_of
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import check_free, free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
+from maskserve_workflows.plan import dump_plan
 from tests.fakes.collector import Collector, collector
 from tests.fakes.control_nets import made_nets
 from tests.support.calls import Grpc, Http

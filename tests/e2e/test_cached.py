@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_core.models.registry import load_facts
+from maskserve_engine.families.specs import load_facts
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, pixels, plain_edit
 from tests.support.eventually import eventually

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from maskserve_core.worker.liveness import signed_in
+from maskserve_common.liveness import signed_in
 from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import (
     Grpc,

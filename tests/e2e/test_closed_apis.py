@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 from maskserve_serving import command, ports, runtime
 from maskserve_serving.options import CLOSED_APIS, ServeOptions, default_cache_dir
 from maskserve_serving.worker import WorkerProcess

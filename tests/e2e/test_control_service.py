@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from maskserve_client.client import Client
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

@@ -20,8 +20,8 @@ import tritonclient.http as triton_http
 from safetensors.numpy import load
 from tritonclient.utils import np_to_triton_dtype
 
-from maskserve_core.contracts.meta import STAGES, TIMINGS
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.meta import STAGES, TIMINGS
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from maskserve_client.client import Client
-from maskserve_core.errors import EngineFailed
+from maskserve_common.errors import EngineFailed
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.second_host import can_have_one, second_host
 from tests.fakes.pictures import encode, scene

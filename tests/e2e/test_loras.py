@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from openai import NotFoundError, OpenAI
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.loras import LAYERS, lora, write
 from tests.fakes.pictures import blob_mask, encode, scene

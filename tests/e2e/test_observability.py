@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.contracts.due_times import SLO_OUTCOMES
-from maskserve_core.triton.metric_table import ENDS, ENGINE_METRICS, FRONT_METRICS
+from maskserve_common.contracts.due_times import SLO_OUTCOMES
 from maskserve_serving.worker import WorkerProcess
+from maskserve_triton.metric_table import ENDS, ENGINE_METRICS, FRONT_METRICS
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import (
     Grpc,

@@ -25,7 +25,7 @@ from PIL import Image
 
 from maskserve_client import Client, Templates
 from maskserve_client.cli import main
-from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_common.errors import InvalidRequest, TemplateNotFound
 from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene

@@ -21,17 +21,17 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from maskserve_client.client import Client
-from maskserve_core.config_file import config_of
-from maskserve_core.errors import MaskserveError
-from maskserve_core.workflows.definition import Workflow
-from maskserve_core.workflows.nodes import enlarge, find, segment
-from maskserve_core.workflows.passes import compiled
-from maskserve_core.workflows.plan import dump_plan
-from maskserve_core.workflows.wire import RECORD, NodeTask
+from maskserve_common.config_file import config_of
+from maskserve_common.errors import MaskserveError
 from maskserve_harness.router_site import RouterSite
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import enlarge, find, segment
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import dump_plan
+from maskserve_workflows.wire import RECORD, NodeTask
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
 from tests.support.workflows import run_one

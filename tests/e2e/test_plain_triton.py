@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.config import ModelConfig
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.config import ModelConfig
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.settings import EditSettings
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR

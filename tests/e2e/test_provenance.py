@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from maskserve_core.imaging.provenance import SOURCE_TYPE
+from maskserve_common.imaging.provenance import SOURCE_TYPE
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

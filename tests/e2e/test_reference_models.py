@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

@@ -28,7 +28,7 @@ import tritonclient.grpc.aio as grpc_aio
 import tritonclient.http.aio as http_aio
 
 from maskserve_client import Client
-from maskserve_core.errors import Cancelled, InvalidRequest, TemplateNotFound
+from maskserve_common.errors import Cancelled, InvalidRequest, TemplateNotFound
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.tool import find_tool

@@ -16,9 +16,9 @@ import pytest
 
 from maskserve_client.client import Client
 from maskserve_client.events import Preview
-from maskserve_core.errors import MaskserveError
-from maskserve_core.worker.liveness import signed_in
-from maskserve_core.worker.stages import NO_ANSWER
+from maskserve_common.errors import MaskserveError
+from maskserve_common.files.stages import NO_ANSWER
+from maskserve_common.liveness import signed_in
 from maskserve_serving.errors import ServeError
 from maskserve_serving.service import ServiceProcess
 from maskserve_serving.supervisor import Supervisor

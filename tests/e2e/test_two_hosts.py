@@ -24,17 +24,17 @@ import numpy as np
 import pytest
 
 from maskserve_client.client import Client
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
-from maskserve_core.triton.controlnet_calls import ControlNetCalls
-from maskserve_core.workflows.definition import Workflow, each
-from maskserve_core.workflows.nodes import best, edit, enlarge, outline, shows
-from maskserve_core.workflows.passes import compiled
-from maskserve_core.workflows.plan import dump_plan
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_harness.router_site import RouterSite
 from maskserve_harness.second_host import SecondHost, can_have_one, second_host
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_triton.controlnet_calls import ControlNetCalls
+from maskserve_workflows.definition import Workflow, each
+from maskserve_workflows.nodes import best, edit, enlarge, outline, shows
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import dump_plan
 from tests.fakes.pictures import encode, scene
 from tests.support.draws import fresh_seed
 from tests.support.eventually import eventually

@@ -46,9 +46,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_has_its_own_code_and_models(installed: Path, tmp_path: Path) -> None:
     say = (
-        "import json, maskserve_client, maskserve_core, maskserve_engine\n"
+        "import json, maskserve_client, maskserve_common, maskserve_engine\n"
         "from maskserve_serving import options\n"
-        "files = [m.__file__ for m in (maskserve_client, maskserve_core, maskserve_engine)]\n"
+        "files = [m.__file__ for m in (maskserve_client, maskserve_common, maskserve_engine)]\n"
         "print(json.dumps([*files, str(options.MODELS), str(options.ENSEMBLE), "
         "str(options.SERVICES)]))"
     )

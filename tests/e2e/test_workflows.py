@@ -27,21 +27,19 @@ from tritonclient.utils import InferenceServerException
 
 from maskserve_client.client import Client
 from maskserve_client.masks import Masks
-from maskserve_core.config import LimitsConfig
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.keys import TEMPLATE_ID
-from maskserve_core.errors import InvalidRequest, MaskserveError, TemplateNotFound
-from maskserve_core.files.store import size_of
-from maskserve_core.workflows.folder import read_plans
-from maskserve_core.workflows.nodes import (
-    NODE_TYPES,
-)
-from maskserve_core.workflows.pictures import PictureNodes, encode_mask
-from maskserve_core.workflows.plan import NodeCall
-from maskserve_core.workflows.ports import WorkflowError
-from maskserve_core.workflows.run import seed_of
+from maskserve_common.config import LimitsConfig
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.keys import TEMPLATE_ID
+from maskserve_common.errors import InvalidRequest, MaskserveError, TemplateNotFound
+from maskserve_common.files.store import size_of
 from maskserve_harness.router_site import RouterSite
 from maskserve_serving.supervisor import Supervisor
+from maskserve_workflows.folder import read_plans
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.pictures import PictureNodes, encode_mask
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.ports import WorkflowError
+from maskserve_workflows.run import seed_of
 from tests.fakes.pictures import encode, scene
 from tests.support.draws import fresh_rng, fresh_seed
 from tests.support.eventually import eventually

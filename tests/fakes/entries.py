@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.cache.tier import Note
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from maskserve_core.models.facts import ALL_STEPS, EditDefaults, ModelFacts
-from maskserve_core.models.latents import LatentSpace
-from maskserve_core.models.mmdit import CONTROL
-from maskserve_core.models.semantics import FILL
+from maskserve_common.contracts.semantics import FILL
+from maskserve_engine.spec.facts import ALL_STEPS, EditDefaults, ModelFacts
+from maskserve_engine.spec.latents import LatentSpace
+from maskserve_engine.spec.mmdit import CONTROL
 
 FILL_FACTS = ModelFacts(
     family="flux",

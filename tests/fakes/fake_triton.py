@@ -14,7 +14,7 @@ _PROGRAM = """\
 import sys
 sys.path[:0] = {path!r}
 import http.server, os, subprocess, threading, time, tomllib
-from maskserve_core.worker.status import StatusWriter, WorkerStatus
+from maskserve_common.status import StatusWriter, WorkerStatus
 
 def record():
     with open(os.environ["MASKSERVE_CONFIG"], "rb") as file:

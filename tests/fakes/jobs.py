@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core import config_file
-from maskserve_core.config import Config
-from maskserve_core.config_file import laid_over
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common import config_file
+from maskserve_common.config import Config
+from maskserve_common.config_file import laid_over
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_harness.benchmarks.direct import job_of, request_of

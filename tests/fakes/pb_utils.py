@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.contracts.request import AcceptedEdit
-from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_common.contracts.request import AcceptedEdit
+from maskserve_common.contracts.tensors import CONTRACTS
 
 GAUGE, COUNTER, HISTOGRAM = range(3)
 TYPES = {np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.object_)}

@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.settings import EditSettings
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.stages.encoded import EncodeReport, pack_conditioning
 

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from maskserve_core.adapters.header_process import Described
+from maskserve_lora.header_process import Described
 
 if __name__ == "__main__":
     pipe = Connection(int(sys.argv[1]))

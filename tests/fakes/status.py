@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskserve_core.contracts.status_record import WorkerStatus
+from maskserve_common.contracts.status_record import WorkerStatus
 
 READY = WorkerStatus(
     worker="worker-0",

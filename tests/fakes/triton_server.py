@@ -20,15 +20,15 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from maskserve_core.adapters.operations import AdapterOperations
-from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_core.imaging.images import decode_image
-from maskserve_core.imaging.masks import active_tokens
-from maskserve_core.imaging.postprocess import finish_edit
-from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.triton.accept import accept_edit
+from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.errors import InvalidRequest, MaskserveError
+from maskserve_common.imaging.images import decode_image
+from maskserve_common.imaging.masks import active_tokens
+from maskserve_lora.operations import AdapterOperations
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.postprocess import finish_edit
+from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 from tests.fakes.facts import FILL_FACTS
 
 PAINT = (220, 20, 60)

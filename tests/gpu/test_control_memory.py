@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_core.config_file import config_of
-from maskserve_core.errors import EngineFailed
+from maskserve_common.config_file import config_of
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ControlService, RowAsk, ServedRow, ask_service

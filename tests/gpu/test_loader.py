@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import ENTRY_FORMATS
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.config import ENTRY_FORMATS
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Mover

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from maskserve_core.worker.gangs.scheduler import GangScheduler
-from maskserve_core.worker.gangs.work import GangPlan, Work
-from maskserve_core.worker.step_scheduler import Run
+from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
+from maskserve_engine.scheduling.gangs.work import GangPlan, Work
+from maskserve_engine.scheduling.step_scheduler import Run
 
 
 def gangs_of(devices: int) -> list[tuple[int, ...]]:

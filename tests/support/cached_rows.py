@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.planning.cost_model import cpu_rates, estimate
-from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
 from maskserve_engine.cache.sizing import choose_kinds
 from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.planning.cost_model import cpu_rates, estimate
+from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import tolerance
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.config import Config
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, split_code
-from maskserve_core.models.control_nets import ControlNets, content_of
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import Config
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, split_code
 from maskserve_engine.control_link.network import NetworkMessages
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.transport import Attached, Messages, SocketMessages
-from maskserve_engine.triton.controlnet import ControlNetFrontend
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.spec.control_nets import ControlNets, content_of
+from maskserve_triton.controlnet import ControlNetFrontend
 from tests.fakes.jobs import config_of
 from tests.fakes.pb_utils import FakeTriton
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.line_fit import Line
-from maskserve_core.models.facts import own_rule, text_shares
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.entry_bytes import FORMATS
-from maskserve_core.routing.estimate import pricing_of
+from maskserve_common.config import Config
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.line_fit import Line
 from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.spec.estimate import pricing_of
+from maskserve_engine.spec.facts import own_rule, text_shares
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.rows import FlowRow
 
 
 class Foretold:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.adapters import catalogue
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.header_process import Bounds, Described, described
+from maskserve_lora import catalogue
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.header_process import Bounds, Described, described
 
 
 class HeadersHere:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import PARTS
 from maskserve_engine.adapters.lora_file import Parts, read_lora
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import PARTS
 
 
 def deltas(parts: Parts) -> dict[str, Tensor]:

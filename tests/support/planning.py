@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from maskserve_core.line_fit import Line
-from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_model import H100, CostModel, estimate
-from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
-from maskserve_core.planning.two_stream import NO_RESTORE, StepCosts, step_costs
+from maskserve_common.line_fit import Line
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.planning.cost_model import H100, CostModel, estimate
+from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes
+from maskserve_engine.planning.two_stream import NO_RESTORE, StepCosts, step_costs
 from maskserve_harness.published_models import FLUX_DEV
 
 INF = math.inf

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.imaging.containers import PNG_SIGNATURE
+from maskserve_common.imaging.containers import PNG_SIGNATURE
 from maskserve_harness.emulated.worker import EmulatedWorker
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of

@@ -16,8 +16,8 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.tensors import CONTRACTS
 from tests.fakes.pb_utils import FakeTriton, Request
 
 _DTYPES = {"UINT8": np.uint8, "FP32": np.float32}

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from msgspec import structs
 
-from maskserve_core.adapters.store import AdapterStore
-from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import Lora
+from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.request import Lora
+from maskserve_lora.store import AdapterStore
 from tests.fakes.loras import Arrays, lora, write
 
 INNER = 32

@@ -13,10 +13,10 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec import structs
 
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import AskedNode, Nodes
-from maskserve_core.workflows.definition import Workflow, each, repeat
-from maskserve_core.workflows.nodes import (
+from maskserve_common.imaging.images import encode_png
+from maskserve_workflows.asked import AskedNode, Nodes
+from maskserve_workflows.definition import Workflow, each, repeat
+from maskserve_workflows.nodes import (
     best,
     compose,
     edit,
@@ -27,10 +27,10 @@ from maskserve_core.workflows.nodes import (
     shows,
     split,
 )
-from maskserve_core.workflows.passes import PASSES, compiled
-from maskserve_core.workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
-from maskserve_core.workflows.ports import WorkflowError
-from maskserve_core.workflows.values import Areas, changed
+from maskserve_workflows.passes import PASSES, compiled
+from maskserve_workflows.plan import Each, NodeCall, Repeat, Step, WorkflowPlan
+from maskserve_workflows.ports import WorkflowError
+from maskserve_workflows.values import Areas, changed
 
 DRAWN = 30
 """Plans that `drawn_plans` gives."""

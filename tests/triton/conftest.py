@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from maskserve_core.config import Config, EngineConfig
-from maskserve_core.worker.status import StatusWriter
+from maskserve_common.config import Config, EngineConfig
+from maskserve_common.status import StatusWriter
 from tests.fakes.pb_utils import FakeTriton
 from tests.fakes.status import READY
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.triton.acks import AckReceiver, AckSender
+from maskserve_triton.acks import AckReceiver, AckSender
 
 
 class Call:

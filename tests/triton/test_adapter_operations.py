@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.config import Config
-from maskserve_core.triton.control import WorkerControl
-from maskserve_core.triton.frontend import EditFront
+from maskserve_common.config import Config
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_triton.control import WorkerControl
+from maskserve_triton.edit_front import EditFront
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.loras import OTHER_MODEL, lora, write
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.errors import EngineFailed, MaskserveError
-from maskserve_core.triton.answer import Answer
+from maskserve_common.errors import EngineFailed, MaskserveError
+from maskserve_triton.answer import Answer
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse, Sender
 
 

@@ -15,17 +15,17 @@ import pytest
 from msgspec import structs
 from PIL import Image
 
-from maskserve_core.config import Config, StagesConfig, templates_folder
-from maskserve_core.contracts.operations import OPERATIONS
-from maskserve_core.contracts.status_record import NodeStatus, WorkerStatus
-from maskserve_core.errors import EngineFailed
-from maskserve_core.imaging.images import encode_image
-from maskserve_core.triton.cancels import CancelListener, cancel_edit
-from maskserve_core.triton.control import WorkerControl
-from maskserve_core.triton.together import batched
-from maskserve_core.worker.admission import Gate
-from maskserve_core.worker.stages import StagesAway
-from maskserve_core.worker.templates import KeptTemplates
+from maskserve_common.config import Config, StagesConfig, templates_folder
+from maskserve_common.contracts.operations import OPERATIONS
+from maskserve_common.contracts.status_record import NodeStatus, WorkerStatus
+from maskserve_common.errors import EngineFailed
+from maskserve_common.files.stages import StagesAway
+from maskserve_common.imaging.images import encode_image
+from maskserve_triton.admission import Gate
+from maskserve_triton.cancels import CancelListener, cancel_edit
+from maskserve_triton.control import WorkerControl
+from maskserve_triton.templates import KeptTemplates
+from maskserve_triton.together import batched
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 from tests.support.eventually import eventually
 
@@ -363,7 +363,7 @@ def test_an_image_of_every_mode_is_registered_as_it_came(
 def test_a_registered_template_is_encoded_and_primed(
     api: FakeTriton, config: Config, tiny_fill: Path
 ) -> None:
-    from maskserve_core.config import ModelConfig
+    from maskserve_common.config import ModelConfig
 
     seen: list[dict[str, Any]] = []
     encoded = {

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.meta import TIMINGS
-from maskserve_core.errors import Cancelled, Overloaded
-from maskserve_core.triton.acks import AckSender
+from maskserve_common.config import Config
+from maskserve_common.contracts.meta import TIMINGS
+from maskserve_common.errors import Cancelled, Overloaded
 from maskserve_engine.base.job import (
     Conditioning,
     EditJob,
@@ -27,7 +26,8 @@ from maskserve_engine.base.job import (
 )
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import pack_conditioning
-from maskserve_engine.triton.frontend import DenoiserFrontend
+from maskserve_triton.acks import AckSender
+from maskserve_triton.denoiser import DenoiserFrontend
 from tests.fakes.jobs import config_of
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.scripted_engine import EDIT, ScriptedEngine, tensors

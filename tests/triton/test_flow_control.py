@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from maskserve_core.triton.acks import FlowControl
-from maskserve_core.triton.answer import Answer
+from maskserve_triton.acks import FlowControl
+from maskserve_triton.answer import Answer
 from tests.fakes.pb_utils import FakeTriton, Sender
 
 

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import Config, StagesConfig
-from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import AcceptedEdit
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.status_record import NodeStatus, RowStatus
-from maskserve_core.errors import Cancelled
-from maskserve_core.imaging.images import to_base64
-from maskserve_core.triton import call as calls_module
-from maskserve_core.triton.acks import AckReceiver
-from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.call import Calls
-from maskserve_core.triton.cancels import Withdrawals, cancel_edit
-from maskserve_core.triton.frontend import EditFront
-from maskserve_core.triton.traffic import PROBE
-from maskserve_core.worker.admission import Gate
-from maskserve_core.worker.stages import NO_ANSWER, StagesAway
-from maskserve_core.worker.templates import templates_of
-from maskserve_core.worker.values import NO_VALUES
+from maskserve_common.config import Config, StagesConfig
+from maskserve_common.contracts.keys import template_id
+from maskserve_common.contracts.request import AcceptedEdit
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.contracts.status_record import NodeStatus, RowStatus
+from maskserve_common.errors import Cancelled
+from maskserve_common.files.stages import NO_ANSWER, StagesAway
+from maskserve_common.files.values import NO_VALUES
+from maskserve_common.imaging.images import to_base64
+from maskserve_triton import call as calls_module
+from maskserve_triton.acks import AckReceiver
+from maskserve_triton.admission import Gate
+from maskserve_triton.answer import Answer
+from maskserve_triton.call import Calls
+from maskserve_triton.cancels import Withdrawals, cancel_edit
+from maskserve_triton.edit_front import EditFront
+from maskserve_triton.templates import templates_of
+from maskserve_triton.traffic import PROBE
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import (
     Call,

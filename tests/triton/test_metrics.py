@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from maskserve_core.config import Config
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.contracts.status_record import AdapterStatus, AdapterTierTotal
-from maskserve_core.models.flux import flux_work
-from maskserve_core.triton.metric_table import (
+from maskserve_common.config import Config
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.status_record import AdapterStatus, AdapterTierTotal
+from maskserve_common.observations import Observations
+from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
+from maskserve_engine.adapters.lora_loader import LORAS
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.start.assembly import assemble
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.published_models import FLUX_DEV
+from maskserve_triton.metric_table import (
     ADAPTER_SERIES,
     ENDS,
     ENGINE_METRICS,
@@ -23,13 +29,7 @@ from maskserve_core.triton.metric_table import (
     PREFIX,
     outcome_of,
 )
-from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
-from maskserve_core.worker.observations import Observations
-from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
-from maskserve_engine.adapters.lora_loader import LORAS
-from maskserve_engine.start.assembly import assemble
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.published_models import FLUX_DEV
+from maskserve_triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.fakes.status import READY

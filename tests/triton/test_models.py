@@ -21,19 +21,19 @@ import tomli_w
 from PIL import Image
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from maskserve_core.config import Config
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.meta import final_meta, with_timing
-from maskserve_core.contracts.postprocess_context import NOTHING
-from maskserve_core.contracts.request import AcceptedEdit, EditRequest
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.tensors import CONTRACTS, Tensor
-from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
-from maskserve_core.imaging.images import encode_image
-from maskserve_core.triton.controlnet_calls import ControlNetCalls
-from maskserve_core.triton.tensor_io import read_elements, tensor
-from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_core.worker.liveness import signed_in
+from maskserve_common.config import Config
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.meta import final_meta, with_timing
+from maskserve_common.contracts.postprocess_context import NOTHING
+from maskserve_common.contracts.request import AcceptedEdit, EditRequest
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.contracts.tensors import CONTRACTS, Tensor
+from maskserve_common.errors import AdapterNotFound, InvalidRequest, Overloaded
+from maskserve_common.imaging.images import encode_image
+from maskserve_common.liveness import signed_in
+from maskserve_triton.controlnet_calls import ControlNetCalls
+from maskserve_triton.tensor_io import read_elements, tensor
+from maskserve_triton.worker_model import WorkerModel
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 from tests.support.certificates import write_signer
 
@@ -59,7 +59,7 @@ def load(
     """Loads a model as the stub does."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", api)
     # That is for processes of their own.
-    monkeypatch.setattr("maskserve_core.triton.worker_model.end_when_stuck", lambda: None)
+    monkeypatch.setattr("maskserve_triton.worker_model.end_when_stuck", lambda: None)
     hides = "maskserve_engine.stages.unused_libraries.hide_unused_libraries"
     monkeypatch.setattr(hides, lambda config, **which: None)
     loaded: list[Any] = []
@@ -293,7 +293,7 @@ def test_a_denoisers_calls_reach_a_controlnet_service(
 
 @pytest.mark.usefixtures("worker")
 def test_what_is_loaded_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maskserve_core.triton.worker_model.end_when_stuck", lambda: None)
+    monkeypatch.setattr("maskserve_triton.worker_model.end_when_stuck", lambda: None)
     looked: list[bool] = []
 
     class Loading(WorkerModel):

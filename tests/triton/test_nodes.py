@@ -10,16 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from maskserve_core.config import Config, ValuesConfig
-from maskserve_core.config_file import config_of
-from maskserve_core.imaging.images import as_file, encode_png, plain_picture
-from maskserve_core.triton.nodes import NodeFront
-from maskserve_core.worker.values import Values
-from maskserve_core.workflows.node_models import NodeModels
-from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.pictures import PictureNodes
-from maskserve_core.workflows.values import Judgement, NamedValue, parts_of
-from maskserve_core.workflows.wire import PLACED, RECORD, NodeResult, NodeTask, laid_out, picked_up
+from maskserve_common.config import Config, ValuesConfig
+from maskserve_common.config_file import config_of
+from maskserve_common.files.values import Values
+from maskserve_common.imaging.images import as_file, encode_png, plain_picture
+from maskserve_triton.nodes import NodeFront
+from maskserve_workflows.node_models import NodeModels
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.pictures import PictureNodes
+from maskserve_workflows.values import Judgement, NamedValue, parts_of
+from maskserve_workflows.wire import PLACED, RECORD, NodeResult, NodeTask, laid_out, picked_up
 from tests.fakes.pb_utils import FakeTriton
 from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from maskserve_core.errors import MaskserveError
-from maskserve_core.triton.pipeline import run_edit
+from maskserve_common.errors import MaskserveError
+from maskserve_triton.pipeline import run_edit
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 
 

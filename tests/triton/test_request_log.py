@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.config import Config
-from maskserve_core.errors import (
+from maskserve_common.config import Config
+from maskserve_common.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
@@ -19,10 +19,10 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.triton.frontend import EditFront
-from maskserve_core.triton.request_log import RequestLog
-from maskserve_core.triton.tracing import OpenSpan
-from maskserve_core.worker.observations import Observations
+from maskserve_common.observations import Observations
+from maskserve_common.tracing import OpenSpan
+from maskserve_triton.edit_front import EditFront
+from maskserve_triton.request_log import RequestLog
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 

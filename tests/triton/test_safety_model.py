@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_core.errors import EngineFailed, Refused
-from maskserve_core.imaging.safety import let_pass
-from maskserve_core.triton.safety_model import check_by_model
+from maskserve_common.errors import EngineFailed, Refused
+from maskserve_common.imaging.safety import let_pass
+from maskserve_triton.safety_model import check_by_model
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.pictures import scene
 

@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from maskserve_core.config import Config, ConfigError, StagesConfig
-from maskserve_core.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.triton import stages
-from maskserve_core.triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
-from maskserve_core.triton.stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
-from maskserve_core.triton.sync_execute import Outputs, failed_event
-from maskserve_core.triton.tensor_io import read_bytes
-from maskserve_core.triton.together import Together, batched, view_item
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.worker.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
+from maskserve_common.config import Config, ConfigError, StagesConfig
+from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
+from maskserve_common.tracing import make_tracer
+from maskserve_triton import forwarded_stages as stages
+from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
+from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
+from maskserve_triton.sync_execute import Outputs, failed_event
+from maskserve_triton.tensor_io import read_bytes
+from maskserve_triton.together import Together, batched, view_item
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.config import Config
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.triton.sync_execute import Outputs
-from maskserve_core.triton.tensor_io import read_bytes
-from maskserve_core.triton.together import Together, batched, view_item
-from maskserve_core.triton.tracing import make_tracer
+from maskserve_common.config import Config
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.tracing import make_tracer
+from maskserve_triton.sync_execute import Outputs
+from maskserve_triton.tensor_io import read_bytes
+from maskserve_triton.together import Together, batched, view_item
 from tests.fakes.pb_utils import FakeTriton, Request
 
 

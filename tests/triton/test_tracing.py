@@ -20,14 +20,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from maskserve_core.config import Config, ConfigError, TraceConfig
-from maskserve_core.config_file import config_of
-from maskserve_core.errors import Cancelled, InvalidRequest
-from maskserve_core.triton.frontend import EditFront
-from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
+from maskserve_common.config import Config, ConfigError, TraceConfig
+from maskserve_common.config_file import config_of
+from maskserve_common.errors import Cancelled, InvalidRequest
+from maskserve_common.tracing import Stage, Tracer, make_tracer, parent_of
 from maskserve_engine.base.job import Failed, FinalEvent
 from maskserve_engine.base.timeline import RequestTimeline, stages
-from maskserve_engine.triton.frontend import DenoiserFrontend
+from maskserve_triton.denoiser import DenoiserFrontend
+from maskserve_triton.edit_front import EditFront
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.scripted_engine import ScriptedEngine, tensors
@@ -310,7 +310,7 @@ def test_no_collector_costs_spans_and_a_warning(
         tracer.record(PARENT, [Stage("queue", 1, 2)])
         tracer.close()
     assert [(r.levelno, r.name.split(".")[0]) for r in caplog.records] == [
-        (logging.WARNING, "maskserve_core")
+        (logging.WARNING, "maskserve_common")
     ]
     assert url in caplog.text
 

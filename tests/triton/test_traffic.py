@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from maskserve_core.contracts.request import AcceptedEdit
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.call import Call
-from maskserve_core.triton.traffic import Traffic
+from maskserve_common.contracts.request import AcceptedEdit
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_triton.answer import Answer
+from maskserve_triton.call import Call
+from maskserve_triton.traffic import Traffic
 from tests.fakes.pb_utils import FakeTriton, Sender
 
 LIMIT_S = 120.0

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.contracts.status_record import LoadCost
-from maskserve_core.errors import InvalidRequest, MaskserveError, Overloaded
-from maskserve_core.files.weight_files import weight_files
-from maskserve_core.models.control_nets import ControlNets, KnownControlNet, version_of
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.worker.loading import Kind, Loaded, ResourceLoader
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.contracts.status_record import LoadCost
+from maskserve_common.errors import InvalidRequest, MaskserveError, Overloaded
+from maskserve_common.files.weight_files import weight_files
+from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
+from maskserve_engine.spec.control_nets import ControlNets, KnownControlNet, version_of
+from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import dtype_of
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import BadAdapter
-from maskserve_core.adapters.store import file_facts
-from maskserve_core.config import Config, ConfigError
+from maskserve_common.config import Config, ConfigError
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.quantise import form_in_words
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.store import file_facts
 
 _log = logging.getLogger(__name__)
 

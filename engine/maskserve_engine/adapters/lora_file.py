@@ -1,6 +1,6 @@
 """A LoRA file as low-rank updates of the served model's layers, whatever wrote it.
 
-What goes where is known from its header (`adapters.lora_plan`); here its numbers follow.
+What goes where is known from its header (`maskserve_lora.lora_plan`); here its numbers follow.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import safetensors
 import torch
 from torch import Tensor
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import PARTS, BadAdapter, header_of_file
-from maskserve_core.adapters.lora_plan import LayerUpdate, plan_of
-from maskserve_core.files.safetensors_header import short
+from maskserve_common.files.safetensors_header import short
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import PARTS, BadAdapter, header_of_file
+from maskserve_lora.lora_plan import LayerUpdate, plan_of
 
 _log = logging.getLogger(__name__)
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.catalogue import KnownAdapter
-from maskserve_core.adapters.folder import AdapterFile
-from maskserve_core.adapters.store import AdapterStore
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.request import Lora
-from maskserve_core.contracts.status_record import LoadCost
-from maskserve_core.worker.loading import Kind, Loaded, ResourceLoader
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.request import Lora
+from maskserve_common.contracts.status_record import LoadCost
+from maskserve_common.files.adapter_folder import AdapterFile
+from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.catalogue import KnownAdapter
+from maskserve_lora.store import AdapterStore
 
 _log = logging.getLogger(__name__)
 

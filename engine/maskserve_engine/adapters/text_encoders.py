@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import BadAdapter
-from maskserve_core.adapters.store import AdapterStore
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import InvalidRequest, Overloaded
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import InvalidRequest, Overloaded
 from maskserve_engine.adapters.lora_file import Parts, read_lora
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.store import AdapterStore
 
 _FIELD = "SETTINGS.loras"
 

@@ -10,9 +10,9 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import scale_at
-from maskserve_core.errors import MaskserveError
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.contracts.settings import scale_at
+from maskserve_common.errors import MaskserveError
 from maskserve_engine.base.timeline import RequestTimeline
 
 

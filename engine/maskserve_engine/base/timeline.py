@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maskserve_core.errors import MaskserveError
-from maskserve_core.triton.tracing import Stage
+from maskserve_common.errors import MaskserveError
+from maskserve_common.tracing import Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.planning.flops import Floats
-from maskserve_core.planning.own_anchors import OwnRule, clock_steps, foreseen_at
 from maskserve_engine.batch.packing import InactiveTokens, RowInput
 from maskserve_engine.cache.entries import PARTS, Coded, encode
 from maskserve_engine.cache.reader import Heads
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import Change, KvSource
+from maskserve_engine.planning.flops import Floats
+from maskserve_engine.planning.own_anchors import OwnRule, clock_steps, foreseen_at
 
 _log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")

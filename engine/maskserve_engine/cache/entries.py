@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from maskserve_core.config import ENTRY_FORMATS
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.config import ENTRY_FORMATS
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.reserve import Block, padded
 
 GROUP = 32

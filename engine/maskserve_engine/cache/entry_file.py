@@ -24,8 +24,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.files.safetensors_header import TensorPlace, encode_header, read_header
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.files.safetensors_header import TensorPlace, encode_header, read_header
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, cut_at
 from maskserve_engine.cache.registered import Registered
 from maskserve_engine.cache.tier import Note

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.files.safetensors_header import reader_of
-from maskserve_core.files.store import FileStore
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.files.safetensors_header import reader_of
+from maskserve_common.files.store import FileStore
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import (
     BadEntry,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.planning.tiers import HOST
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.tiers import HOST
 from maskserve_engine.cache.background import Background
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import EntrySource

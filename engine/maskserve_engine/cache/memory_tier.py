@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.planning.tiers import DEVICE
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.tiers import DEVICE
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims, computed_anew
 

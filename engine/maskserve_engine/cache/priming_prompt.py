@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maskserve_core.files.store import FileStore
-from maskserve_core.worker.stages import PRIMING_PROMPT_FILE
+from maskserve_common.files.stages import PRIMING_PROMPT_FILE
+from maskserve_common.files.store import FileStore
 from maskserve_engine.base.job import Conditioning
 
 PRIMING_PROMPT = ""

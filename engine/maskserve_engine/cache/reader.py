@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.loader import Selection

@@ -13,8 +13,8 @@ from urllib.parse import unquote
 
 import fsspec
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.planning.tiers import REMOTE
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.tiers import REMOTE
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import BadEntry, dump_entry, read_entry
 from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of

@@ -8,19 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from maskserve_core.config import CacheConfig, ConfigError
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.entry_bytes import (
-    EntryFormat,
-    block_bytes,
-    kept_bytes,
-    still_bytes,
-)
-from maskserve_core.planning.flops import ModelWork
-from maskserve_core.planning.planner import plan
-from maskserve_core.planning.tiers import DEVICE, HOST, TIERS
-from maskserve_core.planning.two_stream import step_costs
+from maskserve_common.config import CacheConfig, ConfigError
+from maskserve_common.contracts.tiers import DEVICE, HOST, TIERS
 from maskserve_engine.cache.stored_tier import SUFFIX
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, kept_bytes, still_bytes
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.planner import plan
+from maskserve_engine.planning.two_stream import step_costs
 
 _log = logging.getLogger(__name__)
 Kinds = tuple[frozenset[str], ...]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from maskserve_core.contracts.keys import Anchor, entries_id
+from maskserve_common.contracts.keys import Anchor, entries_id
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource

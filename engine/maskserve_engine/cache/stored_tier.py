@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import BadEntry, read_note
 from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims
 

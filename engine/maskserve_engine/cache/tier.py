@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.files import store
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.files import store
 from maskserve_engine.cache.entries import AnchorEntry
 
 

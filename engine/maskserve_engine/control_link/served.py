@@ -21,8 +21,8 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from maskserve_core.contracts.settings import AdapterMode
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_common.contracts.settings import AdapterMode
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.reuse import Reuse, SentAsk
 from maskserve_engine.control_link.slots import FORESEEN
@@ -467,7 +467,7 @@ class ControlService:
         Args:
             name: of its folder, here and there.
             version: that it has here.
-            content: of the folder here (`models.control_nets.content_of`).
+            content: of the folder here (`spec.control_nets.content_of`).
             limit_s: seconds after which it is given up.
 
         Raises:

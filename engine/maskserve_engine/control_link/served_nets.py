@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.models.control_nets import KnownControlNet, content_of
-from maskserve_core.models.facts import ModelFacts
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import ResolvedControl
 from maskserve_engine.adapters.control_net_loader import Bring, ControlNetLoader
 from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.spec.control_nets import KnownControlNet, content_of
+from maskserve_engine.spec.facts import ModelFacts
 
 _LOAD_S = 300.0
 """In which a service loads a ControlNet."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from maskserve_core.files.sockets import short_path
+from maskserve_common.files.sockets import short_path
 from maskserve_engine.control_link.device_memory import Lent, OpenedBlock, opened_block
 from maskserve_engine.control_link.slots import RowSlots
 

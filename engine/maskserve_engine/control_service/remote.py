@@ -15,7 +15,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.errors import EngineFailed
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.control_link.network import Wire, room_for
 from maskserve_engine.control_link.slots import RowSlots
 from maskserve_engine.control_link.transport import Ask, Lost, SocketMessages

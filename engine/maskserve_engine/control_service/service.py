@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.errors import MaskserveError
-from maskserve_core.files.sockets import short_path
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.errors import MaskserveError
+from maskserve_common.files.sockets import short_path
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader
 from maskserve_engine.control_link.device_memory import lent_block
 from maskserve_engine.control_link.slots import aligned

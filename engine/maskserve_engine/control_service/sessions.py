@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
-from maskserve_core.models.control_nets import KnownControlNet, content_of
-from maskserve_core.worker.loading import Done, Loaded
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.residency import Residency, Resource
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_common.observations import Observations
+from maskserve_common.resources.loading import Done, Loaded
+from maskserve_common.resources.residency import Residency, Resource
 from maskserve_engine.adapters.control_net_loader import (
     CONTROL_NETS,
     ControlNetLoader,
@@ -38,6 +37,7 @@ from maskserve_engine.control_link.transport import Attached
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.control import NetBatch
 from maskserve_engine.requests.control_nets import EditControlNets
+from maskserve_engine.spec.control_nets import KnownControlNet, content_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 
 _CONNECT_S = 60.0

@@ -8,10 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.planning.flops import ModelWork, Totals
-from maskserve_core.planning.two_stream import Plan
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.own_anchors import AnchoredRow, Entry, OwnPlan
 from maskserve_engine.batch.sequence_parallel import Exchange
@@ -23,6 +20,9 @@ from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.control import NetBatch, NetRow
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
+from maskserve_engine.planning.flops import ModelWork, Totals
+from maskserve_engine.planning.two_stream import Plan
+from maskserve_engine.spec.facts import ModelFacts
 
 
 class EditRow(Row, Protocol):

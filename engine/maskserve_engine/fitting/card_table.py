@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from maskserve_core.config import (
+from maskserve_common.config import (
     WEIGHT_FORMS,
     Config,
     ConfigError,
@@ -24,9 +24,7 @@ from maskserve_core.config import (
     beside_denoiser,
     model_name,
 )
-from maskserve_core.config_file import load_config
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.planning.cost_model import H100, estimate
+from maskserve_common.config_file import load_config
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.entry_store import sized
@@ -40,6 +38,8 @@ from maskserve_engine.fitting.memory import (
     step_bytes,
     weight_bytes,
 )
+from maskserve_engine.planning.cost_model import H100, estimate
+from maskserve_engine.spec.facts import ModelFacts
 
 CARDS = (16, 24, 40, 48, 80)
 """GB, as cards are sold; nearly GiB."""

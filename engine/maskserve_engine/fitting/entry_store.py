@@ -15,12 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.models.facts import anchor_stride
-from maskserve_core.planning.cost_model import CostModel, Rates, estimate
-from maskserve_core.planning.cost_profile import read_profile
-from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
-from maskserve_core.planning.tiers import DEVICE, TIERS
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.tiers import DEVICE, TIERS
 from maskserve_engine.cache.entries import Coded, encode
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
 from maskserve_engine.cache.folder_tier import FolderTier
@@ -40,6 +36,10 @@ from maskserve_engine.cache.sizing import (
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Held, Rebuild, Tier, computed_anew
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.planning.cost_model import CostModel, Rates, estimate
+from maskserve_engine.planning.cost_profile import read_profile
+from maskserve_engine.planning.entry_bytes import FORMATS, EntryFormat
+from maskserve_engine.spec.facts import anchor_stride
 from maskserve_engine.stages.device_probe import Timer, device_rates, seconds_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import psutil
 import torch
 
-from maskserve_core.config import Config, ConfigError, Stage, beside_denoiser
-from maskserve_core.config_file import read_json
-from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.files.safetensors_header import header_of
-from maskserve_core.files.weight_files import weight_files
-from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import ModelFacts, own_rule, own_stride
-from maskserve_core.models.registry import control_work, recorded_rows
-from maskserve_core.planning.entry_bytes import FORMATS
-from maskserve_core.planning.flops import ModelWork
-from maskserve_core.planning.own_anchors import own_bytes
-from maskserve_core.worker.liveness import signed_in
+from maskserve_common.config import Config, ConfigError, Stage, beside_denoiser
+from maskserve_common.config_file import read_json
+from maskserve_common.contracts.memory_table import MemoryTable
+from maskserve_common.files.safetensors_header import header_of
+from maskserve_common.files.weight_files import weight_files
+from maskserve_common.liveness import signed_in
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.specs import control_work, recorded_rows
+from maskserve_engine.planning.entry_bytes import FORMATS
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.own_anchors import own_bytes
+from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.facts import ModelFacts, own_rule, own_stride
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
 from maskserve_engine.stages.vae import in_tiles

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.models.registry import load_facts
-from maskserve_core.planning.cost_profile import read_profile
-from maskserve_core.worker.policies import is_static, policy_of
+from maskserve_common.config import Config, ConfigError
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.planning.cost_profile import read_profile
+from maskserve_engine.scheduling.policies import is_static, policy_of
 
 
 def check_devices(config: Config, gpus: int) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from maskserve_core.contracts.pricing import DegreePrice
-from maskserve_core.planning.degree_costs import (
+from maskserve_common.contracts.pricing import DegreePrice
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.planning.degree_costs import (
     DEGREES,
     ExchangeCosts,
     seconds_by_degree,
     uneven_flops,
 )
-from maskserve_core.planning.flops import ModelWork, RowTokens
-from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.planning.flops import ModelWork, RowTokens
 from maskserve_engine.requests.state import RequestState
 
 

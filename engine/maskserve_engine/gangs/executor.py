@@ -20,10 +20,8 @@ from typing import Any
 
 from torch import distributed
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.errors import EngineFailed
-from maskserve_core.planning.degree_costs import ExchangeCosts
-from maskserve_core.worker.step_scheduler import Devices
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.batch.transfer import HostCopy
@@ -33,6 +31,7 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, StepAnswer
 from maskserve_engine.gangs.processes import RankProcess, RankProcesses
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_engine.planning.degree_costs import ExchangeCosts
 from maskserve_engine.requests.executor import (
     AnchoredRowSpec,
     CachedRowSpec,
@@ -46,6 +45,7 @@ from maskserve_engine.requests.executor import (
     StepInput,
     StepResult,
 )
+from maskserve_engine.scheduling.step_scheduler import Devices
 
 _log = logging.getLogger(__name__)
 _LOSSES = 3
@@ -306,7 +306,7 @@ class GangExecutor:
 
     def _share_tokens(self, reading: Sequence[_Row], count: int) -> bool:
         """Whether a step of these rows, and perhaps others, is shared by its tokens and not by its
-        passes (`families.flow.batch`).
+        passes (`families.mmdit.batch`).
         """
         if count == 1 or self._deals or not all(self._may_share(row, count) for row in reading):
             return False

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.flops import Floats
+from maskserve_common.contracts.memory_table import MemoryTable
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.flops import Floats
 from maskserve_engine.requests.executor import RowStep, StepResult
 
 

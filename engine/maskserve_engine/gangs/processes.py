@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.child import start_child
-from maskserve_core.config import Config, ConfigError, cores
-from maskserve_core.worker.liveness import process_unwell
+from maskserve_common.child import start_child
+from maskserve_common.config import Config, ConfigError, cores
+from maskserve_common.liveness import process_unwell
 from maskserve_engine.gangs.messages import (
     Hello,
     RankAnswer,

@@ -23,14 +23,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.keys import STILL, Anchor
-from maskserve_core.errors import EngineFailed
-from maskserve_core.models.registry import filled_threads
-from maskserve_core.planning.degree_costs import ExchangeCosts
-from maskserve_core.worker.garbage import what_stays
-from maskserve_core.worker.logs import about, start_log
-from maskserve_core.worker.policies import policy_of
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import STILL, Anchor
+from maskserve_common.errors import EngineFailed
+from maskserve_common.garbage import what_stays
+from maskserve_common.logs import about, start_log
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.base.device_clock import Span
@@ -38,6 +35,7 @@ from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.families.specs import filled_threads
 from maskserve_engine.fitting.card_table import check_fits
 from maskserve_engine.fitting.entry_store import estimated_costs, open_mover, open_store, sized
 from maskserve_engine.fitting.memory import device_memory, memory_table
@@ -59,6 +57,7 @@ from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.step_planner import StepPlanner
 from maskserve_engine.loop.warm_up import warm_up
+from maskserve_engine.planning.degree_costs import ExchangeCosts
 from maskserve_engine.requests.executor import (
     CachedRowSpec,
     PrimingRowSpec,
@@ -68,6 +67,7 @@ from maskserve_engine.requests.executor import (
     StepInput,
     StepResult,
 )
+from maskserve_engine.scheduling.policies import policy_of
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.revision import model_revision

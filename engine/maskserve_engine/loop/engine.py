@@ -16,24 +16,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.keys import NO_SCOPE
-from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.contracts.status_record import State
-from maskserve_core.errors import EngineFailed, Overloaded, guarded
-from maskserve_core.models.facts import own_rule
-from maskserve_core.models.registry import filled_threads
-from maskserve_core.planning.own_anchors import clock_steps
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.step_scheduler import ALL_FREE
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.keys import NO_SCOPE
+from maskserve_common.contracts.memory_table import MemoryTable
+from maskserve_common.contracts.status_record import State
+from maskserve_common.errors import EngineFailed, Overloaded, guarded
+from maskserve_common.observations import Observations
 from maskserve_engine.base.job import EditJob, Failed, Sink
 from maskserve_engine.base.mailbox import Inbox, OutputThread
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.specs import filled_threads
 from maskserve_engine.loop.status_publisher import StatusPublisher
 from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.loop.warm_up import rows_per_s, warm_up
+from maskserve_engine.planning.own_anchors import clock_steps
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import ControlNetSource
 from maskserve_engine.requests.executor import Executor
@@ -41,6 +39,8 @@ from maskserve_engine.requests.loras import LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.scheduling.step_scheduler import ALL_FREE
+from maskserve_engine.spec.facts import own_rule
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 
 _log = logging.getLogger(__name__)

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.contracts.keys import STILL, Anchor
-from maskserve_core.errors import EngineFailed
-from maskserve_core.worker.logs import about
-from maskserve_core.worker.step_scheduler import ALL_FREE, Devices
+from maskserve_common.contracts.keys import STILL, Anchor
+from maskserve_common.errors import EngineFailed
+from maskserve_common.logs import about
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
@@ -41,6 +40,7 @@ from maskserve_engine.requests.executor import (
     StepInput,
     StepResult,
 )
+from maskserve_engine.scheduling.step_scheduler import ALL_FREE, Devices
 
 _log = logging.getLogger(__name__)
 _LOST = (

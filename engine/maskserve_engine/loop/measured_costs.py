@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maskserve_core.line_fit import Line, fit
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.worker.observations import Observations
+from maskserve_common.line_fit import Line, fit
+from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span
+from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.requests.templates import Priming
 
 _WINDOW = 512

@@ -10,24 +10,24 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.contracts.pricing import DegreePrice, Pricing
-from maskserve_core.contracts.status_record import NodeStatus, Served, State
-from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.facts import ModelFacts, dense_steps, own_rule, own_stride, text_shares
-from maskserve_core.models.registry import control_work, typical_lora
-from maskserve_core.planning.flops import KINDS
-from maskserve_core.planning.own_anchors import clock_steps
-from maskserve_core.routing.estimate import pricing_of
-from maskserve_core.worker.policies import batches_of, policy_of
-from maskserve_core.worker.status import StatusWriter, WorkerStatus
+from maskserve_common.config import Config, model_name
+from maskserve_common.contracts.memory_table import MemoryTable
+from maskserve_common.contracts.pricing import DegreePrice, Pricing
+from maskserve_common.contracts.status_record import NodeStatus, Served, State
+from maskserve_common.status import StatusWriter, WorkerStatus
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.specs import control_work, typical_lora
 from maskserve_engine.fitting.entry_store import entry_format
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.step_planner import CHOICES
+from maskserve_engine.planning.flops import KINDS
+from maskserve_engine.planning.own_anchors import clock_steps
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.scheduling.policies import batches_of, policy_of
+from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.estimate import pricing_of
+from maskserve_engine.spec.facts import ModelFacts, dense_steps, own_rule, own_stride, text_shares
 
 _log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.flops import FeatureMap, Floats, ModelWork, Totals
-from maskserve_core.planning.planner import PlanCache, plan_totals
-from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate, step_costs
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Want
 from maskserve_engine.loop.measured_costs import MeasuredCosts
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.flops import FeatureMap, Floats, ModelWork, Totals
+from maskserve_engine.planning.planner import PlanCache, plan_totals
+from maskserve_engine.planning.two_stream import Plan, StepCosts, evaluate, step_costs
 from maskserve_engine.requests.executor import LoadState
 
 CHOICES = ("here", "steady", "arrived", "fixed")

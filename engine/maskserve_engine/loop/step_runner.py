@@ -7,18 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.keys import STILL, Anchor
-from maskserve_core.errors import EngineFailed
-from maskserve_core.planning.flops import BatchFlops, ModelWork, Totals
-from maskserve_core.worker.logs import about
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.policies import policy_of
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import STILL, Anchor
+from maskserve_common.errors import EngineFailed
+from maskserve_common.logs import about
+from maskserve_common.observations import Observations
 from maskserve_engine.base.job import PreviewEvent, ProgressEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.loop.measured_costs import StepTimes, TakenStep
 from maskserve_engine.loop.step_planner import Reading, StepPlan, StepPlanner
+from maskserve_engine.planning.flops import BatchFlops, ModelWork, Totals
 from maskserve_engine.requests.executor import (
     Executor,
     LoadState,
@@ -29,6 +28,7 @@ from maskserve_engine.requests.executor import (
 )
 from maskserve_engine.requests.manager import RequestManager, overflowed
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
+from maskserve_engine.scheduling.policies import policy_of
 
 _log = logging.getLogger(__name__)
 

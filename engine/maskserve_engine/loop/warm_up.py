@@ -10,10 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.planning.flops import ModelWork
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import EntrySource
@@ -21,6 +20,7 @@ from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
+from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.stages.loader import device_of, warm_up_side
 
 

@@ -10,10 +10,10 @@ import torch
 from msgspec import structs
 from transformers import Swin2SRForImageSuperResolution
 
-from maskserve_core.config import Config
-from maskserve_core.workflows.asked import AskedNode, one_by_one
-from maskserve_core.workflows.pictures import read_picture
+from maskserve_common.config import Config
 from maskserve_engine.stages.loader import device_of
+from maskserve_workflows.asked import AskedNode, one_by_one
+from maskserve_workflows.pictures import read_picture
 
 MOST_PIXELS: Final = 2**21
 """Of a picture: the model takes some gigabytes for it."""

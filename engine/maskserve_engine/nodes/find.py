@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 
-from maskserve_core.config import Config
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.workflows.asked import AskedNode, one_by_one
-from maskserve_core.workflows.pictures import Grey, Pixels, mask_pixels, read_mask, read_picture
-from maskserve_core.workflows.values import Judgement
+from maskserve_common.config import Config
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.stages.loader import device_of
+from maskserve_workflows.asked import AskedNode, one_by_one
+from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_mask, read_picture
+from maskserve_workflows.values import Judgement
 
 
 class FindNodes:

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, GroundingDinoForObjectDetection
 
-from maskserve_core.config import Config
-from maskserve_core.workflows.pictures import Grey, Pixels
+from maskserve_common.config import Config
 from maskserve_engine.nodes.find import FindNodes
 from maskserve_engine.nodes.segment import SegmentNodes
 from maskserve_engine.stages.loader import device_of
+from maskserve_workflows.pictures import Grey, Pixels
 
 
 class GroundedNodes(FindNodes):

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from maskserve_core.config import Config
-from maskserve_core.workflows.asked import Nodes
+from maskserve_common.config import Config
+from maskserve_workflows.asked import Nodes
 
 
 def open_nodes(kind: str, config: Config, loaded: Mapping[str, Any]) -> Nodes:

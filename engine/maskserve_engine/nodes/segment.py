@@ -13,12 +13,12 @@ from transformers import AutoModelForMaskGeneration, Sam2Processor, SamProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from maskserve_core.config import Config
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.workflows.asked import AskedNode, one_by_one
-from maskserve_core.workflows.pictures import Grey, Pixels, mask_pixels, read_picture
-from maskserve_core.workflows.values import Judgement
+from maskserve_common.config import Config
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.stages.loader import device_of
+from maskserve_workflows.asked import AskedNode, one_by_one
+from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_picture
+from maskserve_workflows.values import Judgement
 
 Points: TypeAlias = Sequence[tuple[float, float, int]]
 """(x, y, 1 or 0) of clicks; 0: it is not of the thing."""

@@ -16,12 +16,12 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from maskserve_core.config import Config
-from maskserve_core.errors import EngineFailed
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import AskedNode
-from maskserve_core.workflows.pictures import read_picture
-from maskserve_core.workflows.values import Judgement
+from maskserve_common.config import Config
+from maskserve_common.errors import EngineFailed
+from maskserve_common.imaging.images import encode_png
+from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.pictures import read_picture
+from maskserve_workflows.values import Judgement
 
 _ASK: Final = (
     "How well does the picture show this: {statement}\n"

@@ -20,10 +20,10 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config import CacheConfig
-from maskserve_core.contracts.settings import PRIORITIES
-from maskserve_core.worker.logs import about
-from maskserve_core.worker.observations import Observations
+from maskserve_common.config import CacheConfig
+from maskserve_common.contracts.settings import PRIORITIES
+from maskserve_common.logs import about
+from maskserve_common.observations import Observations
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.transfer import HostCopy
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from maskserve_core.contracts.keys import name_of
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.worker.residency import Residency, Resource
-from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
+from maskserve_common.contracts.keys import name_of
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.resources.residency import Residency, Resource
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
 
 StepSeconds = Callable[[RequestState], tuple[tuple[float, ...], float]]
 """Of an edit: seconds of a step by the number of devices, and what of each a step costs whatever

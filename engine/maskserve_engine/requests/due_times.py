@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.keys import entries_id
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.reuse_levels import ReuseLevel
-from maskserve_core.contracts.settings import shares
-from maskserve_core.contracts.status_record import WorkerStatus
-from maskserve_core.errors import DeadlineExceeded, Overloaded
-from maskserve_core.planning.tiers import DEVICE
-from maskserve_core.routing import Edit, WorkerView, predicted_seconds
-from maskserve_core.worker.policies import batches_of
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import entries_id
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.reuse_levels import ReuseLevel
+from maskserve_common.contracts.settings import shares
+from maskserve_common.contracts.status_record import WorkerStatus
+from maskserve_common.contracts.tiers import DEVICE
+from maskserve_common.errors import DeadlineExceeded, Overloaded
+from maskserve_common.routing import Edit, WorkerView, predicted_seconds
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE, Route
+from maskserve_engine.scheduling.policies import batches_of
 
 
 class InTime:

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_core.models.registry import lora_work
-from maskserve_core.planning.flops import ModelWork
-from maskserve_core.worker.holdings import Holdings
-from maskserve_core.worker.loading import Kind, Loadable, Loaded
-from maskserve_core.worker.residency import Resource
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import InvalidRequest, MaskserveError
+from maskserve_common.resources.holdings import Holdings
+from maskserve_common.resources.loading import Kind, Loadable, Loaded
+from maskserve_common.resources.residency import Resource
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.specs import lora_work
+from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, adapters_id

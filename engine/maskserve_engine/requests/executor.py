@@ -10,11 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.errors import EngineFailed
-from maskserve_core.planning.flops import FeatureMap, Floats
-from maskserve_core.planning.two_stream import Plan
-from maskserve_core.worker.step_scheduler import Devices
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.base.job import Conditioning, EditJob
@@ -22,6 +19,9 @@ from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_engine.planning.flops import FeatureMap, Floats
+from maskserve_engine.planning.two_stream import Plan
+from maskserve_engine.scheduling.step_scheduler import Devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.worker.residency import Resource
+from maskserve_common.errors import EngineFailed, Overloaded
+from maskserve_common.resources.residency import Resource
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from maskserve_core.worker.loading import Loadable
+from maskserve_common.resources.loading import Loadable
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor

@@ -11,17 +11,17 @@ from typing import Protocol
 
 import msgspec
 
-from maskserve_core.adapters.folder import AdapterFile
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.keys import NO_SCOPE, scope_of
-from maskserve_core.contracts.request import Lora
-from maskserve_core.contracts.status_record import AdapterStatus, AdapterTierTotal
-from maskserve_core.errors import MaskserveError, Overloaded
-from maskserve_core.shares import Shares
-from maskserve_core.worker.holdings import Holdings
-from maskserve_core.worker.loading import Loaded, Source
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.residency import Residency, Resource
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.keys import NO_SCOPE, scope_of
+from maskserve_common.contracts.request import Lora
+from maskserve_common.contracts.status_record import AdapterStatus, AdapterTierTotal
+from maskserve_common.errors import MaskserveError, Overloaded
+from maskserve_common.files.adapter_folder import AdapterFile
+from maskserve_common.observations import Observations
+from maskserve_common.resources.holdings import Holdings
+from maskserve_common.resources.loading import Loaded, Source
+from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.shares import Shares
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.stages.loader import dtype_of
 

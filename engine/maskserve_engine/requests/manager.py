@@ -11,18 +11,17 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from maskserve_core.config import Config, model_name
-from maskserve_core.errors import (
+from maskserve_common.config import Config, model_name
+from maskserve_common.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
     MaskserveError,
     guarded,
 )
-from maskserve_core.worker.loading import Kind, Loadable, Loaded
-from maskserve_core.worker.residency import Resource
-from maskserve_core.worker.status import RowStatus
-from maskserve_core.worker.step_scheduler import Run, Ticket
+from maskserve_common.resources.loading import Kind, Loadable, Loaded
+from maskserve_common.resources.residency import Resource
+from maskserve_common.status import RowStatus
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.batch.own_anchors import OwnPlan
@@ -52,6 +51,7 @@ from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.requests.ways import Ways
+from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 from maskserve_engine.stages.loader import dtype_of
 
 _ONLY_CACHED = "nothing of the kind comes about without a cache"

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.reuse_levels import own_count
-from maskserve_core.models.facts import own_rule, own_stride
-from maskserve_core.planning import own_anchors as planning
-from maskserve_core.planning.entry_bytes import FORMATS
-from maskserve_core.worker.policies import policy_of
+from maskserve_common.config import Config
+from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.planning import own_anchors as planning
+from maskserve_engine.planning.entry_bytes import FORMATS
+from maskserve_engine.scheduling.policies import policy_of
+from maskserve_engine.spec.facts import own_rule, own_stride
 from maskserve_engine.stages.loader import device_of
 
 

@@ -9,15 +9,15 @@ import logging
 import time
 from collections.abc import Callable
 
-from maskserve_core.errors import Overloaded
-from maskserve_core.worker.logs import about
-from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
+from maskserve_common.errors import Overloaded
+from maskserve_common.logs import about
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.edit_adapters import EditAdapters
 from maskserve_engine.requests.executor import Executor, PrimingRowSpec, RowStep
 from maskserve_engine.requests.state import PrimingState
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
 
 _log = logging.getLogger(__name__)
 

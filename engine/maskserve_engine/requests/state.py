@@ -11,24 +11,24 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from maskserve_core.contracts.due_times import due_by_size
-from maskserve_core.contracts.keys import Anchor, name_of
-from maskserve_core.contracts.request import Lora, ResolvedControl
-from maskserve_core.contracts.reuse_levels import ReuseLevel, beside_entries, levels_of
-from maskserve_core.contracts.settings import acting, shares
-from maskserve_core.contracts.status_record import Kind, RowStatus
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.planning.flops import ModelWork, Totals
-from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_common.contracts.due_times import due_by_size
+from maskserve_common.contracts.keys import Anchor, name_of
+from maskserve_common.contracts.request import Lora, ResolvedControl
+from maskserve_common.contracts.reuse_levels import ReuseLevel, beside_entries, levels_of
+from maskserve_common.contracts.settings import acting, shares
+from maskserve_common.contracts.status_record import Kind, RowStatus
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowMade, RowStep
 from maskserve_engine.requests.own_anchors import with_anchors
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
+from maskserve_engine.scheduling.step_scheduler import Ticket
+from maskserve_engine.spec.facts import ModelFacts
 
 
 class PassAhead(NamedTuple):

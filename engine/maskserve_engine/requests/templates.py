@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.keys import (
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import (
     NO_SCOPE,
     STILL,
     Anchor,
@@ -21,15 +21,15 @@ from maskserve_core.contracts.keys import (
     nearest_anchor,
     sharing,
 )
-from maskserve_core.errors import Overloaded
-from maskserve_core.models.facts import anchor_stride, dense_steps
-from maskserve_core.shares import room
+from maskserve_common.errors import Overloaded
+from maskserve_common.shares import room
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.spec.facts import anchor_stride, dense_steps
 
 _REMEMBERED = 4096
 _WORTH_PRIMING = 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 
 
 def limit_threads(config: Config, filled: int | None = None) -> None:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.config import Config
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.latents import LatentSpace
+from maskserve_common.config import Config
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.latents import to_vae
 from maskserve_engine.stages.vae import images_of, is_tiled, load_vae

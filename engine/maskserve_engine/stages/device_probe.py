@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from maskserve_core.config import Config, cores
-from maskserve_core.planning.cost_model import (
+from maskserve_common.config import Config, cores
+from maskserve_engine.planning.cost_model import (
     PROBED_EFFICIENCY,
     GpuProperties,
     Rates,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.models.latents import LatentSpace
+from maskserve_engine.spec.latents import LatentSpace
 
 
 def to_model(latents: Tensor, space: LatentSpace) -> Tensor:

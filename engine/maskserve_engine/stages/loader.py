@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.config_file import read_json
-from maskserve_core.files.weight_files import weight_files
-from maskserve_core.models.facts import ModelFacts
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.config_file import read_json
+from maskserve_common.files.weight_files import weight_files
+from maskserve_engine.spec.facts import ModelFacts
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver lists its devices."""

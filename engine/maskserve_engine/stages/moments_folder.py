@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.files.store import FileStore, make_private
+from maskserve_common.files.store import FileStore, make_private
 
 MOMENTS = "moments"
 """Name of the folder."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.files.digests import file_digest
-from maskserve_core.files.gguf_header import check_gguf
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.files.digests import file_digest
+from maskserve_common.files.gguf_header import check_gguf
 from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
 
 _BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."

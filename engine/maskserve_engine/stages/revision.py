@@ -7,9 +7,9 @@ from pathlib import Path
 
 import xxhash
 
-from maskserve_core.config import Config
-from maskserve_core.config_file import read_json
-from maskserve_core.files.digests import file_digest
+from maskserve_common.config import Config
+from maskserve_common.config_file import read_json
+from maskserve_common.files.digests import file_digest
 
 _OF_STAGES = (
     "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",

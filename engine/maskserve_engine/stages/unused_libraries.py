@@ -15,8 +15,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, cast
 
-from maskserve_core.config import Config
-from maskserve_core.config_file import read_json
+from maskserve_common.config import Config
+from maskserve_common.config_file import read_json
 
 _COMPILER = "torch._dynamo"
 

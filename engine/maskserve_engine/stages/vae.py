@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.config import Config
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.latents import LatentSpace
+from maskserve_common.config import Config
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.stages.loader import load_part
 
 _WHOLE = 1536

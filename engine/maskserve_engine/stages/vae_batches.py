@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
-from maskserve_core.config import StagesConfig
+from maskserve_common.config import StagesConfig
 
 K = TypeVar("K", bound=Hashable)
 

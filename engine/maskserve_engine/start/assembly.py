@@ -11,15 +11,11 @@ from pathlib import Path
 
 import torch
 
-from maskserve_core.config import Config
-from maskserve_core.errors import MaskserveError
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.planning.cost_profile import read_profile
-from maskserve_core.worker.loading import Kind, Loadable, Loaded
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.policies import is_static, policy_of
-from maskserve_core.worker.residency import Residency
-from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
+from maskserve_common.config import Config
+from maskserve_common.errors import MaskserveError
+from maskserve_common.observations import Observations
+from maskserve_common.resources.loading import Kind, Loadable, Loaded
+from maskserve_common.resources.residency import Residency
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS, ControlNetLoader
 from maskserve_engine.adapters.control_net_loader import Bring as BringNet
 from maskserve_engine.adapters.fuse import served_form
@@ -48,6 +44,7 @@ from maskserve_engine.loop.measured_costs import MeasuredCosts, StepTimes
 from maskserve_engine.loop.status_publisher import PriceList, StatusPublisher, new_counters
 from maskserve_engine.loop.step_planner import StepPlanner
 from maskserve_engine.loop.step_runner import StepRunner
+from maskserve_engine.planning.cost_profile import read_profile
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
@@ -59,6 +56,9 @@ from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.scheduling.policies import is_static, policy_of
+from maskserve_engine.scheduling.step_scheduler import MakePolicy, StepScheduler
+from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.revision import model_revision

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from maskserve_core.config import Config, cores
-from maskserve_core.config_file import load_config
+from maskserve_common.config import Config, cores
+from maskserve_common.config_file import load_config
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.start.assembly import load_engine

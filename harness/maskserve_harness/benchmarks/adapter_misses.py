@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import MaskserveError
-from maskserve_core.worker.loading import Loaded
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.residency import Residency, Resource
+from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import MaskserveError
+from maskserve_common.observations import Observations
+from maskserve_common.resources.loading import Loaded
+from maskserve_common.resources.residency import Residency, Resource
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 from maskserve_harness.reports import table

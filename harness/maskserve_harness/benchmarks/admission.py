@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.settings import CacheMode, EditSettings
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.settings import CacheMode, EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.flux.adapter import FluxAdapter

@@ -52,19 +52,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.models.flux import flux_work
-from maskserve_core.models.unet import control_work, unet_work
-from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.families.control import RowControl
-from maskserve_engine.families.flux.blocks import AHEAD
-from maskserve_engine.families.flux.control import (
-    FluxControlNet,
-    FluxNetInput,
-    spread,
-)
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.mmdit.blocks import AHEAD
+from maskserve_engine.families.mmdit.control import FluxControlNet, FluxNetInput, spread
+from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.families.unet.spec import control_work, unet_work
 from maskserve_engine.layers.linear import linear
+from maskserve_engine.planning.flops import ModelWork
 from maskserve_harness.benchmarks.cfg_pair import cfg_pair
 from maskserve_harness.benchmarks.control_service import service_step
 from maskserve_harness.benchmarks.emulated_controls import slow_link, three_controls

@@ -10,16 +10,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from maskserve_core.config import ValuesConfig
-from maskserve_core.imaging.images import as_file, encode_png, plain_picture
-from maskserve_core.worker.values import Values
-from maskserve_core.workflows.plan import NodeCall
-from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import NamedValue
+from maskserve_common.config import ValuesConfig
+from maskserve_common.files.values import Values
+from maskserve_common.imaging.images import as_file, encode_png, plain_picture
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.keys import KeyHolder
 from maskserve_router.node_pool import NodePool
 from maskserve_router.turns import Turns
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task
+from maskserve_workflows.values import NamedValue
 
 _SIDE: Final = 2364
 """Of a picture of 16 MiB."""

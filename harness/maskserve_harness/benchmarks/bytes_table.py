@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
-from maskserve_core.contracts.keys import anchor_steps
-from maskserve_core.models.flux import flux_work
-from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_common.contracts.keys import anchor_steps
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.unet.spec import unet_work
+from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_harness.published_models import (
     FLUX_DEV,
     FLUX_DEV_FACTS,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from maskserve_engine.batch.sequence_parallel import Exchange, GangExchange
-from maskserve_engine.families.flow.rows import Negative
+from maskserve_engine.families.mmdit.rows import Negative
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import UnetBench

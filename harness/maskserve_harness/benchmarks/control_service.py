@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from diffusers import ControlNetModel
 
-from maskserve_core.models.unet import control_work, unet_work
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ControlService
@@ -28,6 +27,7 @@ from maskserve_engine.families.unet.control import (
     UnetNets,
     UnetServedControl,
 )
+from maskserve_engine.families.unet.spec import control_work, unet_work
 from maskserve_harness.benchmarks.replay import refreshed_every
 from maskserve_harness.benchmarks.service_process import PATIENCE_S, alone_on, service_process
 from maskserve_harness.benchmarks.timing import Timer

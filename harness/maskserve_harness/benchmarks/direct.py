@@ -13,21 +13,21 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.adapters.store import AdapterStore
-from maskserve_core.config import Config, beside_denoiser
-from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings, parse_settings
-from maskserve_core.imaging.postprocess import finish_edit
-from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.accept import accept_edit
-from maskserve_core.worker.step_scheduler import MakePolicy
+from maskserve_common.config import Config, beside_denoiser
+from maskserve_common.contracts.keys import template_id
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.contracts.settings import EditSettings, parse_settings
 from maskserve_engine.base.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
 from maskserve_engine.cache.priming_prompt import write_priming_prompt
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.scheduling.step_scheduler import MakePolicy
 from maskserve_engine.start.assembly import load_engine
+from maskserve_lora.store import AdapterStore
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.postprocess import finish_edit
+from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 
 Edit = tuple[bytes, bytes, str]
 """Encoded image, encoded mask, prompt."""

@@ -34,13 +34,9 @@ import psutil
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_client import wire
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.folder import read_plans
-from maskserve_core.workflows.node_types import EDIT
-from maskserve_core.workflows.run import Task, WorkflowRun, seed_of
-from maskserve_core.workflows.values import Areas, Judgement
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.imaging.images import encode_png
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.emulated.nodes import EmulatedNodes
 from maskserve_harness.emulated.server import SERVICE
@@ -58,6 +54,10 @@ from maskserve_harness.simulator.chains import (
     square,
 )
 from maskserve_harness.simulator.hardware import Hardware
+from maskserve_workflows.folder import read_plans
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.run import Task, WorkflowRun, seed_of
+from maskserve_workflows.values import Areas, Judgement
 
 Figures = dict[str, Any]
 LOADS: Final = (0.8, 1.2, 1.6)

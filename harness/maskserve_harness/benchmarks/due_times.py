@@ -37,12 +37,12 @@ import tomli_w
 import torch
 
 from maskserve_client import Client, MaskserveError
-from maskserve_core.config import EngineConfig, cores
-from maskserve_core.worker.gangs.batching import Batching
-from maskserve_core.worker.gangs.deadline import Deadline
-from maskserve_core.worker.gangs.scheduler import GangScheduler
-from maskserve_core.worker.spread import Spread
-from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
+from maskserve_common.config import EngineConfig, cores
+from maskserve_engine.scheduling.gangs.batching import Batching
+from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
+from maskserve_engine.scheduling.spread import Spread
+from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
 from maskserve_harness.benchmarks import profile_costs
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.checkout import CHECKOUT

@@ -38,17 +38,15 @@ import tomli_w
 import torch
 from PIL import Image
 
-from maskserve_core.config import cores
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.meta import STAGES
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.contracts.tensors import ensemble_steps
-from maskserve_core.imaging.images import encode_image
-from maskserve_core.imaging.preprocess import prepare_edit
-from maskserve_core.models.registry import counted_work, load_facts
-from maskserve_core.triton.accept import accept_edit
-from maskserve_core.worker.liveness import signed_in
+from maskserve_common.config import cores
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.meta import STAGES
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.contracts.tensors import ensemble_steps
+from maskserve_common.imaging.images import encode_image
+from maskserve_common.liveness import signed_in
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.families.specs import counted_work, load_facts
 from maskserve_engine.stages.encoded import pack_conditioning
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.machine import machine, stolen_s
@@ -59,6 +57,8 @@ from maskserve_serving.command import TUNING
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.preprocess import prepare_edit
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from maskserve_core.contracts.settings import AdapterMode
+from maskserve_common.contracts.settings import AdapterMode
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import (
     ControlService,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_client import Client, MaskserveError
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port

@@ -26,11 +26,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from maskserve_core.planning.cost_model import H100
 from maskserve_engine.batch.graphs import CudaCapture
 from maskserve_engine.cache.loader import LinkRates
 from maskserve_engine.fitting import entry_store
 from maskserve_engine.layers import kernels
+from maskserve_engine.planning.cost_model import H100
 from maskserve_engine.stages import device_probe
 from maskserve_harness.benchmarks.launch_log import Log, Recorder, place_of
 

@@ -41,14 +41,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.config import CacheConfig
-from maskserve_core.contracts.reuse_levels import own_count
-from maskserve_core.models.flux import OWN_STRIDES
-from maskserve_core.models.semantics import FILL
+from maskserve_common.config import CacheConfig
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
+from maskserve_engine.families.flux.spec import OWN_STRIDES
 from maskserve_engine.fitting.memory import device_memory, peak_values
 from maskserve_engine.layers.attention import choose_flash, missing_varlen
 from maskserve_engine.stages.device_probe import peak_rates

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from transformers import T5Config, T5EncoderModel
 
-from maskserve_core.models.registry import load_facts
 from maskserve_engine.base.buckets import bucket
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import moved
@@ -32,6 +31,7 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.fitting.entry_store import open_reserve
 from maskserve_engine.layers.attention import missing_varlen, segments, varlen
 from maskserve_engine.layers.scatter_kv import Change, KvSource, scatter_kv, slots_of

@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.header_process import Bounds, described
-from maskserve_core.adapters.lora_header import BadAdapter
-from maskserve_core.adapters.lora_plan import check_file
-from maskserve_core.files.safetensors_header import head_of, reader_of
+from maskserve_common.files.safetensors_header import head_of, reader_of
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.header_process import Bounds, described
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.lora_plan import check_file
 
 LIMIT_S = 5.0
 """Of one file."""

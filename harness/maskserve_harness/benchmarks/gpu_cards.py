@@ -24,14 +24,14 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
-from maskserve_core.contracts.reuse_levels import own_count
-from maskserve_core.models.flux import OWN_STRIDES as FLUX_STRIDES
-from maskserve_core.models.flux import flux_work
-from maskserve_core.models.semantics import FILL
-from maskserve_core.models.unet import OWN_STRIDES as UNET_STRIDES
-from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
-from maskserve_core.planning.flops import TERMS, ModelWork
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.semantics import FILL
+from maskserve_engine.families.flux.spec import OWN_STRIDES as FLUX_STRIDES
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.unet.spec import OWN_STRIDES as UNET_STRIDES
+from maskserve_engine.families.unet.spec import unet_work
+from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
+from maskserve_engine.planning.flops import TERMS, ModelWork
 from maskserve_harness.benchmarks.kernel_counts import (
     NEEDED,
     SDXL_GUIDED,

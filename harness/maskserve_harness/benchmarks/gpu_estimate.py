@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from maskserve_core.models.flux import flux_work
+from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.fitting.memory import peak_values
 from maskserve_harness.benchmarks.kernel_counts import (
     DOUBLE,

@@ -12,8 +12,8 @@ import torch
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.packing import sparse_layout
-from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
-from maskserve_engine.families.flux.blocks import steps_ahead
+from maskserve_engine.families.mmdit.blocks import steps_ahead
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
 from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears

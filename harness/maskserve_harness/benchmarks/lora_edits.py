@@ -21,15 +21,15 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from maskserve_core.adapters.lora_header import by_module
-from maskserve_core.config_file import config_of
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.models.registry import lora_work
+from maskserve_common.config_file import config_of
+from maskserve_common.imaging.images import encode_png
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.families.specs import lora_work
 from maskserve_engine.requests.state import EditWork
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
+from maskserve_lora.lora_header import by_module
 
 LORAS, EDITS = 8, 16
 _OWN = ("hollow", "ninth-colour")

@@ -25,9 +25,9 @@ from diffusers import FluxTransformer2DModel
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
-from maskserve_core.config_file import config_of
+from maskserve_common.config_file import config_of
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.families.flux.weights import places_of
+from maskserve_engine.families.mmdit.weights import places_of
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.benchmarks.lora_edits import demo_edits

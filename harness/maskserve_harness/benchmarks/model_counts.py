@@ -23,15 +23,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from maskserve_core.config import Config
-from maskserve_core.config_file import config_of, read_json
-from maskserve_core.contracts.reuse_levels import own_count
-from maskserve_core.models.facts import ModelFacts, anchor_stride
-from maskserve_core.models.registry import counted_work, load_facts
-from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
-from maskserve_core.planning.flops import ModelWork
-from maskserve_core.planning.own_anchors import OWN_RULE, own_bytes
+from maskserve_common.config import Config
+from maskserve_common.config_file import config_of, read_json
+from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_engine.families.flux2.encode import first_layers
+from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.own_anchors import OWN_RULE, own_bytes
+from maskserve_engine.spec.facts import ModelFacts, anchor_stride
 from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae import images_of, load_vae, moments_of
 from maskserve_harness.checkout import CHECKOUT

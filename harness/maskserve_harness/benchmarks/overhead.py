@@ -38,16 +38,16 @@ import tomli_w
 import torch
 import tritonclient.grpc as triton_grpc
 
-from maskserve_core.config import Config, cores
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.status_record import State
-from maskserve_core.imaging.images import encode_image
-from maskserve_core.models.flux import flux_work
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import Config, cores
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.status_record import State
+from maskserve_common.imaging.images import encode_image
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flow import batch as flow_module
 from maskserve_engine.families.flux import adapter as adapter_module
-from maskserve_engine.families.flux.blocks import FluxStep
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.mmdit import batch as flow_module
+from maskserve_engine.families.mmdit.blocks import FluxStep
+from maskserve_engine.families.specs import load_facts
 from maskserve_harness.benchmarks.admission import measure_admission
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.path import measure_path, timed

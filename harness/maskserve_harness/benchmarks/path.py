@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from maskserve_core.config import cores
-from maskserve_core.contracts.meta import STAGES
+from maskserve_common.config import cores
+from maskserve_common.contracts.meta import STAGES
 from maskserve_harness.benchmarks.direct import Edit
 from maskserve_harness.machine import stolen_s
 

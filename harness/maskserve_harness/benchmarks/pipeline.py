@@ -21,11 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.line_fit import Line, fit
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.flops import KINDS, RowTokens, Totals
-from maskserve_core.planning.two_stream import StepCosts, evaluate, step_costs
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.line_fit import Line, fit
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Arrival, HostMover, Loader, Selection, Travelling
 from maskserve_engine.cache.memory_tier import MemoryTier
@@ -33,9 +30,12 @@ from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.reserve import Block
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.flops import KINDS, RowTokens, Totals
+from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
 from maskserve_harness.benchmarks.algorithm_1 import algorithm_1
 from maskserve_harness.benchmarks.replay import in_memory, plan_of_kinds
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.line_fit import Line
-from maskserve_core.models.registry import counted_work
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
-from maskserve_core.planning.flops import KINDS
-from maskserve_core.planning.plan_bounds import counted, sorts_of
-from maskserve_core.planning.planner import TOLERANCE, plan
-from maskserve_core.planning.two_stream import StepCosts, items_of, plan_of, step_costs
+from maskserve_common.line_fit import Line
+from maskserve_engine.families.specs import counted_work
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes
+from maskserve_engine.planning.flops import KINDS
+from maskserve_engine.planning.plan_bounds import counted, sorts_of
+from maskserve_engine.planning.planner import TOLERANCE, plan
+from maskserve_engine.planning.two_stream import StepCosts, items_of, plan_of, step_costs
 from maskserve_harness.published_models import FLUX_DEV_FACTS, SDXL_FACTS
 
 _BATCHES = 120

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.line_fit import Line
-from maskserve_core.models.flux import flux_work
-from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.cost_model import H100, CostModel, estimate
-from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
-from maskserve_core.planning.flops import KINDS, ModelWork
-from maskserve_core.planning.planner import plan
-from maskserve_core.planning.two_stream import StepCosts, evaluate, step_costs
+from maskserve_common.line_fit import Line
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.unet.spec import unet_work
+from maskserve_engine.planning.cost_model import H100, CostModel, estimate
+from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes
+from maskserve_engine.planning.flops import KINDS, ModelWork
+from maskserve_engine.planning.planner import plan
+from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
 from maskserve_harness.benchmarks.algorithm_1 import algorithm_1
 from maskserve_harness.counted import flop_limit
 from maskserve_harness.published_models import FLUX_DEV, SDXL

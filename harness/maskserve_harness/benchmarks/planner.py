@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.line_fit import Line
-from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_model import H100, CostModel, estimate
-from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
-from maskserve_core.planning.flops import RowTokens
-from maskserve_core.planning.planner import PlanCache, plan, plan_totals
-from maskserve_core.planning.two_stream import StepCosts, evaluate, step_costs
+from maskserve_common.line_fit import Line
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.planning.cost_model import H100, CostModel, estimate
+from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes
+from maskserve_engine.planning.flops import RowTokens
+from maskserve_engine.planning.planner import PlanCache, plan, plan_totals
+from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
 from maskserve_harness.counted import flop_limit
 from maskserve_harness.machine import processor
 from maskserve_harness.published_models import FLUX_DEV

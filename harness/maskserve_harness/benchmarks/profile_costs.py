@@ -32,11 +32,13 @@ import psutil
 from PIL import Image
 from scipy.optimize import nnls
 
-from maskserve_core.config import Config
-from maskserve_core.config_file import config_of, read_toml
-from maskserve_core.line_fit import Line
-from maskserve_core.planning.cost_profile import CostProfile
-from maskserve_core.planning.degree_costs import (
+from maskserve_common.config import Config
+from maskserve_common.config_file import config_of, read_toml
+from maskserve_common.line_fit import Line
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.planning.cost_profile import CostProfile
+from maskserve_engine.planning.degree_costs import (
     DEGREES,
     ExchangeCosts,
     busiest,
@@ -44,12 +46,10 @@ from maskserve_core.planning.degree_costs import (
     sent_bytes,
     uneven_flops,
 )
-from maskserve_core.planning.flops import ModelWork, RowTokens
-from maskserve_core.worker.gangs.scheduler import GangScheduler
-from maskserve_core.worker.gangs.work import GangPlan, Work
-from maskserve_core.worker.step_scheduler import Run
-from maskserve_engine.base.job import EditJob
-from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.planning.flops import ModelWork, RowTokens
+from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
+from maskserve_engine.scheduling.gangs.work import GangPlan, Work
+from maskserve_engine.scheduling.step_scheduler import Run
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.machine import machine

@@ -7,7 +7,6 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.sequence_parallel import Exchange
@@ -15,6 +14,7 @@ from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.adapter import Adapter, EditRow
+from maskserve_engine.planning.two_stream import Plan, StepCosts, evaluate
 
 
 class _Reads(NamedTuple):

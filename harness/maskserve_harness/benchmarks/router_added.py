@@ -29,8 +29,8 @@ import grpc.aio
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.imaging.images import encode_png
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.imaging.images import encode_png
 from maskserve_harness.emulated.server import SERVICE, server_of
 from maskserve_harness.emulated.worker import EmulatedWorker
 from maskserve_harness.machine import machine

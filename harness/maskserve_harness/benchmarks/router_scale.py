@@ -23,10 +23,10 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.status_record import NodeStatus, RowStatus, Served, WorkerStatus
-from maskserve_core.routing import Edit, make_policy
-from maskserve_core.worker.listings import TemplateListings
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.status_record import NodeStatus, RowStatus, Served, WorkerStatus
+from maskserve_common.listings import TemplateListings
+from maskserve_common.routing import Edit, make_policy
 from maskserve_harness.emulated.server import SERVICE, answer_of
 from maskserve_harness.machine import machine
 from maskserve_harness.reports import about, table, write_json

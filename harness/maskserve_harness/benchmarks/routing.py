@@ -17,8 +17,8 @@ import statistics
 import time
 from pathlib import Path
 
-from maskserve_core.routing import POLICIES, Edit, Pricing, WorkerView, make_policy
-from maskserve_core.worker.status import RowStatus, WorkerStatus
+from maskserve_common.routing import POLICIES, Edit, Pricing, WorkerView, make_policy
+from maskserve_common.status import RowStatus, WorkerStatus
 from maskserve_harness.machine import processor
 
 TOTAL = 4096

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from maskserve_core.planning.degree_costs import sent_bytes
-from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.batch.sequence_parallel import Exchange, GangExchange, share_of
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxBatch
+from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.planning.degree_costs import sent_bytes
+from maskserve_engine.planning.flops import RowTokens
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.machine import processor
 

@@ -20,16 +20,16 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.errors import MaskserveError
-from maskserve_core.models.control_nets import ControlNets, content_of
-from maskserve_core.models.registry import load_facts
-from maskserve_core.worker.loading import Loaded
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.errors import MaskserveError
+from maskserve_common.resources.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.transport import Connection as Denoiser
 from maskserve_engine.control_service.service import ControlNetService
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.spec.control_nets import ControlNets, content_of
 from maskserve_engine.stages.loader import dtype_of
 
 PATIENCE_S = 120.0

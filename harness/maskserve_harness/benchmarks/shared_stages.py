@@ -22,9 +22,9 @@ import numpy as np
 import psutil
 
 from maskserve_client.client import Client
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.worker.liveness import signed_in
-from maskserve_core.worker.stages import STAGES
+from maskserve_common.files.stages import STAGES
+from maskserve_common.imaging.images import encode_png
+from maskserve_common.liveness import signed_in
 from maskserve_harness.benchmarks.timing import rates_in_turn
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port

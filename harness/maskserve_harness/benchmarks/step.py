@@ -39,9 +39,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from maskserve_core.config import ENTRY_FORMATS
+from maskserve_common.config import ENTRY_FORMATS
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_harness.benchmarks.step_rig import NO_TEXT, PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench

@@ -10,16 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from maskserve_core.config import CacheConfig
-from maskserve_core.contracts.keys import STILL, Anchor
-from maskserve_core.models.registry import FAMILIES as FACTS
+from maskserve_common.config import CacheConfig
+from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.flow.batch import FlowBatch
-from maskserve_engine.families.flow.preparation import FlowTemplate
-from maskserve_engine.families.flow.rows import (
+from maskserve_engine.families.flux.adapter import FluxBatch
+from maskserve_engine.families.flux2.adapter import ids_of
+from maskserve_engine.families.flux2.weights import places_of as flux2_places
+from maskserve_engine.families.flux2.weights import weights_of as flux2_weights
+from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.mmdit.blocks import AHEAD, FluxStep
+from maskserve_engine.families.mmdit.preparation import FlowTemplate
+from maskserve_engine.families.mmdit.rows import (
     FlowInactive,
     FlowPrimingRow,
     FlowRow,
@@ -27,14 +31,9 @@ from maskserve_engine.families.flow.rows import (
     OwnOutside,
     References,
 )
-from maskserve_engine.families.flow.schedule import Schedule, Walk
-from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.flux.blocks import AHEAD, FluxStep
-from maskserve_engine.families.flux.weights import FluxWeights
-from maskserve_engine.families.flux.weights import places_of as flux_places
-from maskserve_engine.families.flux2.adapter import ids_of
-from maskserve_engine.families.flux2.weights import places_of as flux2_places
-from maskserve_engine.families.flux2.weights import weights_of as flux2_weights
+from maskserve_engine.families.mmdit.schedule import Schedule, Walk
+from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.families.mmdit.weights import places_of as flux_places
 from maskserve_engine.families.qwen_image.adapter import QwenImageBatch
 from maskserve_engine.families.qwen_image.weights import places_of as qwen_places
 from maskserve_engine.families.qwen_image.weights import weights_of as qwen_weights
@@ -42,6 +41,7 @@ from maskserve_engine.families.qwen_image21.adapter import QwenImage21Batch, pla
 from maskserve_engine.families.qwen_image21.adapter import rotary as qwen21_rotary
 from maskserve_engine.families.qwen_image21.weights import places_of as qwen21_places
 from maskserve_engine.families.qwen_image21.weights import weights_of as qwen21_weights
+from maskserve_engine.families.specs import FAMILIES as FACTS
 from maskserve_engine.families.z_image.adapter import ZImageBatch, positions_of, rotary
 from maskserve_engine.families.z_image.blocks import ZImageStep
 from maskserve_engine.families.z_image.weights import ZImageWeights

@@ -15,11 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from maskserve_client.client import Client
-from maskserve_core.config import ValuesConfig
-from maskserve_core.imaging.images import as_file, encode_png
-from maskserve_core.worker.values import Values
-from maskserve_core.workflows.plan import NodeCall
-from maskserve_core.workflows.run import Task
+from maskserve_common.config import ValuesConfig
+from maskserve_common.files.values import Values
+from maskserve_common.imaging.images import as_file, encode_png
 from maskserve_harness.benchmarks.timing import rates_in_turn
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.second_host import SecondHost
@@ -31,6 +29,8 @@ from maskserve_router.turns import Turns
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task
 
 _SMALL, _PADDED = 648, 512
 """Sides of a picture of 1 MiB, and what makes it one of 8 MiB on each side."""

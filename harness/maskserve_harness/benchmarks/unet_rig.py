@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import ControlNetModel, EulerDiscreteScheduler, UNet2DConditionModel
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.models.unet import unet_work
-from maskserve_core.planning.flops import RowTokens
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
@@ -33,9 +31,11 @@ from maskserve_engine.families.unet.control import (
 from maskserve_engine.families.unet.forward import PassInput, added_embedding, micro_conditioning
 from maskserve_engine.families.unet.rows import Guidance, UnetInactive, UnetPrompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
+from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
+from maskserve_engine.planning.flops import RowTokens
 from maskserve_harness.benchmarks.replay import in_memory, refreshed_every
 from maskserve_harness.benchmarks.timing import Timer
 from maskserve_harness.published_models import SD21, SDXL

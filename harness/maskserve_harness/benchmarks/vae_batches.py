@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from maskserve_core.config import Config, ModelConfig
+from maskserve_common.config import Config, ModelConfig
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_harness.benchmarks.timing import Timer
 from maskserve_harness.checkout import DEMO_MODEL

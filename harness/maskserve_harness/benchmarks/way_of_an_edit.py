@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.config_file import config_of
-from maskserve_core.imaging.images import encode_png
+from maskserve_common.config_file import config_of
+from maskserve_common.imaging.images import encode_png
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 

@@ -44,12 +44,7 @@ import torch
 from PIL import Image
 
 from maskserve_client.client import Client
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.definition import Workflow, each, repeat
-from maskserve_core.workflows.nodes import compose, crop, edit, find, outline, shows, split
-from maskserve_core.workflows.passes import compiled
-from maskserve_core.workflows.pictures import encode_mask
-from maskserve_core.workflows.plan import WorkflowPlan, dump_plan
+from maskserve_common.imaging.images import encode_png
 from maskserve_harness.benchmarks.by_name import by_name
 from maskserve_harness.benchmarks.due_plans import due_plans
 from maskserve_harness.benchmarks.shared_stages import stages_edits, stages_memory
@@ -66,6 +61,11 @@ from maskserve_harness.soaking.sampler import sample_process
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from maskserve_workflows.definition import Workflow, each, repeat
+from maskserve_workflows.nodes import compose, crop, edit, find, outline, shows, split
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.pictures import encode_mask
+from maskserve_workflows.plan import WorkflowPlan, dump_plan
 
 _SIDE: Final = 128
 _STEPS: Final = 12

@@ -15,13 +15,13 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import inspect as types
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.reading import Table, sentences
-from maskserve_core.workflows.node_types import EDIT
-from maskserve_core.workflows.nodes import NODE_TYPES
+from maskserve_common.config import Config
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.reading import Table, sentences
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_router.config import RouterConfig
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.nodes import NODE_TYPES
 
 DOCUMENT = CHECKOUT / "docs" / "configuration.md"
 API = CHECKOUT / "docs" / "api.md"

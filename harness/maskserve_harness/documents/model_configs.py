@@ -1,4 +1,4 @@
-"""Write every config.pbtxt from the declared tensors (maskserve_core.contracts.tensors).
+"""Write every config.pbtxt from the declared tensors (maskserve_common.contracts.tensors).
 
 python scripts/bench model_configs            # after a change
 python scripts/bench model_configs --check    # exit code 1 if a file is not what would be written
@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as config_pb
 
-from maskserve_core.contracts.tensors import (
+from maskserve_common.contracts.tensors import (
     CONTRACTS,
     ENSEMBLE,
     SERVICES,
@@ -23,7 +23,7 @@ from maskserve_core.contracts.tensors import (
 )
 from maskserve_harness.checkout import CHECKOUT
 
-_MADE = "Made by scripts/bench model_configs from maskserve_core/contracts/tensors.py."
+_MADE = "Made by scripts/bench model_configs from maskserve_common/contracts/tensors.py."
 _TYPES = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "FP32": "TYPE_FP32"}
 _WIDTH = 100
 ALL = {**CONTRACTS, **SERVICES}

@@ -13,9 +13,10 @@ import grpc
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.workflows.nodes import NODE_TYPES
-from maskserve_core.workflows.wire import (
+from maskserve_common.contracts import bytes_tensor
+from maskserve_harness.emulated.server import Context, answer_of, server_of
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.wire import (
     MOST_ELEMENTS,
     RECORD,
     NodeResult,
@@ -23,7 +24,6 @@ from maskserve_core.workflows.wire import (
     laid_out,
     picked_up,
 )
-from maskserve_harness.emulated.server import Context, answer_of, server_of
 
 Make: TypeAlias = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 """A node's outputs, by its type and inputs."""

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from maskserve_core.contracts.status_record import RowStatus
+from maskserve_common.contracts.status_record import RowStatus
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.emulated.worker import EmulatedWorker
 from maskserve_harness.machine import machine

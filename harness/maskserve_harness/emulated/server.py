@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
+from maskserve_common.contracts import bytes_tensor
 
 SERVICE = "inference.GRPCInferenceService"
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]

@@ -18,12 +18,12 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts.settings import EditSettings, parse_settings
-from maskserve_core.contracts.status_record import RowStatus, Served, ValuesHeld, WorkerStatus
-from maskserve_core.errors import DeadlineExceeded
-from maskserve_core.worker.listings import TemplateListings
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import EditSettings, parse_settings
+from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHeld, WorkerStatus
+from maskserve_common.errors import DeadlineExceeded
+from maskserve_common.listings import TemplateListings
+from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
 from maskserve_harness.emulated.server import Context, answer_of, server_of
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.measure import count_tokens

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.contracts.settings import CACHE_MODES
+from maskserve_common.contracts.settings import CACHE_MODES
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.machine import machine
 from maskserve_harness.perf.errors import PerfError

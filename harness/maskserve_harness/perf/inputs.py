@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from maskserve_core.imaging.images import encode_image
+from maskserve_common.imaging.images import encode_image
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import phrase
 from maskserve_harness.perf.errors import PerfError

@@ -16,7 +16,7 @@ import tritonclient.http as triton_http
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from maskserve_core.errors import split_code
+from maskserve_common.errors import split_code
 
 Answer = tuple[bytes, dict[str, Any]]
 """IMAGE and META."""

@@ -16,11 +16,10 @@ import numpy as np
 from diffusers import ControlNetModel, FluxControlNetModel
 from numpy.typing import NDArray
 
-from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
-from maskserve_engine.families.flux.control import FluxControlNet
+from maskserve_engine.families.mmdit.control import FluxControlNet
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_harness.demo_model import looks, outlines
 from maskserve_harness.demo_model.scenes import Edit
@@ -29,6 +28,7 @@ from maskserve_harness.quality.late_control import held as late_held
 from maskserve_harness.quality.late_control import late
 from maskserve_harness.quality.metrics import EditQuality, by_class, compare
 from maskserve_harness.quality.systems import Rig
+from maskserve_lora.base_layers import BaseLayers
 
 Picture = NDArray[np.uint8]
 FOLLOWED: Final = {"lora": 0.90, "control": 0.85}

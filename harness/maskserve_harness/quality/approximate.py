@@ -26,7 +26,7 @@ from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.families.flow.preparation import grid_of, unpack_latents
+from maskserve_engine.families.mmdit.preparation import grid_of, unpack_latents
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES

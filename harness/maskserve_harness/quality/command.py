@@ -48,9 +48,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec.facts import ModelFacts
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of

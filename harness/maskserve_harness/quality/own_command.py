@@ -37,12 +37,12 @@ from typing import Any
 
 import torch
 
-from maskserve_core.config import CacheConfig
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.reuse_levels import own_count
-from maskserve_core.models.flux import OWN_STRIDES
-from maskserve_core.models.semantics import FILL
+from maskserve_common.config import CacheConfig
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.families.flux.spec import OWN_STRIDES
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.first_run_parts import as_served
 from maskserve_harness.benchmarks.lora_edits import LORAS, demo_edits, write_loras

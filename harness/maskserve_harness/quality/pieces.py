@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config import StagesConfig
-from maskserve_core.config_file import config_of
-from maskserve_core.imaging.masks import active_tokens, component_boxes
+from maskserve_common.config import StagesConfig
+from maskserve_common.config_file import config_of
+from maskserve_common.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.layers.low_rank import LowRankSet
@@ -33,6 +32,7 @@ from maskserve_harness.demo_model.scenes import Edit, held_out_edits
 from maskserve_harness.quality.metrics import Quality, compare, summary
 from maskserve_harness.quality.systems import Rig
 from maskserve_harness.reports import write_json
+from maskserve_lora.base_layers import BaseLayers
 
 BARS = {"mean": 40.0, "worst": 30.0}
 """dB inside the mask: of all edits, and of each."""

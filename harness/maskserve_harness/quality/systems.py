@@ -14,26 +14,26 @@ from msgspec import structs
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.keys import anchor_steps
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.masks import active_tokens, cover_a_side
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.keys import anchor_steps
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.imaging.masks import active_tokens, cover_a_side
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
-from maskserve_engine.families.flow.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.stages.loader import device_of
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice, schedule
 from maskserve_harness.quality.thinning import references_alone, references_computed, thinned
+from maskserve_triton.preprocess import mask_for_model
 
 Picture = NDArray[np.uint8]
 TokenIds = NDArray[np.int64]

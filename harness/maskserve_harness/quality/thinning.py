@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.flow.preparation import FlowTemplate
-from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.mmdit.preparation import FlowTemplate
+from maskserve_engine.families.mmdit.rows import FlowRow
 
 NEAR = 2
 """Tokens from a computed one within which everything is kept."""

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.models.control_nets import ControlNets
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.request import ResolvedControl
 from maskserve_engine.base.job import ControlInput, EngineEvent, Failed, FinalEvent
+from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import CHECKOUT

@@ -26,17 +26,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.keys import anchor_steps
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models.facts import ALL_STEPS
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.keys import anchor_steps
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.registry import load_decoder, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetPrimingRow
+from maskserve_engine.spec.facts import ALL_STEPS
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.checkout import DEMO_MODEL
@@ -45,6 +44,7 @@ from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.machine import processor
 from maskserve_harness.quality.metrics import EditQuality, Picture, by_class, compare
 from maskserve_harness.quality.report import table
+from maskserve_triton.preprocess import mask_for_model
 
 BATCH = 8
 AT_ONCE = 8

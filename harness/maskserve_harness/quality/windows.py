@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image, ImageDraw
 
-from maskserve_core.config_file import config_of
-from maskserve_core.imaging.images import encode_png
+from maskserve_common.config_file import config_of
+from maskserve_common.imaging.images import encode_png
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES

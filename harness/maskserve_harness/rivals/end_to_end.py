@@ -31,8 +31,8 @@ import numpy as np
 import psutil
 from skimage.metrics import structural_similarity
 
-from maskserve_core.config import cores
-from maskserve_core.models.registry import counted_work, load_facts
+from maskserve_common.config import cores
+from maskserve_engine.families.specs import counted_work, load_facts
 from maskserve_engine.layers import onednn
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.benchmarks.lora_edits import write_loras

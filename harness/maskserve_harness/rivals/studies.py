@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from maskserve_core.imaging.images import encode_image
+from maskserve_common.imaging.images import encode_image
 from maskserve_harness.benchmarks.adapter_misses import SERVICES, drawn
 from maskserve_harness.perf.inputs import Edit, draw_mask
 from maskserve_harness.perf.load import Load

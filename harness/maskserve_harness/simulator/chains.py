@@ -16,14 +16,14 @@ from typing import Final
 
 import numpy as np
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.status_record import Served
-from maskserve_core.workflows.pictures import encode_mask
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.contracts.status_record import Served
 from maskserve_harness.simulator.hardware import STEPS, Hardware
 from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
 from maskserve_harness.simulator.workload import draw_gaps
 from maskserve_router.measure import count_tokens
+from maskserve_workflows.pictures import encode_mask
 
 WORKERS: Final = tuple(f"w{n}" for n in range(8))
 NODES: Final = ("n0", "n1")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from maskserve_core.errors import Overloaded
-from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
-from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
+from maskserve_common.errors import Overloaded
+from maskserve_common.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
+from maskserve_engine.scheduling.step_scheduler import MakePolicy, StepScheduler
 from maskserve_harness.simulator.events import Events
 from maskserve_harness.simulator.hardware import CONTROL, Hardware
 from maskserve_harness.simulator.job import Job

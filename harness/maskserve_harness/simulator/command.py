@@ -16,8 +16,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from maskserve_core.planning.entry_bytes import FORMATS
-from maskserve_core.routing import POLICIES
+from maskserve_common.routing import POLICIES
+from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_harness.reports import write_json
 from maskserve_harness.simulator.capacity import at_load
 from maskserve_harness.simulator.hardware import DEVICES, MODELS, Hardware

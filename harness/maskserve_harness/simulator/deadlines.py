@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.planning.degree_costs import DEGREES
-from maskserve_core.worker.gangs.batching import Batching
-from maskserve_core.worker.gangs.deadline import Deadline
-from maskserve_core.worker.gangs.rounds import Rounds
-from maskserve_core.worker.gangs.work import GangPolicy, Work
-from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_engine.planning.degree_costs import DEGREES
+from maskserve_engine.scheduling.gangs.batching import Batching
+from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.rounds import Rounds
+from maskserve_engine.scheduling.gangs.work import GangPolicy, Work
+from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_harness.simulator.gangs import (
     MIXES,
     SIZES,

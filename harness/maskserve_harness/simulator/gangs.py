@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from maskserve_core.config import ModelConfig
-from maskserve_core.line_fit import Line
-from maskserve_core.models.registry import counted_work
-from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
-from maskserve_core.worker.gangs.work import (
+from maskserve_common.config import ModelConfig
+from maskserve_common.line_fit import Line
+from maskserve_engine.families.specs import counted_work
+from maskserve_engine.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
+from maskserve_engine.scheduling.gangs.work import (
     GangPlan,
     GangPolicy,
     Work,
@@ -22,7 +22,7 @@ from maskserve_core.worker.gangs.work import (
     devices_of,
     seconds_together,
 )
-from maskserve_core.worker.step_scheduler import Run, Ticket
+from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 from maskserve_harness.published_models import FLUX_DEV_FACTS
 
 DUE = {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}

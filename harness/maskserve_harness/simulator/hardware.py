@@ -6,20 +6,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from maskserve_core.config import CacheConfig, Config, ModelConfig
-from maskserve_core.contracts.keys import anchor_steps
-from maskserve_core.contracts.reuse_levels import own_count
-from maskserve_core.line_fit import Line
-from maskserve_core.models.facts import (
-    ModelFacts,
-    TextShares,
-    anchor_stride,
-    own_rule,
-    own_stride,
-    text_shares,
-)
-from maskserve_core.models.registry import control_work, counted_work, typical_lora
-from maskserve_core.planning.cost_model import (
+from maskserve_common.config import CacheConfig, Config, ModelConfig
+from maskserve_common.contracts.keys import anchor_steps
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.line_fit import Line
+from maskserve_common.routing import Pricing
+from maskserve_engine.families.specs import control_work, counted_work, typical_lora
+from maskserve_engine.planning.cost_model import (
     H100,
     CostModel,
     GpuProperties,
@@ -28,18 +21,20 @@ from maskserve_core.planning.cost_model import (
     estimate,
     gpu_rates,
 )
-from maskserve_core.planning.entry_bytes import (
-    FORMATS,
-    EntryFormat,
-    block_bytes,
-    entry_bytes,
+from maskserve_engine.planning.entry_bytes import FORMATS, EntryFormat, block_bytes, entry_bytes
+from maskserve_engine.planning.flops import Floats, ModelWork, RowTokens
+from maskserve_engine.planning.own_anchors import clock_steps, foreseen_at, own_steps
+from maskserve_engine.planning.planner import plan
+from maskserve_engine.planning.two_stream import evaluate, step_costs
+from maskserve_engine.spec.estimate import pricing_of
+from maskserve_engine.spec.facts import (
+    ModelFacts,
+    TextShares,
+    anchor_stride,
+    own_rule,
+    own_stride,
+    text_shares,
 )
-from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
-from maskserve_core.planning.own_anchors import clock_steps, foreseen_at, own_steps
-from maskserve_core.planning.planner import plan
-from maskserve_core.planning.two_stream import evaluate, step_costs
-from maskserve_core.routing import Pricing
-from maskserve_core.routing.estimate import pricing_of
 from maskserve_harness.counted import tile_bytes
 from maskserve_harness.published_models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from maskserve_core.routing import Edit, RowLoad
+from maskserve_common.routing import Edit, RowLoad
 from maskserve_harness.simulator.workload import Request
 
 

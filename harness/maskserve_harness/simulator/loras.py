@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from maskserve_core.adapters.folder import AdapterFile
-from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import MaskserveError
-from maskserve_core.routing.adapters import AdapterView
-from maskserve_core.worker.loading import Loaded
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.residency import Residency
+from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import MaskserveError
+from maskserve_common.files.adapter_folder import AdapterFile
+from maskserve_common.observations import Observations
+from maskserve_common.resources.loading import Loaded
+from maskserve_common.resources.residency import Residency
+from maskserve_common.routing.adapters import AdapterView
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from maskserve_core.workflows.scheduling import NodePlace, Prices, ReadyNode, admits, decide
 from maskserve_harness.simulator.chains import RULES, drawn, simulated
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.plan_systems import (
@@ -36,6 +35,7 @@ from maskserve_harness.simulator.plan_systems import (
     wants,
 )
 from maskserve_harness.simulator.plans import Asked, Node, PlanRun, Rules
+from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode, admits, decide
 
 Report = dict[str, Any]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 
-from maskserve_core.workflows.placement import ModelLoad, place
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
 from maskserve_harness.simulator.workload import Workload, draw
+from maskserve_workflows.placement import ModelLoad, place
 
 GIB: Final = 2**30
 ROOM: Final = 74.0

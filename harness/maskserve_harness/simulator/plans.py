@@ -1,4 +1,4 @@
-"""Plans of nodes over devices, in virtual time; core decides (`workflows.scheduling`).
+"""Plans of nodes over devices, in virtual time; core decides (`maskserve_workflows.scheduling`).
 
 A system is how requests are cut into nodes, and by which rules these run: a monolith is a plan of
 one node whose one model is the whole workflow.
@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from maskserve_core.workflows.scheduling import (
+from maskserve_harness.simulator.events import Events
+from maskserve_workflows.scheduling import (
     ORDERS,
     Dispatch,
     NodePlace,
@@ -22,7 +23,6 @@ from maskserve_core.workflows.scheduling import (
     in_pieces,
     predicted,
 )
-from maskserve_harness.simulator.events import Events
 
 SETTLED = 1e-9
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.tier import Note, computed_anew

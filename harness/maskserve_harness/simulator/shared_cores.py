@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from maskserve_core.worker.gangs.work import seconds_together
-from maskserve_core.worker.step_scheduler import Devices, Run, SchedulingPolicy, Ticket
+from maskserve_engine.scheduling.gangs.work import seconds_together
+from maskserve_engine.scheduling.step_scheduler import Devices, Run, SchedulingPolicy, Ticket
 
 _NOTHING_S = 1e-9
 

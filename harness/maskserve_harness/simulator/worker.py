@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from maskserve_core.routing import Edit, RowLoad, WorkerView
-from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
+from maskserve_common.routing import Edit, RowLoad, WorkerView
+from maskserve_engine.scheduling.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_harness.simulator.hardware import CONTROL, Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.loras import NBYTES, WorkerLoras

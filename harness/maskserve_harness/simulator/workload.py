@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.config import ModelConfig
+from maskserve_common.config import ModelConfig
 
 Floats = NDArray[np.float64]
 RING = ModelConfig().mask_ring

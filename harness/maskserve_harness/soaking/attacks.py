@@ -32,8 +32,8 @@ import numpy as np
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.files.sockets import short_path
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.files.sockets import short_path
 from maskserve_harness.soaking.pictures import draw, png_file
 
 _SERVICE = "/inference.GRPCInferenceService"

@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 from msgspec import toml
 
-from maskserve_core.models.registry import load_facts
+from maskserve_engine.families.specs import load_facts
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.probing.calls import Grpc
 from maskserve_harness.soaking import attacks

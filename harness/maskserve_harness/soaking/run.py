@@ -14,10 +14,10 @@ from typing import Any
 
 import tomli_w
 
-from maskserve_core.config import Config, cores
-from maskserve_core.models.facts import anchor_stride
-from maskserve_core.models.registry import counted_work, load_facts
-from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_common.config import Config, cores
+from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_engine.spec.facts import anchor_stride
 from maskserve_harness.soaking import visits, withdrawals
 from maskserve_harness.soaking.bad_input import bad_input, bad_operation
 from maskserve_harness.soaking.judge import (

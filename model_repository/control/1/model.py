@@ -4,9 +4,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.triton.control import WorkerControl
-from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_common.config import Config
+from maskserve_triton.control import WorkerControl
+from maskserve_triton.worker_model import WorkerModel
 
 
 class TritonPythonModel(WorkerModel):

@@ -4,10 +4,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_common.config import Config
+from maskserve_common.tracing import make_tracer
+from maskserve_triton.metrics import EngineMetrics, MetricsThread
+from maskserve_triton.worker_model import WorkerModel
 
 # A drain has come before; what is still in flight is told that it failed.
 _CLOSE_GRACE_S = 5.0
@@ -19,12 +19,12 @@ class TritonPythonModel(WorkerModel):
     def open(self, config: Config) -> None:
         from maskserve_engine.stages.unused_libraries import hide_unused_libraries
         from maskserve_engine.start.assembly import load_engine
-        from maskserve_engine.triton.frontend import DenoiserFrontend
+        from maskserve_triton.denoiser import DenoiserFrontend
 
         hide_unused_libraries(config, text=False)
         calls = None
         if config.controls.service:  # what brings gRPC
-            from maskserve_core.triton.controlnet_calls import ControlNetCalls
+            from maskserve_triton.controlnet_calls import ControlNetCalls
 
             calls = ControlNetCalls(config.controls.service)
         self._engine = load_engine(config, calls=calls)

@@ -4,10 +4,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.frontend import EditFront
-from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_common.config import Config
+from maskserve_engine.families.specs import load_facts
+from maskserve_triton.edit_front import EditFront
+from maskserve_triton.worker_model import WorkerModel
 
 
 class TritonPythonModel(WorkerModel):

@@ -4,8 +4,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_common.config import Config
+from maskserve_triton.worker_model import WorkerModel
 
 
 class TritonPythonModel(WorkerModel):
@@ -14,12 +14,12 @@ class TritonPythonModel(WorkerModel):
     def open(self, config: Config) -> None:
         # One of them is imported: torch takes most of the memory of who only sends on.
         if config.stages.service:
-            from maskserve_core.triton.stages import ForwardedEncoder
             from maskserve_engine.stages.revision import stages_revision
+            from maskserve_triton.forwarded_stages import ForwardedEncoder
 
             self._stage: Any = ForwardedEncoder(pb_utils, config, stages_revision(config))
         else:
-            from maskserve_engine.triton.stages import EncoderStage
+            from maskserve_triton.stage_models import EncoderStage
 
             self._stage = EncoderStage(pb_utils, config)
 

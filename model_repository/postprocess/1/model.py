@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.keys import scope_of
-from maskserve_core.contracts.meta import with_timing
-from maskserve_core.contracts.parameters import parameters
-from maskserve_core.contracts.postprocess_context import PostprocessContext
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.imaging.postprocess import finish_edit
-from maskserve_core.imaging.provenance import make_mark
-from maskserve_core.imaging.safety import load_check
-from maskserve_core.triton.safety_model import check_by_model
-from maskserve_core.triton.sync_execute import failed_event, respond
-from maskserve_core.triton.tensor_io import read_bytes, view_array
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_core.worker.values import RUN, Values
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import scope_of
+from maskserve_common.contracts.meta import with_timing
+from maskserve_common.contracts.parameters import parameters
+from maskserve_common.contracts.postprocess_context import PostprocessContext
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.files.values import RUN, Values
+from maskserve_common.imaging.provenance import make_mark
+from maskserve_common.imaging.safety import load_check
+from maskserve_common.tracing import make_tracer
+from maskserve_triton.postprocess import finish_edit
+from maskserve_triton.safety_model import check_by_model
+from maskserve_triton.sync_execute import failed_event, respond
+from maskserve_triton.tensor_io import read_bytes, view_array
+from maskserve_triton.worker_model import WorkerModel
 
 
 class TritonPythonModel(WorkerModel):

@@ -4,18 +4,18 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.keys import scope_of
-from maskserve_core.contracts.request import AcceptedEdit
-from maskserve_core.contracts.tensors import CONTROL
-from maskserve_core.imaging.preprocess import prepare_edit
-from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.sync_execute import respond
-from maskserve_core.triton.tensor_io import read_bytes, read_elements
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_core.worker.templates import templates_of
-from maskserve_core.worker.values import Values
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import scope_of
+from maskserve_common.contracts.request import AcceptedEdit
+from maskserve_common.contracts.tensors import CONTROL
+from maskserve_common.files.values import Values
+from maskserve_common.tracing import make_tracer
+from maskserve_engine.families.specs import load_facts
+from maskserve_triton.preprocess import prepare_edit
+from maskserve_triton.sync_execute import respond
+from maskserve_triton.templates import templates_of
+from maskserve_triton.tensor_io import read_bytes, read_elements
+from maskserve_triton.worker_model import WorkerModel
 
 
 class TritonPythonModel(WorkerModel):

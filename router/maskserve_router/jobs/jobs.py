@@ -19,18 +19,18 @@ from typing import Any, Final, TypeVar
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
-from maskserve_core.config import ConfigError
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.errors import (
+from maskserve_common.config import ConfigError
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.files.store import make_private
-from maskserve_core.shares import Shares, room
-from maskserve_core.worker.logs import about
+from maskserve_common.files.store import make_private
+from maskserve_common.logs import about
+from maskserve_common.shares import Shares, room
 from maskserve_router.admission import Admission
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure, NotSupported, RetryLater, guarded, retry_after

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.front import Front
 from maskserve_router.jobs.jobs import Jobs, told_of
 from maskserve_router.jobs.store import MOST_LISTED

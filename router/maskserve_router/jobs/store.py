@@ -52,7 +52,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
 
-from maskserve_core.config import ConfigError
+from maskserve_common.config import ConfigError
 from maskserve_router.job_states import FAILED, QUEUED, RUNNING
 from maskserve_router.keys import Daily
 

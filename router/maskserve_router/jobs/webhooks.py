@@ -26,7 +26,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.config import JobsConfig, webhook_key
 from maskserve_router.public_hosts import PublicHosts, PublicUrl, Resolve, is_public, resolve
 

@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
 from maskserve_router.failures import (
     Failure,
     Unauthorized,

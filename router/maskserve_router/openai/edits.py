@@ -17,15 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
-from maskserve_core.contracts.status_record import Served
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
-from maskserve_core.imaging.images import Size, decode_raster, read_size
-from maskserve_core.imaging.masks import select
-from maskserve_core.workflows.node_types import EDIT
-from maskserve_core.workflows.plan import NodeCall, every_step
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
+from maskserve_common.contracts.status_record import Served
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_common.imaging.images import Size, decode_raster, read_size
+from maskserve_common.imaging.masks import select
 from maskserve_router.admission import EditRoom
 from maskserve_router.failures import Failure, text_of
 from maskserve_router.front import Front
@@ -60,6 +58,8 @@ from maskserve_router.openai.workflow_form import (
 from maskserve_router.outputs import Outputs, check_output
 from maskserve_router.pool import Pool
 from maskserve_router.turns import Turns
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.plan import NodeCall, every_step
 
 _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"

@@ -17,9 +17,9 @@ from msgspec import Meta
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from maskserve_core.contracts.settings import Background, EditSettings
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.reading import Misread, Table, nearest, read
+from maskserve_common.contracts.settings import Background, EditSettings
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.reading import Misread, Table, nearest, read
 from maskserve_router.structure import check_json
 
 _MAX_FIELDS = 64

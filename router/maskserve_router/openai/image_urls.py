@@ -14,8 +14,8 @@ from contextlib import ExitStack
 import httpx
 import pybase64
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.config import LimitsConfig
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import ImageHosts
 from maskserve_router.keys import KeyHolder

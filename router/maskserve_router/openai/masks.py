@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from maskserve_core.contracts.settings import MaskFrom
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.contracts.settings import MaskFrom
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.front import Front
 from maskserve_router.http_answers import while_connected
 from maskserve_router.http_body import Bodies

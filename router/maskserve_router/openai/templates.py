@@ -12,9 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maskserve_core.contracts.keys import TEMPLATE_ID
-from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_core.reading import Table
+from maskserve_common.contracts.keys import TEMPLATE_ID
+from maskserve_common.errors import InvalidRequest, TemplateNotFound
+from maskserve_common.reading import Table
 from maskserve_router.control import ClusterControl
 from maskserve_router.front import Front
 from maskserve_router.http_body import Bodies

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import decode_mask, encode_image
-from maskserve_core.imaging.masks import selected
-from maskserve_core.workflows.plan import WorkflowPlan
+from maskserve_common.config import LimitsConfig
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import decode_mask, encode_image
+from maskserve_common.imaging.masks import selected
 from maskserve_router.model_request import ModelRequest
 from maskserve_router.openai.form import EditForm
+from maskserve_workflows.plan import WorkflowPlan
 
 PICTURE = "image"
 """Name of the output that is the answer's picture."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_common.config import Config
+from maskserve_triton.worker_model import WorkerModel
 
 
 class TritonPythonModel(WorkerModel):
@@ -13,7 +13,7 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         from maskserve_engine.stages.unused_libraries import hide_unused_libraries
-        from maskserve_engine.triton.controlnet import ControlNetFrontend
+        from maskserve_triton.controlnet import ControlNetFrontend
 
         hide_unused_libraries(config, text=False)
         self._frontend = ControlNetFrontend(pb_utils, config)

@@ -4,13 +4,13 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config
-from maskserve_core.triton.nodes import NodeFront
-from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_core.worker.values import Values
-from maskserve_core.workflows.node_models import NodeModels
+from maskserve_common.config import Config
+from maskserve_common.files.values import Values
 from maskserve_engine.nodes.registry import open_nodes, thread_of
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+from maskserve_triton.nodes import NodeFront
+from maskserve_triton.worker_model import WorkerModel
+from maskserve_workflows.node_models import NodeModels
 
 
 class TritonPythonModel(WorkerModel):

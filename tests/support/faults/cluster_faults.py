@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from maskserve_core.worker.liveness import signed_in
+from maskserve_common.liveness import signed_in
 from maskserve_harness.router_site import RouterSite
 from maskserve_harness.soaking.load import Load
 from maskserve_serving.supervisor import Supervisor

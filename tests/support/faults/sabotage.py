@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config_file import load_config
+from maskserve_common.config_file import load_config
 
 ORDER = "sabotage"
 PREVIEWS = "sabotage-previews"
@@ -28,7 +28,7 @@ def install(model: Any) -> None:
 
 
 def _install_in_decoder() -> None:
-    from maskserve_engine.triton.stages import DecoderStage
+    from maskserve_triton.stage_models import DecoderStage
 
     decode, order = DecoderStage._decode, Path(load_config().runtime_dir) / PREVIEWS
 

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 from tritonclient.utils import InferenceServerException
 
-from maskserve_core.imaging.images import encode_image
-from maskserve_core.worker.liveness import signed_in
-from maskserve_core.worker.status import RowStatus, StatusReader, WorkerStatus
+from maskserve_common.imaging.images import encode_image
+from maskserve_common.liveness import signed_in
+from maskserve_common.status import RowStatus, StatusReader, WorkerStatus
 from maskserve_harness.probing.calls import Grpc
 from maskserve_serving.worker import WorkerProcess
 

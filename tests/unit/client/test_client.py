@@ -37,7 +37,7 @@ from maskserve_client import (
     TemplateNotFound,
 )
 from maskserve_client.errors import from_text
-from maskserve_core.contracts.keys import template_id
+from maskserve_common.contracts.keys import template_id
 from tests.fakes.corpus.encoding import chunks_of, png
 from tests.fakes.hostile import HostileCase, hostile_cases
 from tests.fakes.pictures import blob_mask, encode, scene

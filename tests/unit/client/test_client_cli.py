@@ -27,10 +27,10 @@ from maskserve_client import Client
 from maskserve_client.address import grpc_address, http_address
 from maskserve_client.cli import main, parser
 from maskserve_client.commands import write_whole
-from maskserve_core.adapters.operations import AdapterOperations
-from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.keys import template_id
+from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.keys import template_id
 from maskserve_harness.checkout import DEMO_MODEL as DEMO
+from maskserve_lora.operations import AdapterOperations
 from tests.fakes.loras import OTHER_MODEL, lora, write
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.triton_server import PAINT, STATUS, FakeServer, FakeWorker

@@ -14,8 +14,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from maskserve_core.planning.cost_model import H100, estimate
-from maskserve_core.worker.observations import Observations
+from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.loader import Arrival
@@ -30,6 +29,7 @@ from maskserve_engine.families.unet.rows import Guidance
 from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.loop.measured_costs import MeasuredCosts, StepTimes, TakenStep
 from maskserve_engine.loop.status_publisher import new_counters
+from maskserve_engine.planning.cost_model import H100, estimate
 from maskserve_engine.requests.executor import Read, StepInput
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.kernel_counts import (

@@ -16,8 +16,8 @@ from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetRow

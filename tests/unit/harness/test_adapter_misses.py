@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maskserve_core.worker.popularity import Popularity
+from maskserve_common.resources.popularity import Popularity
 from maskserve_harness.benchmarks.adapter_misses import (
     SERVICES,
     Service,

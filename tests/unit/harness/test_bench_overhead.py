@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskserve_core.config_file import config_of
+from maskserve_common.config_file import config_of
 from maskserve_harness.benchmarks.admission import measure_admission
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.overhead import make_edits, measure_step

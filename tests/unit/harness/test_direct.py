@@ -7,8 +7,8 @@ import io
 import numpy as np
 from PIL import Image
 
-from maskserve_core.config_file import config_of
-from maskserve_core.imaging.images import encode_image
+from maskserve_common.config_file import config_of
+from maskserve_common.imaging.images import encode_image
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits

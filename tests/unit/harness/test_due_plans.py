@@ -8,9 +8,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from maskserve_core.workflows.plan import NodeCall
-from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import Judgement
 from maskserve_harness.benchmarks.due_plans import Cluster
 from maskserve_harness.emulated.nodes import EmulatedNodes
 from maskserve_harness.emulated.server import SERVICE
@@ -21,6 +18,9 @@ from maskserve_router.config import WorkflowFiles
 from maskserve_router.keys import KeyHolder
 from maskserve_router.node_pool import NodePool
 from maskserve_router.turns import Turns
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task
+from maskserve_workflows.values import Judgement
 from tests.support.router_requests import edit_request, mask_of
 
 

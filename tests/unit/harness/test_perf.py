@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from maskserve_core.contracts.settings import parse_settings
+from maskserve_common.contracts.settings import parse_settings
 from maskserve_harness.perf import command, tool
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.inputs import (

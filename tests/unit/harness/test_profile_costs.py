@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.line_fit import Line
-from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_profile import read_profile
-from maskserve_core.planning.degree_costs import (
+from maskserve_common.line_fit import Line
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.planning.cost_profile import read_profile
+from maskserve_engine.planning.degree_costs import (
     DEGREES,
     ExchangeCosts,
     busiest,

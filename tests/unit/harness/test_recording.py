@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tomllib
 
-from maskserve_core.config import Config
-from maskserve_core.config_file import config_of
+from maskserve_common.config import Config
+from maskserve_common.config_file import config_of
 from maskserve_harness.recording.comparison import differences
 from maskserve_harness.recording.edits import SITES, TEMPLATES, cases
 from maskserve_harness.recording.record import answer_digest

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from maskserve_core.worker.gangs.batching import Batching
-from maskserve_core.worker.gangs.deadline import Deadline
-from maskserve_core.worker.gangs.scheduler import GangScheduler
-from maskserve_core.worker.gangs.work import GangPolicy
-from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_engine.scheduling.gangs.batching import Batching
+from maskserve_engine.scheduling.gangs.deadline import Deadline
+from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
+from maskserve_engine.scheduling.gangs.work import GangPolicy
+from maskserve_engine.scheduling.step_scheduler import Ticket
 from maskserve_harness.simulator.gangs import Fixed, simulate
 from maskserve_harness.simulator.shared_cores import Machine, StagedEdit
 from tests.support.draws import fresh_rng

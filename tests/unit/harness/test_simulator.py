@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_core.config import CacheConfig, ModelConfig
-from maskserve_core.routing import POLICIES
+from maskserve_common.config import CacheConfig, ModelConfig
+from maskserve_common.routing import POLICIES
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_harness.simulator import bars
 from maskserve_harness.simulator.capacity import at_load, capacity

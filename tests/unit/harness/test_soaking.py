@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_core.config_file import config_of
+from maskserve_common.config_file import config_of
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.stages.loader import dtype_of
 from maskserve_harness.checkout import DEMO_MODEL

@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from maskserve_client.events import EditResult, Event, Progress
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.soaking.pictures import png_file
 from maskserve_page.asked import settings_of, source_and_mask

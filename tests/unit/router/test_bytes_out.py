@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_router import http_events
 from maskserve_router.measure import answer_bytes
 from maskserve_router.model_answer import ModelAnswer

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.status_record import RowStatus, Served, ValuesHeld
-from maskserve_core.errors import CODES, MaskserveError
-from maskserve_core.routing import POLICIES, Edit, dealt, make_policy
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHeld
+from maskserve_common.errors import CODES, MaskserveError
+from maskserve_common.routing import POLICIES, Edit, dealt, make_policy
 from maskserve_harness.emulated.server import answer_of
 from maskserve_router.admission import Admission
 from maskserve_router.config import router_config_of

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.config import LimitsConfig
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, ImageHosts, router_config_of
 from maskserve_router.keys import KeyRing

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
-from maskserve_core.config import ConfigError
+from maskserve_common.config import ConfigError
 from maskserve_router.job_states import CANCELLED, FAILED, QUEUED, RUNNING, SUCCEEDED
 from maskserve_router.jobs.store import (
     _CONTENTS,

@@ -20,8 +20,8 @@ from PIL import Image
 from sqlalchemy import event
 from standardwebhooks.webhooks import Webhook
 
-from maskserve_core.config import ConfigError
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.config import ConfigError
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.config import JobsConfig, router_config_of
 from maskserve_router.failures import NotSupported
 from maskserve_router.jobs.jobs import _either, place_of

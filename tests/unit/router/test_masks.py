@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts.settings import MaskFrom
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import decode_mask
-from maskserve_core.imaging.masks import selected
-from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import Judgement
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import MaskFrom
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import decode_mask
+from maskserve_common.imaging.masks import selected
 from maskserve_router.failures import Failure
 from maskserve_router.keys import KeyHolder
 from maskserve_router.masks import MaskFinder
@@ -27,6 +25,8 @@ from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import Made
 from maskserve_router.openai.masks import _text_of_mask
 from maskserve_router.turns import Turns
+from maskserve_workflows.run import Task
+from maskserve_workflows.values import Judgement
 from tests.fakes.pictures import encode, scene
 from tests.support.router import cluster
 

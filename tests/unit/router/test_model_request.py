@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.containers import PNG_SIGNATURE
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.containers import PNG_SIGNATURE
 from maskserve_router.edit_call import parse_request
 from maskserve_router.kserve_http import infer_request
 from maskserve_router.model_request import ModelRequest

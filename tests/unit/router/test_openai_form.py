@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, ImageHosts
 from maskserve_router.failures import Failure

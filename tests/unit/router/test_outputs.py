@@ -14,8 +14,8 @@ import fsspec
 import pytest
 from PIL import Image
 
-from maskserve_core.config import ConfigError
-from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_common.config import ConfigError
+from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_router.config import router_config_of
 from maskserve_router.outputs import Outputs, check_output
 from tests.support.router import cluster

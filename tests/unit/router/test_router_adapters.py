@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.control import merged_adapters
 from maskserve_router.keys import KeyHolder
 from tests.support.router import calling, cluster, control_request, edit, picture

@@ -23,13 +23,12 @@ import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.contracts.status_record import Served
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.worker.logs import Repeats
-from maskserve_core.workflows.plan import WorkflowPlan
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.contracts.status_record import Served
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.logs import Repeats
 from maskserve_harness.soaking.pictures import png_file
 from maskserve_router import front, grpc_server, http_inference, http_server
 from maskserve_router.admission import Admission, EditRoom
@@ -50,6 +49,7 @@ from maskserve_router.picture_rooms import PictureRooms
 from maskserve_router.router import Router
 from maskserve_router.turns import Turns
 from maskserve_router.unread import Message, Unread
+from maskserve_workflows.plan import WorkflowPlan
 from tests.support.router import (
     FAST,
     SIDE,

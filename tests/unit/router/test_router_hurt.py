@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Blame, Failure
 from maskserve_router.worker import read_status

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import ConfigError
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.config import ConfigError
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.admission import Admission, NoRoomInMemory
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker

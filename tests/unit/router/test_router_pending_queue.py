@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from maskserve_core.contracts.status_record import NodeStatus
-from maskserve_core.errors import Cancelled, DeadlineExceeded
-from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy
+from maskserve_common.contracts.status_record import NodeStatus
+from maskserve_common.errors import Cancelled, DeadlineExceeded
+from maskserve_common.routing import Edit, NoWorkerAvailable, make_policy
 from maskserve_router.config import router_config_of
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool

@@ -10,7 +10,7 @@ import pytest
 
 import maskserve_router.http_body as http_body
 import maskserve_router.turns as turns
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, Http, Key
 from maskserve_router.failures import RetryLater

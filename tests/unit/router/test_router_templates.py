@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from maskserve_core.contracts.status_record import TemplateChanges
+from maskserve_common.contracts.status_record import TemplateChanges
 from maskserve_router.config import router_config_of
 from maskserve_router.template_index import TemplateIndex
 from maskserve_router.worker import PolledStatus, Worker

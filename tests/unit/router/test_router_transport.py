@@ -11,8 +11,8 @@ import aiohttp
 import grpc.aio
 import pytest
 
-from maskserve_core import transport
-from maskserve_core.config import Config, ConfigError
+from maskserve_common import transport
+from maskserve_common.config import Config, ConfigError
 from maskserve_router.config import router_config_of
 from maskserve_serving.command import command
 from maskserve_serving.options import ServeOptions

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from maskserve_core.errors import DeadlineExceeded
-from maskserve_core.workflows.definition import Workflow, each
-from maskserve_core.workflows.nodes import best, edit, enlarge, shows
-from maskserve_core.workflows.run import WorkflowRun
+from maskserve_common.errors import DeadlineExceeded
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import RetryLater
 from maskserve_router.run_times import RunTime, RunTimes
+from maskserve_workflows.definition import Workflow, each
+from maskserve_workflows.nodes import best, edit, enlarge, shows
+from maskserve_workflows.run import WorkflowRun
 
 with Workflow("pair", "The better of two, enlarged.") as flow:
     image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")

@@ -17,18 +17,12 @@ import pytest
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig, ValuesConfig
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.errors import TemplateNotFound
-from maskserve_core.imaging.images import encode_png, plain_picture
-from maskserve_core.worker.values import RUN, Values
-from maskserve_core.workflows.definition import Workflow
-from maskserve_core.workflows.nodes import edit, invert, outline
-from maskserve_core.workflows.passes import compiled
-from maskserve_core.workflows.plan import NodeCall
-from maskserve_core.workflows.run import Task
-from maskserve_core.workflows.values import Areas, Judgement, NamedValue, changed
+from maskserve_common.config import LimitsConfig, ValuesConfig
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.errors import TemplateNotFound
+from maskserve_common.files.values import RUN, Values
+from maskserve_common.imaging.images import encode_png, plain_picture
 from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
 from maskserve_router.edit_call import make_edit_call
@@ -41,6 +35,12 @@ from maskserve_router.run_times import RunTimes
 from maskserve_router.run_values import RunValues
 from maskserve_router.turns import Turns
 from maskserve_router.workflows import Workflows, _edit_request
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import edit, invert, outline
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task
+from maskserve_workflows.values import Areas, Judgement, NamedValue, changed
 
 CLIENT = KeyHolder("somebody", 64, admin=False, scope="k1")
 PICTURE, MASK = b"a picture of some size", b"and its mask"

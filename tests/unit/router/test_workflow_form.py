@@ -10,16 +10,16 @@ import pytest
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.workflows.definition import Workflow
-from maskserve_core.workflows.nodes import edit, find, outline, shows
-from maskserve_core.workflows.passes import compiled
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import InvalidRequest
 from maskserve_router.model_answer import ModelAnswer
 from maskserve_router.openai.edits import _picture_of
 from maskserve_router.openai.form import EditForm, Fields, convert
 from maskserve_router.openai.workflow_form import check_form, texts_of, workflow_message
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import edit, find, outline, shows
+from maskserve_workflows.passes import compiled
 
 with Workflow("rims", "Paints along a sketch.") as flow:
     image, mask, prompt = flow.picture("image"), flow.mask("mask"), flow.text("prompt")

@@ -16,15 +16,9 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts import bytes_tensor
-from maskserve_core.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
-from maskserve_core.workflows.definition import Workflow, each
-from maskserve_core.workflows.nodes import best, edit, enlarge, shows
-from maskserve_core.workflows.passes import compiled
-from maskserve_core.workflows.plan import NodeCall, WorkflowPlan
-from maskserve_core.workflows.run import Task, seed_of
-from maskserve_core.workflows.values import Judgement
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
 from maskserve_router import node_pool
 from maskserve_router import workflows as served_workflows
 from maskserve_router.admission import Admission
@@ -39,6 +33,12 @@ from maskserve_router.run_times import RunTimes
 from maskserve_router.turns import Turns
 from maskserve_router.upstream import Upstream
 from maskserve_router.workflows import Workflows
+from maskserve_workflows.definition import Workflow, each
+from maskserve_workflows.nodes import best, edit, enlarge, shows
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import NodeCall, WorkflowPlan
+from maskserve_workflows.run import Task, seed_of
+from maskserve_workflows.values import Judgement
 from tests.support.router import until
 
 CLIENT = KeyHolder("anybody", 64, admin=True)

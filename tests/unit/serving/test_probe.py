@@ -15,8 +15,8 @@ from tritonclient.grpc.service_pb2_grpc import (
     add_GRPCInferenceServiceServicer_to_server,
 )
 
-from maskserve_core.triton.traffic import PROBE
 from maskserve_serving.probe import Probe
+from maskserve_triton.traffic import PROBE
 from tests.support.eventually import eventually
 
 LIMIT_S = 1.0

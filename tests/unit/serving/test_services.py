@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from maskserve_core.config import beside_denoiser, cores
-from maskserve_core.worker.stages import STAGES
+from maskserve_common.config import beside_denoiser, cores
+from maskserve_common.files.stages import STAGES
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked
 from maskserve_serving.options import ServeOptions

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.config import Config, TraceConfig
+from maskserve_common.config import Config, TraceConfig
 from maskserve_serving import command, ports, runtime, tracing
 from maskserve_serving.options import ServeOptions
 

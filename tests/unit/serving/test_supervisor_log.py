@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.config import Config, LogConfig
+from maskserve_common.config import Config, LogConfig
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles
 from maskserve_serving.options import ServeOptions

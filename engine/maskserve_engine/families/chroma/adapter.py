@@ -9,15 +9,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.models import chroma
-from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.families.chroma import spec as chroma
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
-from maskserve_engine.families.flux.blocks import Vectors
-from maskserve_engine.families.flux.weights import FluxWeights, TwoLayers, places_of
+from maskserve_engine.families.mmdit.blocks import Vectors
+from maskserve_engine.families.mmdit.weights import FluxWeights, TwoLayers, places_of
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
+from maskserve_engine.spec.family import FamilyFacts
 
 _APPROXIMATOR = "distilled_guidance_layer"
 """Its name in the model."""

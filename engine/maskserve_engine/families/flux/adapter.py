@@ -10,20 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.config import Config
-from maskserve_core.models import flux
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.family import FamilyFacts
+from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import Transformer
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.families.control import NetBatch, RowControl
-from maskserve_engine.families.flow.adapter import FlowAdapter
-from maskserve_engine.families.flow.batch import FlowBatch
-from maskserve_engine.families.flow.preparation import PATCH
-from maskserve_engine.families.flow.rows import FlowRow, Row
-from maskserve_engine.families.flux.blocks import (
+from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.families.mmdit.adapter import FlowAdapter
+from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.mmdit.blocks import (
     AHEAD,
     FluxStep,
     Vectors,
@@ -31,15 +27,19 @@ from maskserve_engine.families.flux.blocks import (
     steps_ahead,
     vectors,
 )
-from maskserve_engine.families.flux.control import (
+from maskserve_engine.families.mmdit.control import (
     FluxControlNet,
     FluxNetRow,
     FluxNets,
     NetTokens,
     controlled,
 )
-from maskserve_engine.families.flux.weights import FluxWeights, places_of
+from maskserve_engine.families.mmdit.preparation import PATCH
+from maskserve_engine.families.mmdit.rows import FlowRow, Row
+from maskserve_engine.families.mmdit.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place, low_rank
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.family import FamilyFacts
 
 _CONTEXT = "context_embedder"
 

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.models import flux2
-from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.flow.preparation import PATCH, FlowPreparation, unpack_latents
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.flux2 import spec as flux2
 from maskserve_engine.families.flux2.weights import places_of, weights_of
+from maskserve_engine.families.mmdit.preparation import PATCH, FlowPreparation, unpack_latents
+from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.low_rank import Place
+from maskserve_engine.spec.family import FamilyFacts
 from maskserve_engine.stages.latents import draw
 
 _REFERENCE = 10

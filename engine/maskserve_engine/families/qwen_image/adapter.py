@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from maskserve_core.models import qwen_image
-from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.qwen_image.weights import places_of, weights_of
 from maskserve_engine.layers.low_rank import Adapters, Place
+from maskserve_engine.spec.family import FamilyFacts
 
 
 class QwenImageBatch(FluxBatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from maskserve_engine.families.flux.weights import (
+from maskserve_engine.families.mmdit.weights import (
     JOINT_ATTENTION,
     Double,
     FluxWeights,

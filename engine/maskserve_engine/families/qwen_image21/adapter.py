@@ -18,20 +18,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from maskserve_core.models import qwen_image21
-from maskserve_core.models.family import FamilyFacts
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.flow.preparation import BEFORE, FlowPrompt, grid_of
-from maskserve_engine.families.flow.rows import FixedWords, FlowRow, References, Row
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
-from maskserve_engine.families.flux.blocks import Vectors
-from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.flux2.adapter import Flux2Preparation
+from maskserve_engine.families.mmdit.blocks import Vectors
+from maskserve_engine.families.mmdit.preparation import BEFORE, FlowPrompt, grid_of
+from maskserve_engine.families.mmdit.rows import FixedWords, FlowRow, References, Row
+from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.families.qwen_image21 import spec as qwen_image21
 from maskserve_engine.families.qwen_image21.blocks import said, vectors
 from maskserve_engine.families.qwen_image21.weights import QwenImage21Weights, places_of, weights_of
 from maskserve_engine.layers.low_rank import Adapters, Place
+from maskserve_engine.spec.family import FamilyFacts
 
 _TURNS = 10_000.0
 """Base of the angles by which positions turn."""

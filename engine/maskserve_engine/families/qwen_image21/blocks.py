@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.contracts.keys import STILL
+from maskserve_common.contracts.keys import STILL
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
-from maskserve_engine.families.flow.rows import FixedWords
-from maskserve_engine.families.flux.blocks import Vectors, clip, embed, split, stream_post
+from maskserve_engine.families.mmdit.blocks import Vectors, clip, embed, split, stream_post
+from maskserve_engine.families.mmdit.rows import FixedWords
 from maskserve_engine.families.qwen_image21.weights import QwenImage21Weights
 from maskserve_engine.layers.attention import spans
 from maskserve_engine.layers.fp8 import Fp8Linear

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_core.config import Config
-from maskserve_core.models.facts import ModelFacts
+from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.families.flow.preparation import BEFORE
+from maskserve_engine.families.mmdit.preparation import BEFORE
 from maskserve_engine.families.qwen_image.encode import check_said, picture_processor
+from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.families.flux.weights import (
+from maskserve_engine.families.mmdit.weights import (
     Double,
     FluxWeights,
     Shared,

@@ -10,28 +10,28 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.models import sd3
-from maskserve_core.models.family import FamilyFacts
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.families.flow.preparation import (
+from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
+from maskserve_engine.families.mmdit.blocks import FluxStep, Vectors, split, stream_post
+from maskserve_engine.families.mmdit.preparation import (
     FlowPreparation,
     FlowStart,
     FlowTemplate,
     grid_of,
 )
-from maskserve_engine.families.flow.schedule import Schedule
-from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
-from maskserve_engine.families.flux.blocks import FluxStep, Vectors, split, stream_post
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.mmdit.schedule import Schedule
+from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.sd3.weights import Sd3Weights, Second, places_of, weights_of
 from maskserve_engine.layers.attention import Segments, Span, attention, segments
 from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
+from maskserve_engine.spec.family import FamilyFacts
 
 _PATCH = 4
 """Latents of a token."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from maskserve_engine.families.flux.weights import (
+from maskserve_engine.families.mmdit.weights import (
     JOINT_ATTENTION,
     OF_DOUBLE,
     OUTSIDE,

@@ -11,13 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.keys import Anchor, anchor_steps
-from maskserve_core.contracts.settings import acting
-from maskserve_core.models.facts import ModelFacts, own_rule
-from maskserve_core.models.unet import recorded_rows, unet_work
-from maskserve_core.planning.flops import ModelWork, Totals
-from maskserve_core.planning.own_anchors import OWN_RULE, OwnRule
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.keys import Anchor, anchor_steps
+from maskserve_common.contracts.settings import acting
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
@@ -46,9 +42,13 @@ from maskserve_engine.families.unet.rows import (
     UnetRow,
 )
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
+from maskserve_engine.families.unet.spec import recorded_rows, unet_work
 from maskserve_engine.families.unet.surroundings import RingRoom
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
+from maskserve_engine.planning.flops import ModelWork, Totals
+from maskserve_engine.planning.own_anchors import OWN_RULE, OwnRule
+from maskserve_engine.spec.facts import ModelFacts, own_rule
 from maskserve_engine.stages.loader import device_of, held_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 

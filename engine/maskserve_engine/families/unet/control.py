@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.models.unet import CONTROL, check_net, level_sizes
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
 from maskserve_engine.batch.transfer import to_device
@@ -38,6 +37,7 @@ from maskserve_engine.families.unet.forward import (
     maps_of_net,
     micro_conditioning,
 )
+from maskserve_engine.families.unet.spec import CONTROL, check_net, level_sizes
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_engine.layers.scatter_kv import KvSource

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskserve_core.models.unet import level_sizes
 from maskserve_engine.batch.graphs import AtOnce
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
+from maskserve_engine.families.unet.spec import level_sizes
 from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, StackCapture, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids

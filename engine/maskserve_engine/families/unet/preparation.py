@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.families.unet.conditioning import (
     UnetInputs,
@@ -23,6 +21,8 @@ from maskserve_engine.families.unet.conditioning import (
 from maskserve_engine.families.unet.rows import UnetInactive
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.stages.latents import Posterior
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.planning.flops import FeatureMap
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.batch.own_anchors import Entry, OwnPlan
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.transfer import HostCopy
@@ -28,6 +27,7 @@ from maskserve_engine.families.unet.surroundings import Surroundings, TemplateSu
 from maskserve_engine.families.unet.tile import Ids, Tile
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
+from maskserve_engine.planning.flops import FeatureMap
 from maskserve_engine.stages.latents import joins
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from maskserve_core.planning.flops import FeatureMap
 from maskserve_engine.batch.own_anchors import Entry
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.cache.entries import Coded
@@ -22,6 +21,7 @@ from maskserve_engine.families.unet.tile import Tile
 from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.read_rings import RingMap, read_rings, ring_table
 from maskserve_engine.layers.scatter_kv import missing_kernel
+from maskserve_engine.planning.flops import FeatureMap
 
 
 @dataclass(frozen=True, slots=True)

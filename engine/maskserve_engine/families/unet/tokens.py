@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.imaging.masks import active_tokens_per_level, cover_a_side
-from maskserve_core.models.unet import level_sizes
-from maskserve_core.planning.flops import ModelWork, RowTokens
+from maskserve_common.imaging.masks import active_tokens_per_level, cover_a_side
 from maskserve_engine.cache.loader import Selection
+from maskserve_engine.families.unet.spec import level_sizes
 from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
+from maskserve_engine.planning.flops import ModelWork, RowTokens
 
 OWN_HALO = 1
 """Positions round the mask's box that rows with anchors of their own convolve, where `[cache]

@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from maskserve_core.models import z_image
-from maskserve_core.models.family import FamilyFacts
-from maskserve_core.models.z_image import PADDED_TO, pads_of
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.families.flow.adapter import FlowAdapter
-from maskserve_engine.families.flow.batch import FlowBatch
-from maskserve_engine.families.flow.preparation import FlowPreparation, FlowStart, grid_of
-from maskserve_engine.families.flow.schedule import Schedule
-from maskserve_engine.families.flux.blocks import steps_ahead
+from maskserve_engine.families.mmdit.adapter import FlowAdapter
+from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.mmdit.blocks import steps_ahead
+from maskserve_engine.families.mmdit.preparation import FlowPreparation, FlowStart, grid_of
+from maskserve_engine.families.mmdit.schedule import Schedule
+from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.families.z_image.blocks import ZImageStep, ZImageVectors, refined, vectors
+from maskserve_engine.families.z_image.spec import PADDED_TO, pads_of
 from maskserve_engine.families.z_image.weights import ZImageWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place
+from maskserve_engine.spec.family import FamilyFacts
 
 _ZERO = torch.zeros(1, dtype=torch.int64)
 

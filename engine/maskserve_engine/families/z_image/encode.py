@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from maskserve_core.config import Config
-from maskserve_core.models.facts import ModelFacts
+from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
+from maskserve_engine.spec.facts import ModelFacts
 
 
 @lru_cache(maxsize=1)

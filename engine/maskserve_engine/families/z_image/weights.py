@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.row_updates import RowWeights
-from maskserve_engine.families.flux.weights import TwoLayers, block_norms, places_in
+from maskserve_engine.families.mmdit.weights import TwoLayers, block_norms, places_in
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.low_rank import Place
 

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_lora.base_layers import BaseLayers
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance, unet_case
 from tests.fakes.loras import Arrays, write
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents

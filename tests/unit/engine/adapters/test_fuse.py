@@ -10,10 +10,10 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import Config, ConfigError
 from maskserve_engine.adapters.fuse import fused_loras, served_form
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.specs import load_facts
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.loras import lora, write
 from tests.fakes.pipelines import diffusers_latents

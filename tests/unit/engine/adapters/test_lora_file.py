@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter
 from tests.fakes.loras import Arrays, lora, write
 from tests.support.draws import fresh_rng
 from tests.support.lora_oracle import assert_same, by_diffusers, deltas, read

@@ -16,10 +16,10 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import BadAdapter
-from maskserve_core.adapters.store import AdapterStore, file_facts
-from maskserve_core.config import Config, ModelConfig
+from maskserve_common.config import Config, ModelConfig
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.store import AdapterStore, file_facts
 from tests.fakes.loras import Arrays, lora, write
 from tests.support.lora_oracle import assert_same, by_diffusers, deltas, read
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.adapters.store import AdapterStore
-from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import (
+from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import (
     AdapterNotFound,
     EngineFailed,
     InvalidRequest,
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.worker.loading import Loaded
+from maskserve_common.resources.loading import Loaded
 from maskserve_engine.adapters.lora_loader import LoraLoader
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_lora.store import AdapterStore
 from tests.fakes.loras import lora, write
 from tests.support.eventually import eventually
 

@@ -15,11 +15,11 @@ import pytest
 from msgspec import structs
 from safetensors.torch import save_file
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import BadAdapter
-from maskserve_core.adapters.store import AdapterStore, file_facts
-from maskserve_core.errors import InvalidRequest
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.store import AdapterStore, file_facts
 from tests.fakes.jobs import config_of
 from tests.fakes.loras import Arrays, lora, of_model, write
 from tests.fakes.tiny_chroma import build_tiny_chroma

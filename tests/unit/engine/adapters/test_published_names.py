@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_lora.base_layers import BaseLayers
 from tests.fakes.loras import write
 from tests.support.lora_oracle import assert_same, deltas
 

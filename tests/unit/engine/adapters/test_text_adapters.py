@@ -13,9 +13,9 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import InvalidRequest, Overloaded
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import InvalidRequest, Overloaded
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskserve_core.errors import EngineFailed
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import EngineEvent, Failed, ProgressEvent
 from maskserve_engine.base.mailbox import OutputThread
 

@@ -11,10 +11,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
-from maskserve_engine.families.flow.batch import FlowBatch
-from maskserve_engine.families.flow.preparation import unpack_latents
-from maskserve_engine.families.flow.rows import FlowRow
-from maskserve_engine.families.flow.schedule import make_schedule
+from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.mmdit.preparation import unpack_latents
+from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.families.mmdit.schedule import make_schedule
 
 pytestmark = pytest.mark.each_value
 

@@ -20,8 +20,6 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from maskserve_core.planning.degree_costs import sent_bytes
-from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
@@ -31,6 +29,8 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.low_rank import Factors
+from maskserve_engine.planning.degree_costs import sent_bytes
+from maskserve_engine.planning.flops import RowTokens
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents

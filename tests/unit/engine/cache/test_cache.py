@@ -13,15 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config import ConfigError
-from maskserve_core.contracts.keys import (
-    Anchor,
-    TemplateKey,
-    anchor_steps,
-    cover,
-    nearest_anchor,
-)
-from maskserve_core.errors import EngineFailed, Overloaded
+from maskserve_common.config import ConfigError
+from maskserve_common.contracts.keys import Anchor, TemplateKey, anchor_steps, cover, nearest_anchor
+from maskserve_common.errors import EngineFailed, Overloaded
 from maskserve_engine.base.job import FinalEvent
 from maskserve_engine.cache.entries import AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover

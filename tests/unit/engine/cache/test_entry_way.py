@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entries import GROUP, PARTS, AnchorEntry, encode
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.encoder import Encoder

@@ -17,21 +17,21 @@ import pytest
 import torch
 
 from maskserve_client.commands import write_whole
-from maskserve_core.adapters.catalogue import Catalogue, _Page
-from maskserve_core.adapters.folder import AdapterFolder, NoRoom
-from maskserve_core.adapters.storage import Storage
-from maskserve_core.config import Config
-from maskserve_core.contracts.keys import Anchor
-from maskserve_core.contracts.status_record import WorkerStatus
-from maskserve_core.files.store import FileStore, chosen_victims, make_private
-from maskserve_core.worker.admission import Gate, InFlight
-from maskserve_core.worker.status import StatusReader, StatusWriter
-from maskserve_core.worker.templates import KeptTemplates
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.status_record import WorkerStatus
+from maskserve_common.files.adapter_folder import AdapterFolder, NoRoom
+from maskserve_common.files.store import FileStore, chosen_victims, make_private
+from maskserve_common.status import StatusReader, StatusWriter
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.priming_prompt import PromptFile, write_priming_prompt
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.stages.moments_folder import MomentsFolder
+from maskserve_lora.catalogue import Catalogue, _Page
+from maskserve_lora.storage import Storage
+from maskserve_triton.admission import Gate, InFlight
+from maskserve_triton.templates import KeptTemplates
 
 ANCHOR = Anchor(1.0, 2.0, 3.0)
 ID = "a" * 32
@@ -254,7 +254,7 @@ def test_a_reader_sees_whole_files_only(use: Use, tmp_path: Path) -> None:
 
 KILLED = """
 import sys, time
-from maskserve_core.files.store import FileStore
+from maskserve_common.files.store import FileStore
 store = FileStore(sys.argv[1])
 with store.aside(4096) as new:
     new.file.write(b"half")

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_core.config import ENTRY_FORMATS
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.config import ENTRY_FORMATS
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache import loader
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.cache.entry_file import StoredEntry

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import Arrival, HostMover, Loader, Selection, gathered

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import HostMover, Loader

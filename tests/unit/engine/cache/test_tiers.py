@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskserve_core.contracts.keys import Anchor
+from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import dump_entry
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.memory_tier import MemoryTier

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.errors import EngineFailed
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link import device_memory
 from maskserve_engine.control_link.device_memory import LentBlock

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from maskserve_core.errors import EngineFailed
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.reuse import Reuse, SentAsk
 from maskserve_engine.control_link.served import ControlService

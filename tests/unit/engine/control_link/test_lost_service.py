@@ -15,9 +15,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
-from maskserve_core.files.sockets import short_path
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_common.files.sockets import short_path
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.served import ControlService, RowAsk, ask_service
 from maskserve_engine.control_link.slots import RowSlots, SharedSlot

@@ -24,10 +24,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from maskserve_core.config import ConfigError
-from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.models.control_nets import ControlNets, content_of
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import ConfigError
+from maskserve_common.errors import EngineFailed, Overloaded
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link import network
 from maskserve_engine.control_link.network import NetworkMessages, Wire, connection_to, room_for
@@ -43,8 +41,10 @@ from maskserve_engine.control_link.transport import (
 )
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.requests.executor import DenseRowSpec, StepInput
+from maskserve_engine.spec.control_nets import ControlNets, content_of
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.control_service import DirectCalls, Service, over_tcp

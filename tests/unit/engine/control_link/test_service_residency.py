@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from maskserve_core.config import Config, ControlsConfig, ModelConfig
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
-from maskserve_core.worker.loading import Done, Loaded
+from maskserve_common.config import Config, ControlsConfig, ModelConfig
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_common.resources.loading import Done, Loaded
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.adapter import Adapter
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec import structs
 
-from maskserve_core.contracts.settings import ControlSetting, EditSettings, LoraSetting
-from maskserve_core.contracts.status_record import Served
-from maskserve_core.imaging.masks import active_tokens, cover_a_side
+from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
+from maskserve_common.contracts.status_record import Served
+from maskserve_common.imaging.masks import active_tokens, cover_a_side
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.contracts.dense_steps import DenseSteps
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.status_record import Served
-from maskserve_core.models.facts import dense_steps
-from maskserve_core.models.registry import load_facts
-from maskserve_core.routing import Edit, Pricing, WorkerView
+from maskserve_common.contracts.dense_steps import DenseSteps
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.contracts.status_record import Served
+from maskserve_common.routing import Edit, Pricing, WorkerView
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.spec.facts import dense_steps
 from maskserve_router.config import RouterConfig
 from maskserve_router.keys import KeyRing
 from maskserve_router.measure import Measure

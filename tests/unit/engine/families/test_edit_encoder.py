@@ -13,21 +13,21 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import Overloaded
-from maskserve_core.imaging.masks import component_boxes
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import Overloaded
+from maskserve_common.imaging.masks import component_boxes
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.encoder import Encoder, TextEncoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import Encoded, TokensRead
 from maskserve_engine.stages.vae_pieces import PixelBox
-from maskserve_engine.triton.encoder import EditEncoder, ToEncode
 from maskserve_harness.benchmarks.direct import Direct, request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
+from maskserve_triton.encoder import EditEncoder, ToEncode
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.support.covering import is_unet
 from tests.support.draws import fresh_rng

@@ -20,11 +20,11 @@ from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.config import ConfigError
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_engine.families.flow.schedule import make_schedule
+from maskserve_common.config import ConfigError
+from maskserve_engine.families.mmdit.schedule import make_schedule
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay
+from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_chroma import build_tiny_chroma

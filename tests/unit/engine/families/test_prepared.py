@@ -161,7 +161,7 @@ def test_the_engines_thread_draws_nothing(tiny_fill: Path, monkeypatch: pytest.M
 
 _POOLS = """
 import os, threading
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 hide_unused_libraries(Config(), text=False)
 import numpy as np, torch

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLInpaintPipeline
 
-from maskserve_core.config import ConfigError
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.accept import check_settings
+from maskserve_common.config import ConfigError
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.families.specs import load_facts
+from maskserve_triton.accept import check_settings
 from tests.fakes.jobs import config_of
 
 REPO = Path(__file__).parents[4]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from diffusers import FluxFillPipeline, FluxInpaintPipeline, StableDiffusionInpaintPipeline
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.stages.latents import joins
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance, unet_case

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.config import WEIGHT_FORMS, ConfigError
+from maskserve_common.config import WEIGHT_FORMS, ConfigError
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting import card_table
 from maskserve_engine.fitting.card_table import CARDS, Shapes, check_fits, text

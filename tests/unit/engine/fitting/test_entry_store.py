@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.config import ConfigError
-from maskserve_core.config_file import config_of
-from maskserve_core.line_fit import Line
-from maskserve_core.planning.cost_model import CostModel
+from maskserve_common.config import ConfigError
+from maskserve_common.config_file import config_of
+from maskserve_common.line_fit import Line
 from maskserve_engine.cache.entry_file import OpenFile
 from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.fitting.entry_store import open_store
+from maskserve_engine.planning.cost_model import CostModel
 from tests.fakes.entries import ANCHORS, NOTE, random_entry
 
 

@@ -16,20 +16,20 @@ from diffusers import AutoencoderKL
 from msgspec import structs
 
 from maskserve_client import commands
-from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.models.facts import one_scale
-from maskserve_core.models.flux import control_work as flux_control_work
-from maskserve_core.models.unet import control_work as unet_control_work
-from maskserve_core.planning.entry_bytes import FORMATS
-from maskserve_core.planning.own_anchors import own_bytes
-from maskserve_core.worker.liveness import sign_in
+from maskserve_common.contracts.memory_table import MemoryTable
+from maskserve_common.liveness import sign_in
 from maskserve_engine.batch.graphs import KEPT, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.flux.encode import FluxEncoder
+from maskserve_engine.families.flux.spec import control_work as flux_control_work
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.families.unet.spec import control_work as unet_control_work
 from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, sized
+from maskserve_engine.planning.entry_bytes import FORMATS
+from maskserve_engine.planning.own_anchors import own_bytes
+from maskserve_engine.spec.facts import one_scale
 from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda

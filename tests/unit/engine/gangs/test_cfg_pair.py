@@ -20,16 +20,16 @@ import torch
 from diffusers import ControlNetModel
 from msgspec import structs
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.contracts.reuse_levels import own_count
-from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.planning.own_anchors import foreseen_at, own_steps
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.planning.own_anchors import foreseen_at, own_steps
+from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance, unet_case

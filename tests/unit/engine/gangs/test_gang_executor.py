@@ -17,12 +17,10 @@ import psutil
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.contracts.status_record import State
-from maskserve_core.errors import Cancelled
-from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.worker.step_scheduler import MakePolicy
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.contracts.status_record import State
+from maskserve_common.errors import Cancelled
 from maskserve_engine.base.job import ControlInput, EditJob, FinalEvent, PreviewEvent
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -33,6 +31,8 @@ from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.executor import DenseRowSpec, StepInput
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.scheduling.step_scheduler import MakePolicy
+from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case

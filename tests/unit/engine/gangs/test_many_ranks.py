@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.fp8 import Fp8Linear, in_fp8, quantised, quantised_gelu
 from maskserve_engine.layers.linear import JoinedLinear, linear

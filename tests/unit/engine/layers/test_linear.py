@@ -13,9 +13,9 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from maskserve_engine.batch.forward import forward
-from maskserve_engine.families.flux import blocks
 from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.mmdit import blocks
+from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.latents import PackedLatents

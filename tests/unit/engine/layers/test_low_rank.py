@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig
 
-from maskserve_core.models.unet import level_sizes
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import forward as flux_forward
 from maskserve_engine.batch.packing import Packed
-from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
+from maskserve_engine.families.mmdit.blocks import FluxStep, embed, vectors
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.latents import PackedLatents
+from maskserve_engine.families.unet.spec import level_sizes
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, Update
 from maskserve_engine.layers.shrink_expand import Part
 from maskserve_harness.benchmarks.replay import Replay

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 
-from maskserve_core.planning.flops import FeatureMap
+from maskserve_engine.planning.flops import FeatureMap
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet import surroundings as module

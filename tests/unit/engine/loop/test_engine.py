@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import Config
-from maskserve_core.errors import (
+from maskserve_common.config import Config
+from maskserve_common.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     Overloaded,
 )
-from maskserve_core.imaging.masks import active_tokens
-from maskserve_core.triton.health import Health
-from maskserve_core.worker.status import StatusReader
+from maskserve_common.imaging.masks import active_tokens
+from maskserve_common.status import StatusReader
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent, PreviewEvent, ProgressEvent
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flow.rows import FlowRow
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.start.assembly import load_engine
+from maskserve_triton.health import Health
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.support.engines import accept
 from tests.support.eventually import eventually

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.errors import Cancelled
-from maskserve_core.worker.status import StatusReader
+from maskserve_common.errors import Cancelled
+from maskserve_common.status import StatusReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.errors import EngineFailed
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import EditJob, PreviewEvent
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.pricing import DegreePrice
-from maskserve_core.line_fit import Line
-from maskserve_core.planning.degree_costs import ExchangeCosts, seconds_by_degree
-from maskserve_core.planning.flops import RowTokens
-from maskserve_core.routing.estimate import pricing_of
+from maskserve_common.config import Config
+from maskserve_common.contracts.pricing import DegreePrice
+from maskserve_common.line_fit import Line
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting.entry_store import entry_format, estimated_costs
 from maskserve_engine.gangs.degree_times import DegreeTimes
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.status_publisher import PriceList
+from maskserve_engine.planning.degree_costs import ExchangeCosts, seconds_by_degree
+from maskserve_engine.planning.flops import RowTokens
+from maskserve_engine.spec.estimate import pricing_of
 from tests.fakes.jobs import config_of
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.worker.step_scheduler import (
+from maskserve_common.errors import InvalidRequest
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.scheduling.step_scheduler import (
     ALL_FREE,
     Decision,
     Devices,
@@ -19,7 +20,6 @@ from maskserve_core.worker.step_scheduler import (
     StepScheduler,
     Ticket,
 )
-from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.hardware import Hardware

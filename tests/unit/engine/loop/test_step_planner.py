@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from maskserve_core.line_fit import Line
-from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_model import CostModel
-from maskserve_core.planning.flops import RowTokens
+from maskserve_common.line_fit import Line
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Arrival, Load, Selection
+from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.flops import RowTokens
 from tests.fakes.entries import random_entry
 from tests.support.model_configs import TINY_FLUX
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import Config, ConfigError
 from maskserve_engine.families import registry
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.loop import warm_up as warm_up_module
 from maskserve_engine.loop.warm_up import row_counts
 from maskserve_engine.stages import loader

@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 
-from maskserve_core.config_file import config_of
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import AskedNode
-from maskserve_core.workflows.pictures import encode_mask, read_mask
+from maskserve_common.config_file import config_of
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.find import FindNodes
+from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.pictures import encode_mask, read_mask
 from tests.fakes.tiny_nodes import build_find
 from tests.support.draws import fresh_rng
 

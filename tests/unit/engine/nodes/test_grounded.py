@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.config_file import config_of
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.node_folders import node_folders
-from maskserve_core.workflows.pictures import read_mask
+from maskserve_common.config_file import config_of
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.registry import open_nodes
+from maskserve_workflows.node_folders import node_folders
+from maskserve_workflows.pictures import read_mask
 from tests.fakes.tiny_nodes import build_grounded
 from tests.support.draws import fresh_rng
 from tests.support.workflows import run_one

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import CLIPModel, CLIPProcessor
 
-from maskserve_core.config_file import config_of
-from maskserve_core.imaging.images import encode_png
+from maskserve_common.config_file import config_of
+from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.likeness import LikenessNodes
 from tests.fakes.tiny_nodes import build_likeness
 from tests.support.draws import fresh_rng

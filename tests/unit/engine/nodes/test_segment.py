@@ -14,11 +14,11 @@ from transformers import Sam2Model, Sam2Processor, SamModel, SamProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from maskserve_core.config_file import config_of
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.workflows.asked import AskedNode
+from maskserve_common.config_file import config_of
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.nodes.registry import open_nodes
 from maskserve_engine.nodes.segment import SegmentNodes, check_clicks
+from maskserve_workflows.asked import AskedNode
 from tests.fakes.pictures import encode, scene
 from tests.fakes.tiny_nodes import build_segment, build_segment_2
 from tests.support.draws import fresh_rng

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.config_file import config_of
-from maskserve_core.errors import EngineFailed, InvalidRequest
-from maskserve_core.imaging.images import encode_png
-from maskserve_core.workflows.asked import AskedNode
-from maskserve_core.workflows.values import Judgement
+from maskserve_common.config_file import config_of
+from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.verify import VerifyNodes
+from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.values import Judgement
 
 PICTURE = encode_png(np.zeros((4, 6, 3), np.uint8))
 

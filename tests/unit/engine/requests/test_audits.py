@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.worker.observations import Observations
+from maskserve_common.observations import Observations
 from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.families.encoder import Encoder

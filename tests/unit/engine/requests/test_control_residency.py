@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.contracts.request import ResolvedControl
-from maskserve_core.contracts.status_record import AdapterStatus, WorkerStatus
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
-from maskserve_core.worker.loading import Loaded
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.residency import Residency, Resource
+from maskserve_common.contracts.request import ResolvedControl
+from maskserve_common.contracts.status_record import AdapterStatus, WorkerStatus
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_common.observations import Observations
+from maskserve_common.resources.loading import Loaded
+from maskserve_common.resources.residency import Residency, Resource
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.requests.control_nets import EditControlNets
 

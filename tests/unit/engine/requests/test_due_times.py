@@ -13,17 +13,14 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.config import SloConfig
-from maskserve_core.contracts.due_times import SLO_OUTCOMES, due_by_size, slo_outcome
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.reuse_levels import LEVELS, ReuseLevel, levels_of
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
-from maskserve_core.models.semantics import FILL
-from maskserve_core.routing import Edit, WorkerView
-from maskserve_core.triton.after_steps import AfterSteps
-from maskserve_core.triton.call import bounded
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_common.config import SloConfig
+from maskserve_common.contracts.due_times import SLO_OUTCOMES, due_by_size, slo_outcome
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.reuse_levels import LEVELS, ReuseLevel, levels_of
+from maskserve_common.contracts.semantics import FILL
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import CODES, DeadlineExceeded, Overloaded
+from maskserve_common.routing import Edit, WorkerView
 from maskserve_engine.base.job import EditJob, Failed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
@@ -32,6 +29,9 @@ from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.own_anchors import plans_beside
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
+from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
+from maskserve_triton.after_steps import AfterSteps
+from maskserve_triton.call import bounded
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine, priced_by_flops
 from tests.support.sink import Sink

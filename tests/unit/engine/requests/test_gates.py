@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from maskserve_core.errors import Overloaded
-from maskserve_core.worker.residency import Resource
+from maskserve_common.errors import Overloaded
+from maskserve_common.resources.residency import Resource
 from maskserve_engine.requests.gates import AdaptersHere, DoneInTime, WayChosen
 from maskserve_engine.requests.primings import Primings
 

@@ -12,31 +12,31 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.adapters.folder import AdapterFile
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import Lora
-from maskserve_core.contracts.status_record import AdapterTierTotal
-from maskserve_core.errors import (
+from maskserve_common.config import Config
+from maskserve_common.contracts.request import Lora
+from maskserve_common.contracts.status_record import AdapterTierTotal
+from maskserve_common.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.models.registry import lora_work
-from maskserve_core.triton.metric_table import ENGINE_METRICS
-from maskserve_core.worker.loading import Loaded
+from maskserve_common.files.adapter_folder import AdapterFile
+from maskserve_common.resources.loading import Loaded
 from maskserve_engine.adapters.lora_loader import Bring
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.specs import lora_work
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.requests.own_anchors import own_plan
 from maskserve_engine.start.assembly import load_engine
 from maskserve_harness.benchmarks.replay import plan_of_kinds
+from maskserve_triton.metric_table import ENGINE_METRICS
 from tests.fakes.jobs import config_of
 from tests.support.engines import job as plain_job
 from tests.support.eventually import eventually

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from maskserve_core.adapters.folder import AdapterFile
-from maskserve_core.config import AdaptersConfig, Config, ModelConfig
-from maskserve_core.contracts.request import Lora
-from maskserve_core.errors import MaskserveError, Overloaded
-from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.residency import Residency
+from maskserve_common.config import AdaptersConfig, Config, ModelConfig
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import MaskserveError, Overloaded
+from maskserve_common.files.adapter_folder import AdapterFile
+from maskserve_common.observations import Observations
+from maskserve_common.resources.residency import Residency
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 

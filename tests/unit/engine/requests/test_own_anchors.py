@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import CacheConfig
-from maskserve_core.routing.view import Edit, WorkerView
+from maskserve_common.config import CacheConfig
+from maskserve_common.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import own_anchors
 from maskserve_engine.families.encoder import Encoder

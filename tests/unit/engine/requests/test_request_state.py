@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_core.planning.flops import Totals
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.planning.flops import Totals
 from maskserve_engine.requests.state import EditTimes, EditWork, RequestState
 from maskserve_engine.requests.templates import ExecutionMode, Route
 from tests.fakes.jobs import config_of, encode_case, guided, random_case

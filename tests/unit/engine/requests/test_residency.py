@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.worker.residency import Residency, Resource
+from maskserve_common.errors import EngineFailed, Overloaded
+from maskserve_common.resources.residency import Residency, Resource
 
 ONE, TWO, BIG = Resource("lora", "one"), Resource("lora", "two"), Resource("lora", "big")
 TEMPLATE = Resource("template", "t")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.contracts.request import Lora
+from maskserve_common.contracts.request import Lora
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder

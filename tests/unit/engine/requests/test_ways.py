@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_common.config import Config
+from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter

@@ -9,17 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from maskserve_core.config_file import config_of
-from maskserve_core.models import registry
-from maskserve_core.models.registry import filled_threads, load_facts
+from maskserve_common.config_file import config_of
+from maskserve_engine.families import specs as registry
+from maskserve_engine.families.specs import filled_threads, load_facts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 
 _COUNT = """
 import os, threading
 import torch
-from maskserve_core.config_file import config_of
-from maskserve_core.models import registry
+from maskserve_common.config_file import config_of
+from maskserve_engine.spec import registry
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.start.assembly import load_engine
 from maskserve_engine.loop.engine import Engine

@@ -14,21 +14,21 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.meta import event_meta, final_meta
-from maskserve_core.contracts.postprocess_context import PostprocessContext
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.masks import active_tokens, component_boxes
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import Config
+from maskserve_common.contracts.meta import event_meta, final_meta
+from maskserve_common.contracts.postprocess_context import PostprocessContext
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.registry import load_decoder, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_pieces import MixedNorm, Pieces, PixelBox, plan_pieces
-from maskserve_engine.triton.decoder import EditDecoder, ToDecode
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
+from maskserve_triton.decoder import EditDecoder, ToDecode
 from tests.fakes.jobs import config_of
 from tests.support.covering import is_unet
 from tests.support.draws import fresh_rng, fresh_seed

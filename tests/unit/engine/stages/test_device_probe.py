@@ -13,14 +13,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.planning.cost_model import H100, estimate
-from maskserve_core.planning.cost_profile import CostProfile
-from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_engine.cache.entry_file import OpenFile
 from maskserve_engine.cache.loader import Arrival, CudaMover, HostMover, LinkRates, Travelling
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.fitting import entry_store
 from maskserve_engine.fitting.entry_store import tried_rates
+from maskserve_engine.planning.cost_model import H100, estimate
+from maskserve_engine.planning.cost_profile import CostProfile
+from maskserve_engine.planning.degree_costs import ExchangeCosts
 from maskserve_engine.stages.device_probe import device_rates, peak_rates, probed
 from tests.fakes.cuda_runtime import Runtime
 from tests.fakes.jobs import config_of

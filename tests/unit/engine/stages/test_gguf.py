@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.files.digests import file_digest
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.files.digests import file_digest
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.fitting.card_table import Shapes, check_fits
 from maskserve_engine.fitting.memory import denoiser_bytes

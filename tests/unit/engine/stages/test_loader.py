@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.config import ConfigError
+from maskserve_common.config import ConfigError
 from maskserve_engine.families.registry import load_adapter
 from tests.fakes.jobs import config_of
 

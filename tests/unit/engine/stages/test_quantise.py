@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from maskserve_core.config import ConfigError
+from maskserve_common.config import ConfigError
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.fitting.memory import denoiser_bytes, weight_bytes
 from maskserve_engine.layers.linear import Linear, linear

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from maskserve_core.contracts.meta import final_meta
-from maskserve_core.contracts.postprocess_context import PostprocessContext
-from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.stages import ForwardedDecoder, ForwardedEncoder
-from maskserve_core.triton.together import batched
-from maskserve_core.worker.stages import PRIMING_PROMPT_FILE
+from maskserve_common.contracts.meta import final_meta
+from maskserve_common.contracts.postprocess_context import PostprocessContext
+from maskserve_common.files.stages import PRIMING_PROMPT_FILE
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.stages.revision import stages_revision
-from maskserve_engine.triton.stages import DecoderStage, EncoderStage
 from maskserve_harness.benchmarks.direct import request_of
+from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder
+from maskserve_triton.stage_models import DecoderStage, EncoderStage
+from maskserve_triton.together import batched
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.tiny_qwen_image import EDIT, build_tiny_qwen_image
@@ -35,7 +35,7 @@ TIMES = {"ENCODED": "ms", "META": "timings_ms"}
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    hides = "maskserve_engine.triton.stages.hide_unused_libraries"
+    hides = "maskserve_triton.stage_models.hide_unused_libraries"
     monkeypatch.setattr(hides, lambda config, **more: None)  # this process is not a model's
     with ExitStack() as stack:
         yield stack

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.config import Config, ModelConfig, NodesConfig
+from maskserve_common.config import Config, ModelConfig, NodesConfig
 from maskserve_engine.stages.unused_libraries import unused_libraries
 from tests.fakes.tiny_flux2 import build_tiny_flux2
 from tests.fakes.tiny_qwen_image import build_tiny_qwen_image
@@ -71,7 +71,7 @@ def test_a_process_does_without_the_others(tiny_fill: Path, tmp_path: Path) -> N
     folders = [str(each) for each in (tiny_fill, *others)]
     program = f"""
 import sys
-from maskserve_core.config import Config, ModelConfig
+from maskserve_common.config import Config, ModelConfig
 from maskserve_engine.families.registry import load_adapter, load_decoder
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 configs = [Config(model=ModelConfig(path=path)) for path in {folders!r}]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from maskserve_core.config import StagesConfig
+from maskserve_common.config import StagesConfig
 from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
 from tests.support.draws import fresh_rng
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.config import ConfigError
-from maskserve_core.files.weight_files import weight_files
-from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import ConfigError
+from maskserve_common.files.weight_files import weight_files
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.fitting.memory import weight_bytes
+from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.stages.quantise import form_in_words
+from maskserve_lora.base_layers import BaseLayers
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of
 

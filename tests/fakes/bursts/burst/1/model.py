@@ -5,9 +5,9 @@ import threading
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.acks import AckReceiver, FlowControl
-from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.tensor_io import read_bytes
+from maskserve_triton.acks import AckReceiver, FlowControl
+from maskserve_triton.answer import Answer
+from maskserve_triton.tensor_io import read_bytes
 
 
 class TritonPythonModel:

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.acks import AckSender
-from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.pipeline import responses_of
-from maskserve_core.triton.tensor_io import output, read_bytes, tensor
+from maskserve_triton.acks import AckSender
+from maskserve_triton.answer import Answer
+from maskserve_triton.pipeline import responses_of
+from maskserve_triton.tensor_io import output, read_bytes, tensor
 
 
 class TritonPythonModel:

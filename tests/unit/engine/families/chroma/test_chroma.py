@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.benchmarks.replay import Replay
+from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import WORDS, Case, config_of, encode_case, random_case
 from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import diffusers_edit

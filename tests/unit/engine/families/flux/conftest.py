@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.families.flux.control import FluxControlNet
+from maskserve_engine.families.mmdit.control import FluxControlNet
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import CHANNELS, random_net
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance

@@ -16,15 +16,15 @@ from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.control import (
+from maskserve_engine.families.mmdit.control import (
     FluxControlNet,
     FluxNetInput,
     FluxNets,
     NetTokens,
     controlled,
 )
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance

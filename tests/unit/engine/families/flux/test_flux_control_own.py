@@ -16,8 +16,8 @@ from PIL import Image
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import ConfigError
-from maskserve_core.contracts.request import Lora
-from maskserve_core.imaging.masks import active_tokens
-from maskserve_core.models.registry import load_facts, recorded_rows
+from maskserve_common.config import ConfigError
+from maskserve_common.contracts.request import Lora
+from maskserve_common.imaging.masks import active_tokens
 from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flow import batch as flow_batch
-from maskserve_engine.families.flow.preparation import grid_of
-from maskserve_engine.families.flow.rows import CachedTokens
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit import batch as flow_batch
+from maskserve_engine.families.mmdit.preparation import grid_of
+from maskserve_engine.families.mmdit.rows import CachedTokens
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.families.specs import load_facts, recorded_rows
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import own_rows
@@ -130,7 +130,7 @@ def test_a_lone_rows_products_that_write_in_place_are_recorded_too(
     folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where keys and values are written where attention reads."""
-    where = "maskserve_engine.families.flux.weights.in_epilogues"
+    where = "maskserve_engine.families.mmdit.weights.in_epilogues"
     monkeypatch.setattr(where, lambda *_, **__: True)
     capture = Replayed()
     plain, own = adapter_of(folder, None), adapter_of(folder, capture)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxBatch
-from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.step_rig import Bench

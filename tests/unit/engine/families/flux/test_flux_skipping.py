@@ -12,12 +12,12 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config, ConfigError
+from maskserve_common.config import Config, ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.start.assembly import load_engine

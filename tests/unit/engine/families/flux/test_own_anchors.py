@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.flow.rows import FlowRow
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents

@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models.control_nets import check_config
-from maskserve_core.models.facts import anchor_stride
-from maskserve_core.triton.accept import accept_edit
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.flux2.adapter import Flux2Adapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.spec.control_nets import check_config
+from maskserve_engine.spec.facts import anchor_stride
 from maskserve_engine.stages.latents import to_model
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import blended_edit

@@ -14,17 +14,17 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config import ConfigError
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models.registry import load_facts
-from maskserve_core.models.shown import Shown
+from maskserve_common.config import ConfigError
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.triton.encoder import EditEncoder, ToEncode
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.spec.shown import Shown
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
+from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
 from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import qwen_edit, qwen_edit_pipeline

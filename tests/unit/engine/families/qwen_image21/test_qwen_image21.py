@@ -17,16 +17,16 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config import ConfigError
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.accept import accept_edit
-from maskserve_engine.families.flow.rows import FlowPrimingRow
+from maskserve_common.config import ConfigError
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.loop.engine import Engine
 from maskserve_harness.benchmarks.replay import Replay
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
 from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import qwen_edit, qwen_edit_pipeline

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.config import ConfigError
-from maskserve_core.models.registry import load_facts
+from maskserve_common.config import ConfigError
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.families.specs import load_facts
 from tests.fakes.jobs import config_of
 from tests.fakes.tiny_unet import TEXT_LENGTH
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.config import Config
+from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.encoder import Encoder

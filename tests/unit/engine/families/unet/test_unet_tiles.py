@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_core.planning.two_stream import Plan
+from maskserve_common.config import Config, ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import PARTS, encode
 from maskserve_engine.cache.entry_file import dump_entry, read_entry
@@ -26,6 +24,8 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput, forward
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.loop.engine import Engine
+from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_engine.planning.two_stream import Plan
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from tests.fakes.entries import NOTE, same
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case

@@ -13,18 +13,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config import ConfigError
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.models.control_nets import check_config
-from maskserve_core.models.facts import own_rule
-from maskserve_core.models.registry import load_facts
-from maskserve_core.triton.accept import accept_edit, with_defaults
+from maskserve_common.config import ConfigError
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.specs import load_facts
 from maskserve_engine.requests.own_anchors import own_plan
+from maskserve_engine.spec.control_nets import check_config
+from maskserve_engine.spec.facts import own_rule
 from maskserve_harness.benchmarks.replay import Replay
+from maskserve_triton.accept import accept_edit, with_defaults
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.loras import of_model, write
 from tests.fakes.pipelines import diffusers_edit

@@ -1,0 +1,1 @@
+"""Names and rules that all packages share: settings, contracts, files, images, routing."""

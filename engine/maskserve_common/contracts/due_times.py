@@ -1,0 +1,43 @@
+"""When an edit is due that does not say so, and how one that was due has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from maskserve_common.errors import DeadlineExceeded, EngineFailed, Overloaded
+
+OK = "OK"
+"""The code of an edit that ended well."""
+SIDES = (256, 512, 1024)
+"""Squares up to which the first times are; the last is that of all larger edits."""
+SLO_OUTCOMES = ("met", "late", "deadline", "refused", "failed")
+"""How an edit that was due at some time can end; all but `met` are misses."""
+_MISSED = {
+    DeadlineExceeded.code: "deadline",
+    Overloaded.code: "refused",
+    EngineFailed.code: "failed",
+}
+
+
+def due_by_size(times_ms: Sequence[int], pixels: int) -> int | None:
+    """Milliseconds from acceptance to answer; None: it is due at no time.
+
+    Args:
+        times_ms: one for each of SIDES and one more; empty where no such edit is due.
+        pixels: that the model computes.
+    """
+    if not times_ms:
+        return None
+    return times_ms[sum(pixels > side * side for side in SIDES)]
+
+
+def slo_outcome(code: str, slack_s: float) -> str | None:
+    """Of SLO_OUTCOMES; None where the client is the cause: a mistake in its request, or a cancel.
+
+    Args:
+        code: `OK`, or the error's.
+        slack_s: seconds that were left when an edit was answered.
+    """
+    if code == OK:
+        return "met" if slack_s >= 0.0 else "late"
+    return _MISSED.get(code)

@@ -1,0 +1,161 @@
+"""The META tensor: what an event says of its edit (design §3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from maskserve_common.contracts.keys import name_of
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.errors import MaskserveError
+
+STAGES = ("preprocess", "encode", "prepare", "queue", "denoise", "decode", "postprocess")
+"""Of an edit at its worker, one after the other; the handovers between them are in none."""
+TIMINGS = (*STAGES, "load_stall")
+"""Of `timings_ms`; `load_stall` is a part of `denoise`."""
+
+NEW = "new"
+"""A field that stays inside the worker: what cannot be the doing of the edit's key
+(`requests.doings`)."""
+
+
+def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
+    """META of a `progress` or `preview` event."""
+    name = name_of(request_id)
+    return _dump({"event": event, "step": step, "steps": steps, "request_id": name})
+
+
+def failed_meta(error: MaskserveError, request_id: str) -> bytes:
+    """META of the `failed` event. It stays inside the worker: the front answers with the error.
+
+    TRITON-2.51: an ensemble never ends in which a step fails while an earlier response is under way
+    in a later step. So what ends an edit early crosses it as a response like any other.
+    """
+    values = {"event": "failed", "step": 0, "steps": 0, "request_id": request_id}
+    return _dump({**values, "error": str(error)})
+
+
+def final_meta(
+    request: EditRequest,
+    worker: str,
+    model: str,
+    engine: Mapping[str, Any],
+    taken_ms: Mapping[str, float],
+) -> bytes:
+    """META of the `final` event, as the denoiser sends it.
+
+    Args:
+        request: the edit.
+        worker: this worker's name.
+        model: the served model's name.
+        engine: what the engine says of the edit; its keys win.
+        taken_ms: by the stages between `request` and `engine`.
+    """
+    timings = {**request.timings_ms, **taken_ms, **engine.get("timings_ms", {})}
+    values = {
+        "event": "final",
+        "request_id": name_of(request.request_id),
+        "seed": request.seed,
+        "worker": worker,
+        "model": model,
+        "template_id": request.template_id,
+        "warnings": request.warnings,
+        **_window(request),
+        **engine,
+        "decoded": 1.0,
+        "decode_batch": 1,
+        "timings_ms": {name: round(float(timings.get(name, 0.0)), 3) for name in TIMINGS},
+    }
+    values.setdefault("steps", 0)
+    values.setdefault("step", values["steps"])
+    return _dump(values)
+
+
+def _window(request: EditRequest) -> dict[str, Any]:
+    """The part of the picture that the model saw, in its pixels, and at which scale."""
+    if request.window is None:
+        return {}
+    top, left, height, width = request.window
+    scale = round(request.model_size[0] / height, 4)
+    return {"window": {"box": [left, top, left + width, top + height], "scale": scale}}
+
+
+def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
+    """META with the time of one more of the TIMINGS, so far 0; other events than the final one
+    have none and stay as they are.
+
+    The bytes are spliced: reading and writing the JSON would show in the time of an edit, in
+    processes that have waited for the denoiser and whose caches are cold.
+    """
+    before, slot, after = meta.rpartition(b'"%b":0.0' % name.encode())
+    return b"%b%b%.3f%b" % (before, slot[:-3], milliseconds, after) if slot else meta
+
+
+def with_decoded(meta: bytes, *, share: float = 1.0, batch: int = 1) -> bytes:
+    """META of a final event that says how its picture was decoded; spliced as by `with_timing`.
+
+    Args:
+        meta: so far it says that all was decoded, and alone.
+        share: of the picture that was decoded.
+        batch: pictures that were decoded in one call.
+    """
+    before, slot, after = meta.rpartition(b'"decoded":1.0,"decode_batch":1')
+    said = b'"decoded":%.3f,"decode_batch":%d' % (share, batch)
+    return b"%b%b%b" % (before, said, after) if slot else meta
+
+
+def with_slack(meta: bytes, due_ms: int, taken_ms: float) -> bytes:
+    """META of a final event that says how the edit stands to its due time; spliced likewise.
+
+    Args:
+        meta: as the pipeline gave it.
+        due_ms: after acceptance.
+        taken_ms: from acceptance to the answer.
+    """
+    slack = round(due_ms - taken_ms, 3)
+    slo = "met" if slack >= 0.0 else "late"
+    return b'%b,"slack_ms":%.3f,"slo":"%b"}' % (meta[:-1], slack, slo.encode())
+
+
+def with_result(meta: bytes, template_id: str | None) -> bytes:
+    """META of a final event that names the template which its picture is kept as; None: it could
+    not be kept.
+    """
+    named = b"null" if template_id is None else b'"%b"' % template_id.encode()
+    return b'%b,"result_template_id":%b}' % (meta[:-1], named)
+
+
+def as_told(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:
+    """META of a final event as its client gets it: what is kept because of another key's edits is
+    told as if it had been made for this one. How long it took stays as it was.
+
+    Args:
+        meta: what is to be sent.
+        values: of the event, as the pipeline gave it.
+        insists: the edit waits for its template, so that it says `hit` in any case.
+    """
+    new = values.get(NEW)
+    if not new:
+        return meta
+    told = json.loads(meta)
+    del told[NEW]
+    encoded = told.get("encoded", {})
+    for name in new:
+        if name in encoded:
+            encoded[name] = "made"
+    if "template" in new and "masked" in encoded:
+        encoded["masked"] = "whole"
+    if "cache" in new:
+        told["decoded"] = 1.0
+        if told.get("cache") == "hit" and not insists:
+            for name in ("drift", "dense_steps"):
+                told.pop(name, None)
+            told["cache"], told["cache_tier"], told["cache_bytes"] = "miss", "", {}
+            told["kinds"] = {"dense": sum(told.get("kinds", {}).values())}
+            told["computed_tokens"] = told["steps"] * told["total_tokens"]
+    return _dump(told)
+
+
+def _dump(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()

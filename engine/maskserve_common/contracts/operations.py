@@ -1,0 +1,99 @@
+"""Operations of the model `control`: which there are, and the check of their JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from maskserve_common.contracts.keys import NO_SCOPE, SCOPE
+from maskserve_common.contracts.settings import no_duplicates
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.reading import nearest
+
+# Operation -> the keys it takes beside "op".
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "status": (),
+    "heartbeat": (),
+    "cancel": ("request_id",),
+    "templates": (),
+    "register": ("image",),
+    "prime": ("template_id",),
+    "pin": ("template_id",),
+    "unpin": ("template_id",),
+    "evict": ("template_id",),
+    "drain": (),
+    "adapters": (),
+    "adapter_check": ("name",),
+    "adapter_load": ("name",),
+    "adapter_pin": ("name",),
+    "adapter_unpin": ("name",),
+    "adapter_evict": ("name",),
+}
+SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
+"""They may have a `scope` (`contracts.keys.SCOPE`): what a client of that scope may see and do."""
+_FLAGS = ("shared", "prime")
+_MAY_SAY = {"status": ("templates",)}
+ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")
+"""They change what lies on a host, for all its clients."""
+PATIENT = ("register", "prime", "adapters", "adapter_check", "adapter_load")
+"""Encoding a large image without a GPU takes its time, and so does a storage far away."""
+# An operation is a flat object of a few strings, of which only an image may be long. JSON of
+# other forms is refused before it is read: it takes up to fifty times its size as objects.
+_PLAIN_BYTES = 64 * 1024
+_STRUCTURE = b"[{,"
+_MAX_STRUCTURE = 64
+_operation_object = no_duplicates("OP")
+
+
+def parse_operation(raw: bytes) -> dict[str, Any]:
+    """Check the OP tensor's bytes.
+
+    All values are strings, but for those of `register` that are booleans: `shared`, if it is for
+    every client, and `prime`, false if it is to be primed when it is edited. `status` may say which
+    version of the `templates` its asker knows, empty for none: it is told what has changed.
+
+    Raises:
+        InvalidRequest: naming `OP` or `OP.<key>`.
+    """
+    if len(raw) > _PLAIN_BYTES and sum(map(raw.count, _STRUCTURE)) > _MAX_STRUCTURE:
+        raise InvalidRequest(
+            "OP", f"is {len(raw)} bytes of nested JSON", 'an object such as {"op": "status"}'
+        )
+    try:
+        values = json.loads(raw.decode("utf-8"), object_pairs_hook=_operation_object)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(
+            "OP", "is not valid JSON", 'an object such as {"op": "status"}'
+        ) from None
+    if not isinstance(values, dict):
+        raise InvalidRequest(
+            "OP", f"is a JSON {type(values).__name__}", 'an object such as {"op": "status"}'
+        )
+    name = values.get("op")
+    if not isinstance(name, str) or name not in OPERATIONS:
+        told = f"{str(name)[:40]!r} is not known{nearest(str(name), OPERATIONS)}"
+        shown = "is missing" if name is None else told
+        raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
+    wanted = OPERATIONS[name]
+    flags = _FLAGS if name == "register" else ()
+    optional = (*(("scope",) if name in SCOPED else ()), *flags, *_MAY_SAY.get(name, ()))
+    keys = ("op", *wanted, *optional)
+    if others := sorted(values.keys() - set(keys)):
+        key = others[0][:40]
+        raise InvalidRequest(
+            f"OP.{key}", f"is not a key of {name}{nearest(key, keys)}", ", ".join(keys)
+        )
+    scope = values.get("scope", NO_SCOPE)
+    if not isinstance(scope, str) or (scope and SCOPE.fullmatch(scope) is None):
+        raise InvalidRequest("OP.scope", "has another form", "up to 32 of a-z and 0-9")
+    for key in _MAY_SAY.get(name, ()):
+        if not isinstance(values.get(key, ""), str):
+            raise InvalidRequest(f"OP.{key}", "is not a string", "a version, or an empty string")
+    for flag in flags:
+        if not isinstance(values.get(flag, False), bool):
+            raise InvalidRequest(f"OP.{flag}", "is not a boolean", "true or false")
+    for key in wanted:
+        if not isinstance(values.get(key), str) or not values[key]:
+            problem = "is missing" if key not in values else "is not a non-empty string"
+            raise InvalidRequest(f"OP.{key}", problem, "a string")
+    return values

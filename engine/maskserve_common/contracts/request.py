@@ -1,0 +1,159 @@
+"""One checked edit on its way through the worker's models: the tensors ACCEPTED and REQUEST.
+
+A front reads the client's SETTINGS once. From there on the edit travels as a checked record, which
+msgspec reads in microseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
+from maskserve_common.errors import InvalidRequest
+
+
+class Lora(LoraSetting, frozen=True):
+    """A LoRA of an edit, with the file that its name stands for since the edit was accepted."""
+
+    version: str = ""
+    """Which file of that name (`maskserve_lora.catalogue.KnownAdapter.version`): all stages take
+    the same one.
+    """
+    text: bool = False
+    """Whether it changes text encoders, too: its file is then on the host before the edit leaves
+    the front, as an encoder waits for nobody.
+    """
+    notes: tuple[str, ...] = ()
+    """What of the file is left out, or taken for granted (`maskserve_lora.lora_plan`)."""
+
+
+class ResolvedControl(ControlSetting, frozen=True):
+    """A control of an edit, with the ControlNet that its name stands for since the edit was
+    accepted, and with its picture.
+    """
+
+    version: str = ""
+    """Which ControlNet of that name (`spec.control_nets.KnownControlNet.version`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedEdit:
+    """What a front hands to preprocess, beside the client's IMAGE and MASK."""
+
+    prompt: str
+    settings: EditSettings
+    """Checked, with the worker's defaults, a seed and a request id."""
+    accepted_ns: int
+    """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
+    due_ms: int | None = None
+    """From then on, of what the client asked; None: it asked for nothing."""
+    after_token_s: float = 0.0
+    """Seconds from an edit's last step to its answer, of late, per token of its picture."""
+    loras: tuple[Lora, ...] = ()
+    controls: tuple[ResolvedControl, ...] = ()
+
+    def to_json(self) -> bytes:
+        return _encode(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> AcceptedEdit:
+        return _decode_accepted(raw)
+
+
+@dataclass(frozen=True, slots=True)
+class EditRequest:
+    """What preprocess hands on. Sizes are (height, width) in pixels."""
+
+    request_id: str
+    prompt: str
+    settings: EditSettings
+    seed: int
+    template_id: str
+    """Digest of the decoded source pixels and their size."""
+    source_size: tuple[int, int]
+    """Of the answer: what `expand` adds counts."""
+    model_size: tuple[int, int]
+    accepted_ns: int
+    """As of AcceptedEdit."""
+    due_ms: int | None = None
+    after_token_s: float = 0.0
+    loras: tuple[Lora, ...] = ()
+    controls: tuple[ResolvedControl, ...] = ()
+    """Each with its `image`."""
+    pixels_id: str = ""
+    """Digest of the source's pixels at model resolution; entries are keyed on it."""
+    window: tuple[int, int, int, int] | None = None
+    """Top, left, height and width of the part that the model sees; None: all."""
+    alpha: bool = False
+    """Whether the answer is transparent where the source is."""
+    edit_boxes: tuple[tuple[int, int, int, int], ...] = ()
+    """Top, left, bottom and right of what the edit mask covers, in pixels of the model's size."""
+    warnings: tuple[str, ...] = ()
+    """What META tells the client to look at, though the edit runs."""
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seen_size(self) -> tuple[int, int]:
+        """(height, width) of what the model sees, in the source's pixels."""
+        return self.source_size if self.window is None else self.window[2:]
+
+    @property
+    def used_loras(self) -> tuple[Lora, ...]:
+        """Those that change anything."""
+        return tuple([lora for lora in self.loras if lora.scale])
+
+    @property
+    def template_noise_seed(self) -> int:
+        """Of the noise that all edits of these pixels share."""
+        return int((self.pixels_id or self.template_id)[:12], 16)
+
+    def to_json(self) -> bytes:
+        return _encode(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> EditRequest:
+        return _decode_request(raw)
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_accepted = msgspec.json.Decoder(AcceptedEdit).decode
+_decode_request = msgspec.json.Decoder(EditRequest).decode
+
+
+def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:
+    """Denoising steps that run of a schedule, by diffusers' image-to-image rule.
+
+    Args:
+        num_inference_steps: of the whole schedule.
+        strength: share of it that is run.
+        rounds_up: as ModelFacts.strength_rounds_up.
+    """
+    initial = min(num_inference_steps * strength, num_inference_steps)
+    if not rounds_up:
+        return int(initial)
+    return num_inference_steps - int(max(num_inference_steps - initial, 0))
+
+
+def check_prompt(raw: bytes, config: Config) -> str:
+    """The prompt's text. An empty prompt is allowed: it asks for whatever fits.
+
+    Raises:
+        InvalidRequest: naming PROMPT.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest("PROMPT", "is not UTF-8", "UTF-8 text") from None
+    check_text("PROMPT", text, config)
+    return text
+
+
+def check_text(field: str, text: str, config: Config) -> None:
+    longest = config.limits.max_prompt_chars
+    if len(text) > longest:
+        raise InvalidRequest(field, f"is {len(text)} characters long", f"up to {longest}")
+    if "\0" in text:
+        raise InvalidRequest(field, "holds a NUL character", "text without NUL")

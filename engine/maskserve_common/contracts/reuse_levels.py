@@ -1,0 +1,136 @@
+"""Levels of fidelity that an edit which would be late may step down to (`reuse: elastic`).
+
+What each was measured at is that of the demo models, in 12 steps (2-core AMD EPYC, CPU only,
+2026-11-25 Fill, 2026-11-22 Inpaint, own anchors 2026-11-27; docs/benchmarks/quality-frontier-*.json
+and quality-own-*.json, to which tests hold the tables, and by which no other ring saves more per
+dB):
+
+    scripts/bench eval_quality --frontier
+    scripts/bench eval_quality --own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
+from maskserve_common.contracts.settings import EditSettings
+
+Way = Literal["cached", "own", "dense"]
+"""How an edit runs: from a template, with anchors of its own, or computing all tokens."""
+
+
+class ReuseLevel(NamedTuple):
+    """A way of leaving work out."""
+
+    name: str
+    """Of the system in the tables."""
+    ring: int | None
+    """Tokens computed round the mask; None: as the edit has it."""
+    first_block_threshold: float
+    psnr: float
+    """dB in the mask, against our dense edit; the mean over edits."""
+    work: float
+    """Its FLOPs, as a share of the edit's without, which computes its text in every step."""
+    anchors: int = 0
+    """Of its own, evenly over its steps; 0: as many as the edit has."""
+
+
+RING = 1
+"""Of the edits that levels with another ring were measured against."""
+_FILL = (
+    ReuseLevel("kv-int4-one-ring3-skip0.05", 3, 0.05, 43.24, 0.725),
+    ReuseLevel("kv-int4-one-ring3-skip0.1", 3, 0.1, 39.33, 0.481),
+    ReuseLevel("kv-int4-one-ring2-skip0.1", 2, 0.1, 38.63, 0.441),
+    ReuseLevel("kv-int4-one-ring1-skip0.1", None, 0.1, 37.73, 0.415),
+    ReuseLevel("kv-int4-one-ring1-skip0.2", None, 0.2, 33.11, 0.251),
+    ReuseLevel("kv-int4-one-ring0-skip0.2", 0, 0.2, 32.59, 0.236),
+    ReuseLevel("kv-int4-one-ring0-skip0.3", 0, 0.3, 29.4, 0.166),
+)
+_FILL_DENSE = (
+    ReuseLevel("first_block_cache-0.05", None, 0.05, 49.37, 0.626),
+    ReuseLevel("first_block_cache-0.1", None, 0.1, 39.63, 0.386),
+    ReuseLevel("first_block_cache-0.2", None, 0.2, 32.12, 0.222),
+    ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
+)
+_FILL_OWN = (
+    ReuseLevel("{0,8} foreseen, int8, ring left out", None, 0.0, 47.92, 0.821, anchors=2),
+    ReuseLevel("{0}, int8, ring left out", None, 0.0, 33.68, 0.642, anchors=1),
+)
+_INPAINT_OWN = (ReuseLevel("{0,3,9} foreseen, int8", None, 0.0, 41.35, 0.859, anchors=3),)
+_INPAINT = (
+    ReuseLevel("kv-int4-stride3-ring1-skip0.1", None, 0.1, 29.89, 0.509),
+    ReuseLevel("kv-int4-stride3-ring1-skip0.2", None, 0.2, 27.27, 0.304),
+)
+_INPAINT_DENSE = (
+    ReuseLevel("first_block_cache-0.1", None, 0.1, 31.55, 0.509),
+    ReuseLevel("first_block_cache-0.2", None, 0.2, 26.98, 0.345),
+)
+LEVELS: dict[tuple[Semantics, Way], tuple[ReuseLevel, ...]] = {
+    (FILL, "cached"): _FILL,
+    (FILL, "own"): _FILL_OWN,
+    (FILL, "dense"): _FILL_DENSE,
+    (INPAINT, "cached"): _INPAINT,
+    (INPAINT, "own"): _INPAINT_OWN,
+    (INPAINT, "dense"): _INPAINT_DENSE,
+}
+"""By what the model takes, and how the edit runs; the nearest to the edit without first. Those of
+other models were not measured: they have none."""
+_BY_NAME = {(takes.name, way): levels for (takes, way), levels in LEVELS.items()}
+
+
+def levels_of(
+    settings: EditSettings, skipping: str, way: Way, own_steps: int = 0
+) -> tuple[ReuseLevel, ...]:
+    """Those that the edit may step down to, the nearest first; none unless it asked for any.
+
+    An edit with LoRAs or ControlNets, or with a ring of its own choice, keeps its ring.
+
+    Args:
+        settings: of the edit, with its ring.
+        skipping: of the model (`ModelFacts.skipping`).
+        way: how it runs.
+        own_steps: anchors of its own, where it has such.
+    """
+    if settings.reuse != "elastic":
+        return ()
+    floor, begin = settings.reuse_floor or 0.0, settings.first_block_threshold or 0.0
+    any_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
+    return tuple(
+        level
+        for level in _BY_NAME.get((skipping, way), ())
+        if level.psnr >= floor
+        and (level.first_block_threshold > begin or 0 < level.anchors < own_steps)
+        and (any_ring or level.ring is None)
+    )
+
+
+def beside_entries(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLevel, ...]:
+    """Levels of an edit that reads a template, as shares of its own work; without those that are
+    more work than it is.
+
+    Args:
+        levels: as they were measured, beside an edit that computes text and ring in every step, as
+            they do themselves.
+        times: how many times the edit's work such an edit is.
+    """
+    scaled = (level._replace(work=times * level.work) for level in levels)
+    return tuple(level for level in scaled if level.work < 1.0)
+
+
+_LEAST_STEPS = 4
+
+
+def own_count(steps: int, stride: float) -> int:
+    """Anchors of an edit that reads no template: one for every `stride` of the schedule, half of
+    all steps at most; none of fewer than four: one dense step alone foretells too little of so
+    short a schedule.
+
+    Args:
+        steps: of the edit.
+        stride: as a share of the schedule; 0: none.
+    """
+    if not stride or steps < _LEAST_STEPS:
+        return 0
+    return -(-steps // max(2 + steps % 2, round(stride * steps)))

@@ -1,0 +1,396 @@
+"""The SETTINGS tensor: what a client may ask of one edit (design §3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta
+
+from maskserve_common.contracts.keys import ADAPTER_NAME, SCOPE, TEMPLATE_ID
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.reading import Misread, Table, given, read
+
+MaskMode = Literal["auto", "white", "alpha", "strength"]
+CropMode = Literal["auto", "on", "off"]
+Background = Literal["auto", "transparent", "opaque"]
+CacheMode = Literal["auto", "own", "off", "require"]
+AdapterMode = Literal["exact", "fast"]
+OutputFormat = Literal["png", "jpeg", "webp"]
+OutputEncoding = Literal["auto", "raw", "base64"]
+LateMode = Literal["drop", "finish"]
+ReuseMode = Literal["exact", "elastic"]
+MASK_MODES: tuple[MaskMode, ...] = get_args(MaskMode)
+CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
+CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
+BACKGROUNDS: tuple[Background, ...] = get_args(Background)
+LATE_MODES: tuple[LateMode, ...] = get_args(LateMode)
+REUSE_MODES: tuple[ReuseMode, ...] = get_args(ReuseMode)
+ADAPTER_MODES: tuple[AdapterMode, ...] = get_args(AdapterMode)
+
+MAX_SETTINGS_BYTES = 64 * 1024
+MAX_SEED = 2**63 - 1
+MAX_DEADLINE_MS = 24 * 3600 * 1000
+PRIORITIES = (-100, 100)
+MAX_LORAS = 4
+MAX_CONTROLS = 3
+
+Pixels = Annotated[int, Meta(ge=0, le=512)]
+MAX_MARGIN = 16_384
+Margins = Annotated[
+    tuple[Annotated[int, Meta(ge=0, le=MAX_MARGIN)], ...],
+    Meta(
+        min_length=4,
+        max_length=4,
+        description=f"pixels [left, top, right, bottom], each 0 to {MAX_MARGIN}",
+    ),
+]
+Guidance = Annotated[float, Meta(ge=0, le=1000)]
+Name = Annotated[str, Meta(max_length=256, description="a model name of up to 256 characters")]
+Text = Annotated[str, Meta(max_length=32_000)]
+AdapterName = Annotated[
+    str,
+    Meta(
+        pattern=rf"\A(?:{ADAPTER_NAME.pattern})\Z",
+        max_length=128,
+        description="1 to 128 letters, digits, or any of . _ -",
+    ),
+]
+TemplateId = Annotated[
+    str,
+    Meta(
+        pattern=rf"\A(?:{TEMPLATE_ID.pattern})\Z",
+        max_length=64,
+        description="16 to 64 lower-case hexadecimal digits",
+    ),
+]
+RequestId = Annotated[
+    str,
+    Meta(  # a router's `scope`, the client's own name, a router's number of the try
+        pattern=rf"\A({SCOPE.pattern}!)?[A-Za-z0-9._:/-]{{1,128}}(~[0-9]{{1,4}})?\Z",
+        max_length=166,
+        description="1 to 128 letters, digits, or any of . _ : / -",
+    ),
+]
+
+
+class LoraSetting(Table, frozen=True):
+    """A LoRA that an edit asks for."""
+
+    name: AdapterName
+    """Of the adapter, as the worker's catalogue has it; never a path or URL."""
+    scale: Annotated[float, Meta(ge=-100, le=100)] = 1.0
+    """What its update is multiplied by; negative leads away from it, 0 is none."""
+
+
+LoraSettings = Annotated[
+    tuple[LoraSetting, ...],
+    Meta(
+        max_length=MAX_LORAS,
+        description=f'up to {MAX_LORAS} objects such as {{"name": "hollow", "scale": 0.8}}',
+    ),
+]
+
+
+class ControlSetting(Table, frozen=True):
+    """A control picture of an edit, and the ControlNet that reads it."""
+
+    name: AdapterName
+    """Of the ControlNet; never a path or URL."""
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    """What the ControlNet adds is multiplied by it; 0 is none."""
+    start: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the edit's steps before which it adds nothing."""
+    end: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of the edit's steps behind which it adds nothing."""
+    image: Annotated[int, Meta(ge=0, le=MAX_CONTROLS - 1)] | None = None
+    """Which picture of CONTROL; by default the one at the control's own place."""
+    mode: Annotated[int, Meta(ge=0, le=255)] | None = None
+    """The kind of picture, for a union ControlNet, which has several."""
+
+
+ControlSettings = Annotated[
+    tuple[ControlSetting, ...],
+    Meta(
+        max_length=MAX_CONTROLS,
+        description=f'up to {MAX_CONTROLS} objects such as {{"name": "outline", "scale": 0.8}}',
+    ),
+]
+
+
+_CLICK = "[x, y, 1] on the thing, or [x, y, 0] on what is none of it"
+Click = Annotated[tuple[float, float, Literal[0, 1]], Meta(description=_CLICK)]
+
+
+class MaskFrom(Table, frozen=True):
+    """What a mask is found by: words, or clicks and a box."""
+
+    text: Annotated[str, Meta(max_length=1000)] = ""
+    """The thing's name."""
+    points: Annotated[
+        tuple[Click, ...], Meta(max_length=64, description=f"up to 64 clicks, each {_CLICK}")
+    ] = ()
+    """Clicks `[x, y, 1]` on the thing, and `[x, y, 0]` on what is none of it; pixels of the
+    source."""
+    box: Annotated[
+        tuple[float, ...], Meta(max_length=4, description="[left, top, right, bottom]")
+    ] = ()
+    """`[left, top, right, bottom]` round the thing, pixels of the source."""
+
+    def check(self, field: str) -> None:
+        """See that it names one thing in one way.
+
+        Args:
+            field: that it is; empty: its own fields are the request's.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
+        if bool(self.text) == bool(self.points or self.box):
+            told = "names a thing in two ways" if self.text else "names nothing"
+            raise InvalidRequest(field or "text", told, "text, or points and box")
+        if len(self.box) not in (0, 4):
+            raise InvalidRequest(f"{field}.box".lstrip("."), f"has {len(self.box)} numbers", "4")
+
+
+class EditSettings(Table, frozen=True):
+    """Settings of one edit; `None` means the model's default."""
+
+    model: Name | None = None
+    """A router chooses by it; a worker refuses any other than its own."""
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    """Of the edit's noise; drawn by the server if it is not given, and named in META."""
+    num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    """Steps of the full schedule; the model's by default."""
+    guidance_scale: Guidance | None = None
+    """How closely the prompt is followed; the model's by default. With SDXL, SD 2.1, SD 3.5,
+    Chroma, klein's base models and Z-Image it is classifier-free guidance: above 1 (Z-Image: 0)
+    each step runs the model twice."""
+    true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
+    """FLUX.1 (not Fill) and Qwen-Image: how strongly the negative prompt is steered away from;
+    above 1 each step runs the model twice, 1 is off."""
+    negative_prompt: Text | None = None
+    """What to steer away from. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image take it
+    together with `true_cfg_scale`."""
+    strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the schedule that is run: below 1 fewer steps."""
+    mask_mode: MaskMode = "auto"
+    """`white`: white is edited; `alpha`: what is transparent is edited; `auto`: alpha if the mask
+    has any; `strength`: grey says how much may change, as the share of the steps that it is part of
+    the edit for, the last ones."""
+    mask_from: MaskFrom | None = None
+    """In place of MASK, of a router with a segmenter: `{"text": "the red car"}`, or clicks and a
+    box, `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
+    mask_dilate: Pixels = 0
+    """Pixels by which the mask grows, at the source's size."""
+    mask_feather: Pixels = 0
+    """Pixels beyond the mask over which the edit fades into the source."""
+    mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
+    """Tokens round the mask that a cached edit computes too; they are not pasted. The model's by
+    default (1)."""
+    crop_to_mask: CropMode = "auto"
+    """Whether the model sees a window round the mask alone, as sharp as the source; `auto`: of a
+    source larger than the model's area, where the window is under half of it. META's `window` says
+    which."""
+    crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
+    """What the window has round the mask: below 1 a share of the mask's longer side, from 1 on
+    pixels."""
+    expand: Margins = (0, 0, 0, 0)
+    """Pixels by which the picture grows; what is new is edited. MASK has the source's size, or is
+    empty."""
+    first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
+    """FLUX: a step whose first block changes less than this, relatively, leaves the other blocks
+    out (FirstBlockCache). 0 leaves out none; the model's by default (0)."""
+    output_format: OutputFormat = "png"
+    """Encoding of the answer."""
+    output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
+    """Of JPEG (95 unless it is given) and of WebP (lossless unless it is given); PNG has none."""
+    background: Background = "auto"
+    """Of a transparent source: `auto`: the answer is so outside the mask, in PNG and WebP;
+    `transparent`: likewise, and refused for JPEG; `opaque`: it is not."""
+    output_encoding: OutputEncoding = "auto"
+    """`raw` bytes or `base64` text; `auto`: as MASK came, which JSON carries as text only."""
+    progress: bool = False
+    """Send a progress event after every step (`edit_stream`)."""
+    preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
+    cache: CacheMode = "auto"
+    """What steps may leave out: `auto`: what the template's cached activations or the edit's own
+    dense steps give; `own`: the latter alone; `off`: nothing; `require`: waits for the template,
+    or runs dense where META's `dense_for` says so."""
+    reproducible: bool = False
+    """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind:
+    the edit waits for its template and runs cached, or dense where META's `dense_for` says so.
+    Where its template cannot be had it ends with an error."""
+    loras: LoraSettings = ()
+    """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
+    adapters: AdapterMode = "exact"
+    """`exact`: no step runs before the LoRAs are there, and each waits for its ControlNets; `fast`:
+    the first steps may run without LoRAs, and steps add what a ControlNet service said one step
+    ahead (docs/adr/0039). A reproducible edit is exact."""
+    controls: ControlSettings = ()
+    """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
+    of the steps, 0 to 1), `image` (which picture of CONTROL; by default the one at its own place)
+    and `mode` (of union nets)."""
+    private_prompt: bool = False
+    """Keep the prompt's embeddings for edits of the same API key only."""
+    template_id: TemplateId | None = None
+    """A registered template, or a kept result, to edit in place of IMAGE."""
+    keep_result: bool = False
+    """Keep the edited picture as a template for the next edit (META's `result_template_id`), for
+    `[limits] result_expires_s` after its last use."""
+    deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
+    """The answer is due after so many milliseconds, from acceptance on."""
+    on_late: LateMode = "drop"
+    """`drop`: a late edit ends with an error, and one that cannot be in time is refused at once;
+    `finish`: it goes on."""
+    reuse: ReuseMode = "exact"
+    """FLUX, `elastic`: an edit that would be late may leave steps out, with another ring, or have
+    fewer anchors of its own. It needs `reuse_floor`."""
+    reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """With `reuse` `elastic`: dB in the mask against a dense edit, as measured on the demo models,
+    below which no steps are left out."""
+    priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
+    """A step of it counts as five seconds of waiting, among the edits of one API key."""
+    request_id: RequestId | None = None
+    """The edit's name for a cancel and in logs; made by the server if it is not given."""
+
+    @property
+    def limit_ms(self) -> int | None:
+        """When nobody wants the answer any more; None: that never comes."""
+        return self.deadline_ms if self.on_late == "drop" else None
+
+    @property
+    def may_anchor(self) -> bool:
+        """Whether the edit may have anchors of its own: it follows no fixed plan, and leaves out
+        nothing else.
+        """
+        asked = self.cache in ("auto", "own") and not self.reproducible
+        return asked and not self.first_block_threshold
+
+    @property
+    def insists(self) -> bool:
+        """Whether the edit waits for its template rather than go without the cache."""
+        return self.cache == "require" or self.reproducible
+
+
+def no_duplicates(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """For `json.loads`: an object in which each key stands once."""
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise InvalidRequest(f"{field}.{key[:40]}", "is given twice", "each key once")
+            values[key] = value
+        return values
+
+    return collect
+
+
+_settings_object = no_duplicates("SETTINGS")
+
+
+def parse_settings(raw: bytes) -> EditSettings:
+    """Check the SETTINGS tensor's bytes.
+
+    `null` stands for "not given". JSON's NaN and Infinity are refused by the ranges, and an unknown
+    or repeated key is an error: a misspelt setting must not be ignored.
+
+    Raises:
+        InvalidRequest: naming `SETTINGS` or `SETTINGS.<key>`.
+    """
+    if len(raw) > MAX_SETTINGS_BYTES:
+        raise InvalidRequest("SETTINGS", f"is {len(raw)} bytes", f"up to {MAX_SETTINGS_BYTES}")
+    try:
+        values = json.loads(raw.decode("utf-8") or "{}", object_pairs_hook=_settings_object)
+    except UnicodeDecodeError:
+        raise InvalidRequest("SETTINGS", "is not UTF-8", "a JSON object") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest("SETTINGS", "is not valid JSON", "a JSON object") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest("SETTINGS", f"is a JSON {type(values).__name__}", "a JSON object")
+    try:
+        settings = read(given(values, _KEYS), EditSettings)
+    except Misread as error:
+        raise InvalidRequest(f"SETTINGS.{error.path}", error.problem, error.accepted) from None
+    _once("loras", [lora.name for lora in settings.loras])
+    for index, control in enumerate(settings.controls):
+        if control.end < control.start:
+            raise InvalidRequest(
+                f"SETTINGS.controls[{index}].end",
+                f"is {control.end:g}, before the start",
+                f"{control.start:g} to 1",
+            )
+    return settings
+
+
+def _once(key: str, names: list[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidRequest(
+                f"SETTINGS.{key}[{index}].name", f"{name} is given twice", "each adapter once"
+            )
+
+
+def dump_settings(settings: EditSettings) -> bytes:
+    """The SETTINGS bytes of `settings`: only what differs from the defaults."""
+    return _encode({n: v for n, v in _values(settings) if v != _DEFAULTS[n]})
+
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EditSettings)}
+_KEYS = frozenset((*_DEFAULTS, *LoraSetting.__struct_fields__, *ControlSetting.__struct_fields__))
+_encode = msgspec.json.Encoder().encode
+
+
+def _values(settings: EditSettings) -> list[tuple[str, Any]]:
+    return [(name, getattr(settings, name)) for name in _DEFAULTS]
+
+
+class Ranged(Protocol):
+    """What says when a control acts."""
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+
+class Named(Ranged, Protocol):
+    """The same of a ControlNet."""
+
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=Ranged)
+
+
+def scale_at(control: Ranged, step: int, steps: int) -> float:
+    """The scale of step `step` of `steps`, as diffusers' pipelines have it; 0: adds nothing."""
+    outside = step / steps < control.start or (step + 1) / steps > control.end
+    return 0.0 if outside else control.scale
+
+
+def acting(controls: Sequence[R], steps: int) -> tuple[R, ...]:
+    """Those that add something in any step. The others are as if nobody had asked for them: no
+    random number is drawn for them, either, as diffusers would.
+    """
+    return tuple(
+        each for each in controls if any(scale_at(each, step, steps) for step in range(steps))
+    )
+
+
+def shares(controls: Sequence[Named], steps: int) -> tuple[tuple[str, float], ...]:
+    """Of those that act, the name and the share of the steps in which it does."""
+    found = (
+        (each.name, sum(bool(scale_at(each, step, steps)) for step in range(steps)) / steps)
+        for each in controls
+    )
+    return tuple([each for each in found if each[1]])

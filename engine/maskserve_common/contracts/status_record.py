@@ -1,0 +1,254 @@
+"""The status record: what a worker says about itself, without being asked (design §4, §5).
+
+A reader takes records of its own `VERSION` only. Within a version fields may be added: unknown
+keys are skipped, absent ones take their defaults.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple, Self, TypeVar
+
+import msgspec
+
+from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
+from maskserve_common.contracts.memory_table import MemoryTable
+from maskserve_common.contracts.pricing import Pricing
+
+VERSION = 2
+ADAPTERS_LISTED = 256
+Kind = Literal["dense", "cached", "prime"]
+AdapterTier = Literal["device", "coming", "host"]
+State = Literal["loading", "ready", "draining", "stopped", "failed"]
+_Record = TypeVar("_Record")
+_ENDED: tuple[State, ...] = ("stopped", "failed")
+
+
+class RowStatus(msgspec.Struct):
+    """A row of the running batch, or an edit that waits for one.
+
+    Whoever writes records keeps it for as long as the row lives; only `steps_left` ever changes.
+    """
+
+    request_id: str
+    kind: Kind
+    active_tokens: int
+    """Tokens computed per step; equal to `total_tokens` for a dense row. Both count twice for an
+    edit with a negative prompt, whose steps run the model twice."""
+    total_tokens: int
+    steps_left: int
+    template_id: str = ""
+    priority: int = 0
+    due_ns: int = 0
+    """When its last step is to have ended for its answer to come in time, on the host's
+    time.monotonic_ns; 0: it is due at no time."""
+    controls: tuple[tuple[str, float], ...] = ()
+    """Its ControlNets, each with the share of the steps in which it acts."""
+    adapter_bytes: int = 0
+    """Of the files of the LoRAs that its steps are computed with."""
+    dense_share: float = 0.0
+    """Of a cached row's steps, those that compute all tokens."""
+    own: bool = False
+    """Whether a cached row reads what it has left at these steps, and loads nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What of the served model decides how much work an edit is."""
+
+    native_resolution: int
+    """Side of the square whose area bounds the model's input, in pixels."""
+    token_pixels: int
+    """Pixels per token along one side."""
+    num_inference_steps: int
+    """Steps of an edit that does not say how many."""
+    cache: bool = True
+    """Whether cached rows are served."""
+    dense_above_ratio: float = 1.0
+    """Mask ratio from which a row runs dense even on a hit."""
+    mask_ring: int = 0
+    """Tokens that are computed round the mask, of an edit that does not say how many."""
+    dense_sides: bool = False
+    """Whether a row that computes a whole side of the picture runs dense even on a hit."""
+    dense_steps: DenseSteps = NO_DENSE_STEPS
+    """First steps of a cached row that compute all tokens."""
+    own_stride: float = 0.0
+    """Of an edit whose template is not at hand, the share of its steps from one that computes all
+    tokens to the next; 0: all do."""
+    own_ring: int = 0
+    """`ModelFacts.own_ring`; 0 where no steps leave a ring out."""
+    own_over_template: bool = False
+    """Whether an edit that has such steps reads no template, also where it is at hand."""
+    due_ms: tuple[int, ...] = ()
+    """When edits are due that do not say so (`due_times.due_by_size`)."""
+    skipping: str = ""
+    """Semantics of a model whose edits may leave steps out; empty: they may not."""
+
+
+class NodeStatus(msgspec.Struct):
+    """A part of a worker that runs a model of its own, step by step."""
+
+    name: str
+    """Such as `denoiser`; no other node of the worker has it."""
+    model: str
+    state: State
+
+
+class TemplateChanges(msgspec.Struct, frozen=True):
+    """What is other in a worker's templates than in a version that the reader knows."""
+
+    version: str
+    """Of what the changes lead to."""
+    since: str = ""
+    """The version that they are since; empty: none, and all that the worker has is added."""
+    added: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """Tier -> `entries_id`."""
+    removed: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+
+
+class ValuesHeld(msgspec.Struct, frozen=True):
+    """Values that lie in the folder of a host."""
+
+    host: str = ""
+    """Of all who share the folder; empty: there is none."""
+    count: int = 0
+    bytes: int = 0
+
+
+class AdapterStatus(msgspec.Struct, frozen=True):
+    """An adapter that a worker has at hand."""
+
+    name: str
+    tier: AdapterTier
+    """The nearest one that has it; `coming`: it is on its way to the device."""
+    nbytes: int
+    """Of its file."""
+    digest: str = ""
+    """sha256 of its file; empty while it is coming."""
+
+
+class AdapterTierTotal(msgspec.Struct, frozen=True):
+    """What a tier holds of adapters."""
+
+    count: int
+    nbytes: int
+
+
+class LoadCost(msgspec.Struct, frozen=True):
+    """Seconds until an adapter can be used, `fixed + per_byte` times its file's bytes."""
+
+    fixed: float
+    per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.fixed + self.per_byte * nbytes
+
+
+class Stamp(NamedTuple):
+    """What the writer adds to a record."""
+
+    sequence: int
+    wall_ns: int
+    monotonic_ns: int
+
+
+class WorkerStatus(msgspec.Struct):
+    """One record. Sizes are bytes, stamps nanoseconds; the stamps and the sequence number are the
+    writer's.
+    """
+
+    worker: str
+    model: str
+    state: State
+    max_rows: int
+    max_waiting: int
+    devices: int = 1
+    """With a batch of `max_rows` each; an edit shares its own with a like part of the others."""
+    sequence: int = 0
+    """Counts the records of one writer from 1."""
+    wall_ns: int = 0
+    """time.time_ns when written: for people and other hosts."""
+    monotonic_ns: int = 0
+    """time.monotonic_ns when written: comparable across the processes of one host."""
+    running: tuple[RowStatus, ...] = ()
+    waiting: tuple[RowStatus, ...] = ()
+    tier_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """Tier -> bytes of entries."""
+    counters: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Totals since the worker started, named like the metrics without their prefix."""
+    templates: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """Tier (`device`, `host`, `disk`, `remote`) -> `entries_id` of the templates that it has."""
+    served: Served | None = None
+    """None before the model is known."""
+    pricing: Pricing | None = None
+    """What rows cost here; None before it is known."""
+    memory: MemoryTable | None = None
+    """Of the worker's device; None before the model is loaded."""
+    adapters: tuple[AdapterStatus, ...] = ()
+    """Of those at hand the ones that were used last, at most `ADAPTERS_LISTED`."""
+    adapter_tiers: Mapping[str, AdapterTierTotal] = msgspec.field(default_factory=dict)
+    """Tier -> all that it holds."""
+    typical_adapter_bytes: float = 0.0
+    """Of the file of any other, on average over all that the worker knows of."""
+    adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
+    """`host` or `storage` -> what it costs to bring an adapter from there to the device, as it was
+    measured lately. Empty: the worker serves none."""
+    controlnets: tuple[AdapterStatus, ...] = ()
+    """ControlNets on the device, or on their way there, with their bytes on it."""
+    typical_controlnet_bytes: float = 0.0
+    """Of any other, on average over all that the worker knows of."""
+    controlnet_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
+    """As `adapter_loads`, from `storage`."""
+    nodes: tuple[NodeStatus, ...] = ()
+    """All that an edit passes through by steps; `state` is that of the engine that runs them. Empty
+    in the records of writers that know of no nodes."""
+    values: ValuesHeld = ValuesHeld()
+    """As of when the record is handed out."""
+    version: int = VERSION
+
+    @property
+    def takes_edits(self) -> bool:
+        """Whether every node is ready, and the engine that runs them."""
+        return self.state == "ready" and all(node.state == "ready" for node in self.nodes)
+
+    @property
+    def ended(self) -> str | None:
+        """What will not run again, in words, if anything."""
+        if self.state in _ENDED:
+            return f"engine has {self.state}"
+        gone = [node for node in self.nodes if node.state in _ENDED]
+        return f"{gone[0].name} ({gone[0].model}) has {gone[0].state}" if gone else None
+
+    def age_s(self, now_ns: int | None = None) -> float:
+        """Seconds since the record was written; only on the host that wrote it."""
+        return ((time.monotonic_ns() if now_ns is None else now_ns) - self.monotonic_ns) / 1e9
+
+    def to_json(self) -> bytes:
+        """Compact UTF-8 JSON of every field."""
+        return _encode(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes | str) -> Self:
+        """Read what `to_json` wrote, as this class has it.
+
+        Raises:
+            ValueError: not a record of this version.
+        """
+        try:
+            status: Self = _decoder(cls).decode(raw)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"not a status record: {error}") from error
+        if status.version != VERSION:
+            raise ValueError(f"not a status record: version {status.version}; known: {VERSION}")
+        return status
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+@cache
+def _decoder(kind: type[_Record]) -> msgspec.json.Decoder[_Record]:
+    return msgspec.json.Decoder(kind)

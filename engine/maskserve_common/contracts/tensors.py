@@ -1,0 +1,236 @@
+"""The tensors of every Triton model, declared once: the ports of a worker.
+
+From these tables come every config.pbtxt and the ensemble's wiring (`python
+scripts/bench model_configs`), what a front hands on, and what client, router and probe send. Edits
+are batched step by step inside the denoiser, not by Triton; but Triton hands encoder and decoder
+the requests that came while they were busy all at once (`Contract.together`).
+
+To let clients send one more tensor, add it to `PICTURES`, optional: `edit` and `edit_stream` then
+take it, and the fronts hand it to the ensemble, with no element where a client sent none. The step
+that reads it names it among its inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named tensor: Triton data type and dims, -1 where the size varies."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """A Triton model: its tensors, and how Triton runs it."""
+
+    about: str
+    """The comment above its config.pbtxt."""
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    decoupled: bool = False
+    """Answers a request with any number of responses."""
+    on_device: bool = False
+    """Places itself on the device; else it runs on the CPU."""
+    instances: int = 1
+    """Processes."""
+    together: int = 0
+    """Requests that wait are given to one `execute`, up to so many and whatever their shapes; no
+    request waits for others to come. Triton then puts a batch dimension of 1 before the dims of
+    each tensor, within the ensemble, too. 0: they are given one by one, without that dimension."""
+
+    def input(self, name: str) -> Tensor:
+        """Raises KeyError: there is none of this name."""
+        for tensor in self.inputs:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+
+def text(name: str, *, optional: bool = False) -> Tensor:
+    """One BYTES element: UTF-8 JSON or an encoded image."""
+    return Tensor(name, "BYTES", (1,), optional)
+
+
+IMAGE = text("IMAGE")
+MASK = text("MASK")
+PROMPT = text("PROMPT")
+SETTINGS = text("SETTINGS")
+CONTROL = Tensor("CONTROL", "BYTES", (-1,), optional=True)  # control pictures of IMAGE's size
+EDITED = text("EDITED")  # IMAGE, as it leaves the ensemble: inputs and outputs share one namespace
+META = text("META")
+
+# What a front accepted, as JSON (`contracts.request.AcceptedEdit`).
+ACCEPTED = text("ACCEPTED")
+# The checked request as JSON (`contracts.request.EditRequest`); or {"op": …} from `control`.
+REQUEST = text("REQUEST")
+# What postprocess needs of all that (`postprocess_context`); empty on plain progress.
+CONTEXT = Tensor("CONTEXT", "UINT8", (-1,))
+
+PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resolution
+DRAWN = replace(PIXELS, dims=(-1, -1, -1))  # of the model's: some draw an alpha, too
+EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
+CONTROLS = Tensor("CONTROLS", "UINT8", (-1, -1, -1, 3))  # [pictures, H, W, RGB] as PIXELS
+MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [2C, h, w]
+MASKED_MOMENTS = Tensor("MASKED_MOMENTS", "FP32", (-1, -1, -1))  # same, masked area blanked; Fill
+# Of each control picture [pictures, 2C, h, w], where ControlNets are given latents; else empty.
+CONTROL_MOMENTS = Tensor("CONTROL_MOMENTS", "FP32", (-1, -1, -1, -1))
+# Named arrays of the prompt and, where one is given, of the negative prompt: safetensors bytes.
+CONDITIONING = Tensor("CONDITIONING", "UINT8", (-1,))
+ENCODED = text("ENCODED")  # how that was made, and its time: JSON
+LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
+
+PICTURES = (IMAGE, MASK, CONTROL)
+"""What of a client's tensors a front hands on to the ensemble unread: BYTES, [1], or [-1] where a
+client may send any number."""
+
+
+def _optional(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(replace(tensor, optional=True) for tensor in tensors)
+
+
+def _required(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(replace(tensor, optional=False) for tensor in tensors)
+
+
+_CLIENT_IN = (*PICTURES, PROMPT, SETTINGS)
+_CLIENT_OUT = (IMAGE, META)
+_PIPELINE_IN = (*_required(*PICTURES), ACCEPTED)  # an ensemble has no optional inputs
+
+CONTRACTS: dict[str, Contract] = {
+    "edit": Contract(
+        "Default mode with a late answer: serves HTTP /infer and gRPC ModelInfer for many edits at "
+        "once.",
+        _CLIENT_IN,
+        _CLIENT_OUT,
+    ),
+    "edit_stream": Contract(
+        "Decoupled: progress and previews before the answer.",
+        _CLIENT_IN,
+        _CLIENT_OUT,
+        decoupled=True,
+    ),
+    "edit_pipeline": Contract(
+        "The whole edit. Internal: clients call `edit` and `edit_stream`, which watch over it, "
+        "because neither a cancel nor the death of a model crosses an ensemble.",
+        _PIPELINE_IN,
+        (EDITED, META),
+        decoupled=True,
+    ),
+    "preprocess": Contract(
+        "Decodes, checks and resizes on the CPU. Two processes: one large image does not hold up "
+        "the next.",
+        _PIPELINE_IN,
+        (PIXELS, EDIT_MASK, CONTROLS, REQUEST, CONTEXT),
+        instances=2,
+    ),
+    "encoder": Contract(
+        "KIND_MODEL: the model places itself, on the GPU if there is one.",
+        (PIXELS, EDIT_MASK, CONTROLS, REQUEST),
+        (MOMENTS, MASKED_MOMENTS, CONTROL_MOMENTS, CONDITIONING, ENCODED),
+        on_device=True,
+        together=8,
+    ),
+    "denoiser": Contract(
+        "Decoupled: progress, previews and the result of an edit are responses of one request. One "
+        "instance: edits are batched step by step inside it. `control` sends REQUEST alone, so the "
+        "rest is optional.",
+        (
+            REQUEST,
+            *_optional(
+                EDIT_MASK,
+                CONTROLS,
+                MOMENTS,
+                MASKED_MOMENTS,
+                CONTROL_MOMENTS,
+                CONDITIONING,
+                ENCODED,
+                CONTEXT,
+            ),
+        ),
+        (LATENTS, META, CONTEXT),
+        decoupled=True,
+        on_device=True,
+    ),
+    "decoder": Contract(
+        "One instance, so that the events of an edit stay in order.",
+        (LATENTS, META, CONTEXT),
+        (DRAWN, META, CONTEXT),
+        on_device=True,
+        together=8,
+    ),
+    "postprocess": Contract(
+        "Two processes: encoding one large image does not hold up the next. The fronts drop events "
+        "that are overtaken.",
+        (DRAWN, META, CONTEXT),
+        _CLIENT_OUT,
+        instances=2,
+    ),
+    "control": Contract(
+        "Operations on the worker; answers status from a file, without waiting for the engine.",
+        (text("OP"),),
+        (text("RESULT"),),
+    ),
+}
+
+SERVICES: dict[str, Contract] = {
+    "controlnet": Contract(
+        "ControlNets of the edits of several workers, in a server of their own. Decoupled: a "
+        "request is answered when what it asks for is done, by whichever thread did it. What "
+        "nets add to steps does not come this way.",
+        (text("OP"), Tensor("ARRAYS", "UINT8", (-1,), optional=True)),
+        (text("RESULT"),),
+        decoupled=True,
+        on_device=True,
+    ),
+    "nodes": Contract(
+        "Nodes of workflows. TASK says which, and how VALUES lie "
+        "(maskserve_workflows/wire.py). Default mode with a late answer.",
+        (text("TASK"), Tensor("VALUES", "BYTES", (-1,))),
+        (text("RESULT"), Tensor("MADE", "BYTES", (-1,))),
+        on_device=True,
+    ),
+}
+"""Models that no worker loads: each is served by a Triton beside the workers."""
+
+ENSEMBLE = "edit_pipeline"
+STEPS = ("preprocess", "encoder", "denoiser", "decoder", "postprocess")
+"""The ensemble's models, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One model of the ensemble: its tensors' names -> their names in the ensemble."""
+
+    model: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+def ensemble_steps() -> list[Step]:
+    """How the ensemble's models are wired.
+
+    Each takes an input from the nearest step before it that makes a tensor of this name, or from
+    the ensemble's own inputs. What the last step makes is what the ensemble gives, in this order.
+
+    Raises:
+        KeyError: no step makes what one takes.
+    """
+    whole = CONTRACTS[ENSEMBLE]
+    nearest = {tensor.name: tensor.name for tensor in whole.inputs}
+    steps = []
+    for model in STEPS:
+        contract = CONTRACTS[model]
+        inputs = {tensor.name: nearest[tensor.name] for tensor in contract.inputs}
+        outputs = {tensor.name: f"{model}_{tensor.name}" for tensor in contract.outputs}
+        if model == STEPS[-1]:
+            names = [tensor.name for tensor in whole.outputs]
+            outputs = dict(zip(outputs, names, strict=True))
+        steps.append(Step(model, inputs, outputs))
+        nearest |= outputs
+    return steps

@@ -1,0 +1,160 @@
+"""Files of adapters on this host, in a folder with a budget that its processes share.
+
+    NAME@VERSION-SHA256.safetensors   an adapter; its time is when it was last of use
+    .pin-NAME                         there while the adapter is pinned
+
+Eviction unlinks a file: who has it open can read it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from maskserve_common.files.store import FileStore, chosen_victims, make_private
+
+_FILE = re.compile(
+    r"(?P<key>(?P<name>[^@]+)@(?P<version>[0-9a-f]{32}))-(?P<digest>[0-9a-f]{64})\.safetensors"
+)
+
+
+class NoRoom(Exception):
+    """The budget, or the medium, has no room for the file."""
+
+
+class AdapterFile(NamedTuple):
+    """An adapter on this host. The file stays readable for who has opened it."""
+
+    path: Path
+    name: str
+    version: str
+    digest: str
+    """sha256 of the file, in hexadecimal digits."""
+    nbytes: int
+    used: float
+    """When it was last of use, seconds since 1970."""
+
+
+class AdapterFolder:
+    """A tier of adapters: `host` (a tmpfs) or `disk`.
+
+    Args:
+        folder: made if it is not there.
+        budget_bytes: of all its files, whoever wrote them.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], budget_bytes: int) -> None:
+        self.folder, self._store = Path(folder), FileStore(folder)
+        self.budget_bytes = budget_bytes
+
+    def find(self, name: str, version: str) -> AdapterFile | None:
+        """A file that is there; it counts as used now."""
+        for found in self.folder.glob(f"{name}@{version}-*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(found)
+                return _described(found)
+        return None
+
+    def held(self) -> list[AdapterFile]:
+        """All files, the least recently used first."""
+        found = (_described(path) for path in self.folder.glob("*@*.safetensors"))
+        return sorted((each for each in found if each is not None), key=lambda each: each.used)
+
+    def write(
+        self,
+        name: str,
+        version: str,
+        nbytes: int,
+        chunks: Iterable[bytes],
+        check: Callable[[Path], None] = lambda _: None,
+    ) -> AdapterFile:
+        """Write a file whole or not at all; one process or thread at a time (`bringing`).
+
+        Args:
+            name: of the adapter.
+            version: of its file.
+            nbytes: of the file.
+            chunks: the file, piece by piece; what they raise is raised on.
+            check: looks at the whole file before anybody else sees it, and raises if it is bad.
+
+        Raises:
+            NoRoom: there is no room for it.
+            ValueError: there were more or fewer bytes.
+        """
+        digest, written = hashlib.sha256(), 0
+        try:
+            with ExitStack() as stack:
+                with self._store.alone():
+                    self._make_room(nbytes)
+                    new = stack.enter_context(self._store.aside(nbytes))
+                for chunk in chunks:
+                    new.file.write(chunk)
+                    digest.update(chunk)
+                    written += len(chunk)
+                if written != nbytes:
+                    raise ValueError(f"{written} bytes came of {nbytes}")
+                new.file.flush()
+                check(new.path)
+                name_of = f"{name}@{version}-{digest.hexdigest()}.safetensors"
+                path = new.keep_as(name_of, durable=True)
+        except OSError as error:
+            raise NoRoom(f"{self.folder}: {error.strerror or error}") from error
+        return AdapterFile(path, name, version, digest.hexdigest(), nbytes, time.time())
+
+    def remove(self, name: str) -> int:
+        """Forget all versions of an adapter; returns the bytes that were freed."""
+        freed = 0
+        for each in self.held():
+            if each.name == name:
+                each.path.unlink(missing_ok=True)
+                freed += each.nbytes
+        return freed
+
+    def pin(self, name: str, *, pinned: bool) -> None:
+        """Keep an adapter from eviction, in all its versions; or no longer."""
+        make_private(self.folder)
+        self._store.mark(f".pin-{name}", there=pinned)
+
+    def pinned(self) -> frozenset[str]:
+        """The names that are pinned."""
+        marks = self.folder.glob(".pin-*")
+        return frozenset(path.name.removeprefix(".pin-") for path in marks)
+
+    def bringing(self, name: str, version: str, timeout_s: float) -> AbstractContextManager[None]:
+        """See `FileStore.bringing`."""
+        return self._store.bringing(f"{name}@{version}", timeout_s)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Have what is least recently used go for a file; only `alone`."""
+        pins, held = self.pinned(), self.held()
+        taken = self._store.arriving() + sum(each.nbytes for each in held)
+        free = {each: each.nbytes for each in held if each.name not in pins}
+        chosen = chosen_victims(free, taken + nbytes - self.budget_bytes, lambda each: each.used)
+        if chosen is None:
+            raise NoRoom(
+                f"{self.folder} has no room for {nbytes} bytes: of {self.budget_bytes}, the "
+                "rest is pinned or on its way in"
+            )
+        for each in chosen:
+            each.path.unlink(missing_ok=True)
+
+
+def _described(path: Path) -> AdapterFile | None:
+    """What a file's name and its clock say; None: it is gone, or no file of ours."""
+    parts = _FILE.fullmatch(path.name)
+    if parts is None:
+        return None
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return None
+    return AdapterFile(
+        path, parts["name"], parts["version"], parts["digest"], about.st_size, about.st_mtime
+    )

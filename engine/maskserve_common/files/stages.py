@@ -1,0 +1,52 @@
+"""What the encoder and the decoder of a worker leave in its runtime folder for its other models:
+how an empty prompt is encoded, which the denoiser primes with; and, while a service that runs them
+does not answer, a file for each in `away`: the worker then takes no edits.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from maskserve_common.config import Config, Stage
+from maskserve_common.contracts.status_record import NodeStatus
+from maskserve_common.files.store import FileStore
+
+STAGES: tuple[Stage, ...] = ("encoder", "decoder")
+PRIMING_PROMPT_FILE = "priming_prompt.npz"
+NO_ANSWER = "the stage service does not answer; try again later"
+"""What clients are told then."""
+
+
+class StagesAway:
+    """The stages of a worker whose service does not answer.
+
+    Args:
+        config: of the worker.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._files = FileStore(Path(config.runtime_dir) / "away")
+        self._forwards = bool(config.stages.service)
+
+    def say(self, stage: Stage, *, away: bool) -> None:
+        """Tell the worker's other processes."""
+        if away:
+            self._files.write(stage, b"")
+        else:
+            (self._files.folder / stage).unlink(missing_ok=True)
+
+    def names(self) -> list[Stage]:
+        """Those that are away now."""
+        if not self._forwards:
+            return []
+        return [stage for stage in STAGES if os.access(self._files.folder / stage, os.F_OK)]
+
+    def nodes(self, model: str) -> list[NodeStatus]:
+        """As a status record has them; none, where the worker has its own stages."""
+        if not self._forwards:
+            return []
+        away = self.names()
+        return [
+            NodeStatus(stage, model, "loading" if stage in away else "ready") for stage in STAGES
+        ]

@@ -1,0 +1,230 @@
+"""Values on their way between the models of a workflow, as files in the host's memory.
+
+Whoever makes a value puts it into a folder that the processes of a host share, and passes on its
+*reference*, `value:<digest>:<bytes>`; whoever reads it maps the file. A *run* of a workflow opens
+the folder for what it has made, and with its end all of that is gone, also what was made too late.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import mmap
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from maskserve_common.config import ValuesConfig
+from maskserve_common.contracts.keys import NO_SCOPE
+from maskserve_common.contracts.status_record import ValuesHeld
+from maskserve_common.errors import MaskserveError, Overloaded, TemplateNotFound
+from maskserve_common.files.named_files import UNSCOPED, NamedFiles, scope_of_owner
+
+log = logging.getLogger("maskserve")
+RUN = "run"
+"""Parameter of a request: which run its answer's picture is for. Without it, it is answered."""
+PREFIX = b"value:"
+_REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
+_OPEN, _HOST = ".open-", ".host"
+_CLOSED_S = 1.0
+"""After a lock that was not to be had."""
+_LOCKED = "another process holds its lock"
+
+
+class Values(NamedFiles):
+    """The folder, for any thread. Without one there are no references: all goes as bytes.
+
+    Args:
+        config: `[values]`.
+        wait_s: how long another may have the folder's lock, as for an event loop: then it is taken
+            for stopped, and for a second there is no folder.
+    """
+
+    what, setting = "values", "[values] max_bytes"
+
+    def __init__(self, config: ValuesConfig, wait_s: float = math.inf) -> None:
+        self._config, self._wait_s = config, wait_s
+        self._closed_until = -math.inf
+        self._told = False
+        self._held = 0, ValuesHeld()
+        self._expires_at = -math.inf
+        """Of time.monotonic(): nothing expires sooner."""
+        self.host = ""
+        """Of those who share the folder; empty: there is none."""
+        if config.folder:
+            try:
+                super().__init__(config.folder, config.max_bytes)
+                self.host = self._named_host()
+            except OSError as error:
+                self._tell(error)
+
+    def begin(self, scope: str, run: str) -> None:
+        """Values may be put for a run of a client of `scope`."""
+        if self.host:
+            with suppress(OSError), self._alone():
+                self._store.mark(f"{_OPEN}{_owner(scope, run)}")
+
+    def end(self, scope: str, run: str) -> None:
+        """All that the run has goes, unless others have it, too; nothing more is put for it."""
+        if self.host:
+            with suppress(OSError), self._alone():
+                self._end(_owner(scope, run))
+
+    def put(self, parts: Sequence[bytes | memoryview], scope: str, run: str) -> bytes | None:
+        """A reference to these bytes; None: they are few, there is no room, or the run is over.
+
+        Args:
+            parts: the value is all of them in turn.
+            scope: of whose run it is.
+            run: that has it; empty: none.
+        """
+        nbytes = sum(len(part) for part in parts)
+        if not (self.host and run) or nbytes < self._config.least_bytes:
+            return None
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        name, owner = digest.hexdigest(), _owner(scope, run)
+        try:
+            if self.own([name], scope, run) or self._add(name, parts, nbytes, owner):
+                return b"%s%s:%d" % (PREFIX, name.encode(), nbytes)
+        except (OSError, Overloaded) as error:
+            self._tell(error)
+        return None
+
+    def own(self, names: Iterable[str], scope: str, run: str) -> bool:
+        """Values that others have are this run's, too; False: the run is over, or not all are there
+        or the client's.
+        """
+        if not self.host:
+            return False
+        owner = _owner(scope, run)
+        with suppress(OSError), self._alone():
+            self._expire()
+            if self._store.marked(f"{_OPEN}{owner}") is None:
+                return False
+            self._store.mark(f"{_OPEN}{owner}")  # its time begins anew
+            for name in names:
+                if not (self._file(name).exists() and self.shows(name, scope)):
+                    return False
+                self._own(name, [owner])
+            return True
+        return False
+
+    def free(self, names: Iterable[str], scope: str, run: str) -> None:
+        """The run has read these for the last time."""
+        if not self.host:
+            return
+        with suppress(OSError), self._alone():
+            for name in names:
+                self._disown(name, _owner(scope, run))
+
+    def shows(self, name: str, scope: str) -> bool:
+        owners = self._marks(name)
+        return scope == NO_SCOPE or scope in map(scope_of_owner, owners)
+
+    def read(self, element: bytes | memoryview, scope: str) -> bytes | memoryview:
+        """What an element of a tensor stands for: a reference for the file, mapped; else itself.
+
+        Raises:
+            TemplateNotFound: there is no such value, or none of a client of `scope`.
+        """
+        found = parse(element)
+        if found is None or not self.host:
+            return element
+        name, nbytes = found
+        if self.shows(name, scope):
+            with suppress(FileNotFoundError), self._file(name).open("rb") as file:
+                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                if len(mapped) == nbytes:
+                    return mapped
+        raise TemplateNotFound(f"value {name[:12]} is not known here")
+
+    def held(self) -> ValuesHeld:
+        """How many there are, and their bytes. What has expired goes, if no run saw to that."""
+        if not self.host:
+            return ValuesHeld()
+        with suppress(OSError):
+            if time.monotonic() >= self._expires_at:
+                with self._alone():
+                    self._expire()
+            changed = self._store.folder.stat().st_mtime_ns
+            if changed != self._held[0]:
+                sizes = self._counted()
+                self._held = changed, ValuesHeld(self.host, len(sizes), sum(sizes.values()))
+        return self._held[1]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if time.monotonic() < self._closed_until:
+            raise TimeoutError
+        with ExitStack() as locked:
+            try:
+                locked.enter_context(self._store.alone(self._wait_s))
+            except TimeoutError as error:
+                self._closed_until = time.monotonic() + _CLOSED_S
+                self._tell(error)
+                raise
+            yield
+
+    def _add(self, name: str, parts: Sequence[bytes | memoryview], nbytes: int, owner: str) -> bool:
+        with self._store.aside(nbytes) as new:
+            for part in parts:
+                new.file.write(part)
+            new.file.flush()
+            with self._alone():
+                if self._store.marked(f"{_OPEN}{owner}") is None:
+                    return False
+                if not self._file(name).exists():
+                    self._check_room(nbytes, {scope_of_owner(owner)})
+                    new.keep_as(name)
+                self._own(name, [owner])
+                return True
+
+    def _end(self, owner: str) -> None:
+        self._store.mark(f"{_OPEN}{owner}", there=False)
+        for file in list(self._store.folder.glob(f"*.{owner}")):
+            self._disown(file.stem, owner)
+
+    def _expire(self) -> None:
+        """End runs of routers that died."""
+        now = oldest = time.time()
+        for mark in list(self._store.folder.glob(f"{_OPEN}*")):
+            used = self._store.marked(mark.name) or now
+            if used < now - self._config.expires_s:
+                self._end(mark.name.removeprefix(_OPEN))
+            else:
+                oldest = min(oldest, used)
+        # Marks that are made or renewed from here on are younger than all of these.
+        self._expires_at = time.monotonic() + self._config.expires_s - (now - oldest)
+
+    def _named_host(self) -> str:
+        file = self._store.folder / _HOST
+        with self._alone():
+            if not file.exists():
+                self._store.write(_HOST, secrets.token_hex(8).encode())
+            return file.read_text()
+
+    def _tell(self, error: MaskserveError | OSError) -> None:
+        if not self._told:
+            self._told = True
+            why = error.message if isinstance(error, MaskserveError) else str(error) or _LOCKED
+            log.warning("values go as bytes where they find no room in their folder: %s", why)
+
+
+def parse(element: bytes | memoryview) -> tuple[str, int] | None:
+    """Name and bytes of a reference; None: it is none."""
+    if len(element) > 96 or (found := _REFERENCE.fullmatch(element)) is None:
+        return None
+    return found[1].decode(), int(found[2])
+
+
+def _owner(scope: str, run: str) -> str:
+    return f"{scope or UNSCOPED}-{run}"
+
+
+NO_VALUES = Values(ValuesConfig())
+"""All goes as bytes."""

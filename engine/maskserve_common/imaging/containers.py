@@ -1,0 +1,395 @@
+"""What an encoded image says of itself before anything is decoded.
+
+Requests are untrusted. This module reads a PNG, JPEG or WebP container far enough to know its
+size, orientation, transparency and colours, and rewrites PNG and JPEG without their metadata, so
+that the decoder meets pixels only: no text chunk, colour profile, EXIF block or animation of a
+stranger reaches it, and its warnings about them cannot arise.
+
+A picture ends where its format says, whatever stands behind: phones put videos there. Bounds are
+over the picture.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from maskserve_common.imaging.colour import CHUNKS, MOST_PROFILE_BYTES, PROFILE, Words
+from maskserve_common.imaging.exif import MOST_BYTES, read_orientation, tiff_of, upright
+from maskserve_common.imaging.metadata import (
+    MOST_TEXTS,
+    NOTHING,
+    Metadata,
+    dpi_of_jfif,
+    dpi_of_phys,
+    iptc_of,
+    xmp_of,
+)
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PIXELS_SIGNATURE = b"\x89PIX\r\n\x1a\n"
+"""Of pictures as they pass between the nodes of a workflow: height and width, 4 bytes each, then
+pixels, RGB or grey."""
+ACCEPTED = "PNG, JPEG or WebP bytes, or their base64 text or data: URI"
+
+# Parts of a file: PNG and WebP chunks, JPEG segments. Real files have some dozens.
+_MAX_PARTS = 65_536
+# A progressive JPEG costs a pass over all its pixels per scan; real ones have about ten.
+_MAX_JPEG_SCANS = 64
+_FILL_BYTES = re.compile(rb"\xff+")
+# What ends a scan: neither a stuffed byte, nor a restart, nor fill.
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_BARE_MARKERS = (0x01, 0xD8)
+"""Without a length."""
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+_PNG_XMP, _PNG_EXIF = b"XML:com.adobe.xmp", b"Raw profile type exif"
+_PNG_PROFILE, _PNG_IPTC = b"Raw profile type ", (b"Raw profile type iptc", b"Raw profile type 8bim")
+"""Keywords of text chunks. Profiles are hexadecimal; that of EXIF is older than eXIf."""
+_JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_MOST_TEXT_BYTES = 2**20
+"""Of such a chunk, inflated, as Pillow has it."""
+
+_FOREIGN = (
+    (b"GIF8", "a GIF"),
+    (b"II*\x00", "a TIFF"),
+    (b"MM\x00*", "a TIFF"),
+    (b"BM", "a BMP"),
+    (b"%PDF", "a PDF"),
+    (b"\x00\x00\x01\x00", "an ICO"),
+    (b"\x00\x00\x00\x0cjP", "a JPEG 2000"),
+    (b"\xff\x0a", "a JPEG XL"),
+    (b"<svg", "an SVG"),
+    (b"<?xml", "an XML document"),
+)
+
+
+class BadContainer(ValueError):
+    """The bytes are not a whole PNG, JPEG or WebP; the message continues "<field>: …"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One encoded image, read but not decoded."""
+
+    kind: str
+    """`png`, `jpeg` or `webp`."""
+    size: tuple[int, int]
+    """(height, width) as stored, before the orientation is applied."""
+    orientation: int
+    """As Pillow turns: EXIF's, 1 to 8, or XMP's where EXIF has none; 1 when absent or nonsense."""
+    payload: bytes
+    """What the decoder is given: the image without its metadata."""
+    bit_depth: int = 8
+    colour_type: int = -1
+    """PNG's colour type; -1 for other formats."""
+    transparency: bytes = b""
+    """PNG's tRNS chunk, which the payload lacks."""
+    words: Words = field(default_factory=dict)
+    """What the file says of its colours, which the payload of PNG and JPEG lacks."""
+    end: int = 0
+    """Bytes of the file that are the picture's."""
+    metadata: Metadata = NOTHING
+    """What its answers say beside their pixels, too."""
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """(height, width) after the orientation is applied."""
+        return self.size[::-1] if self.orientation >= 5 else self.size
+
+
+def read_container(encoded: bytes) -> Container:
+    """Read the headers of an encoded image.
+
+    Raises:
+        BadContainer: another format, or cut short.
+    """
+    if encoded.startswith(PNG_SIGNATURE):
+        return _read_png(encoded)
+    if encoded.startswith(b"\xff\xd8\xff"):
+        return _read_jpeg(encoded)
+    if encoded[:4] == b"RIFF" and encoded[8:12] == b"WEBP":
+        return _read_webp(encoded)
+    raise BadContainer(_foreign(encoded))
+
+
+def is_container(data: bytes) -> bool:
+    """Whether `data` begins like an image that `read_container` reads."""
+    return data.startswith((PNG_SIGNATURE, PIXELS_SIGNATURE, b"\xff\xd8\xff")) or (
+        data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    )
+
+
+def _foreign(encoded: bytes) -> str:
+    for magic, name in _FOREIGN:
+        if encoded.startswith(magic):
+            return f"is {name}"
+    if encoded[4:8] == b"ftyp":
+        return "is an AVIF, HEIF or video file"
+    return "is not an image"
+
+
+def _read_png(data: bytes) -> Container:
+    """Keep IHDR, PLTE, IDAT and IEND; note tRNS, the orientation in eXIf, and colours."""
+    if data[8:16] != b"\0\0\0\x0dIHDR" or len(data) < 33:
+        raise BadContainer("is a truncated or damaged PNG")
+    width, height, depth, colour, deflate, filtering, interlace = struct.unpack_from(
+        ">IIBBBBB", data, 16
+    )
+    if deflate or filtering or interlace > 1:
+        raise BadContainer("is a damaged PNG")
+    # Of chunks that may be deflated one of each name is inflated, however many there are.
+    kept, said, texts = [PNG_SIGNATURE], dict[bytes, bytes](), dict[bytes, tuple[bytes, bytes]]()
+    exif, transparency, pixels = b"", b"", False
+    others, dpi = list[tuple[bytes, bytes, bytes]](), None
+    at = 8
+    for number in range(_MAX_PARTS):
+        if at + 12 > len(data):
+            raise BadContainer("is a truncated PNG")
+        length = int.from_bytes(data[at : at + 4], "big")
+        name, end = data[at + 4 : at + 8], at + 12 + length
+        if end > len(data):
+            raise BadContainer("is a truncated PNG")
+        if name == b"IHDR" and number > 0:
+            # The decoder would believe the last one, and what is read here would not be true.
+            raise BadContainer("is a damaged PNG")
+        if name in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
+            kept.append(data[at:end])
+            pixels = pixels or name == b"IDAT"
+        elif name == b"tRNS":
+            transparency = data[at + 8 : end - 4]
+        elif name == b"eXIf":
+            exif = data[at + 8 : end - 4]
+        elif name in (b"tEXt", b"zTXt", b"iTXt"):
+            keyword, _, text = data[at + 8 : end - 4].partition(b"\0")
+            if keyword in (_PNG_XMP, _PNG_EXIF, *_PNG_IPTC):
+                texts[keyword] = name, text[:_MOST_TEXT_BYTES]
+            elif 0 < len(keyword) < 80 and not keyword.startswith(_PNG_PROFILE):
+                others.append((name, keyword, text))
+        elif name == b"pHYs":
+            dpi = dpi_of_phys(data[at + 8 : end - 4])
+        elif name in CHUNKS and not pixels:
+            said.setdefault(name, data[at + 8 : end - 4])
+        if name == b"IEND":
+            break
+        at = end
+    else:
+        if not pixels or name == b"IDAT":
+            raise BadContainer(f"is a PNG of more than {_MAX_PARTS} chunks")
+        kept.append(_IEND)  # the picture is whole: what follows is its animation
+        end = len(data)
+    found = b"".join(kept)
+    xmp, old = (_text(*texts[each]) if each in texts else b"" for each in (_PNG_XMP, _PNG_EXIF))
+    exif = tiff_of(exif or _from_hex(old))
+    profiles = (_from_hex(_text(*texts[each])) for each in _PNG_IPTC if each in texts)
+    iptc = next((iptc_of(each) or each for each in profiles if each), b"")
+    metadata = Metadata(
+        upright(exif),
+        xmp_of(xmp),
+        iptc if len(iptc) < MOST_BYTES - 64 else b"",
+        _plain_texts(others),
+        dpi,
+    )
+    words = dict[bytes, bytes]()
+    for name, body in said.items():
+        words |= _colour_chunk(name, body)
+    return Container(
+        "png", (height, width), _orientation(exif, xmp), found, depth, colour, transparency, words,
+        end, metadata,
+    )  # fmt: skip
+
+
+def _plain_texts(texts: Sequence[tuple[bytes, bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+    """Text chunks, given as name, keyword and what follows it, as none that is deflated; empty
+    where they are too many or too long.
+    """
+    if len(texts) > MOST_TEXTS or sum(len(text) for _, _, text in texts) > MOST_BYTES:
+        return ()
+    plain = list[tuple[bytes, bytes]]()
+    for name, keyword, text in texts:
+        if name != b"iTXt":
+            plain.append((b"tEXt", keyword + b"\0" + _text(name, text).replace(b"\0", b"")))
+        elif text[2:].count(b"\0") >= 2:
+            language, translated = text[2:].split(b"\0", 2)[:2]
+            head = keyword + b"\0\0\0" + language + b"\0" + translated + b"\0"
+            plain.append((b"iTXt", head + _text(name, text)))
+    return tuple(plain) if sum(len(body) for _, body in plain) <= MOST_BYTES else ()
+
+
+_IEND = b"\0\0\0\0IEND\xaeB\x60\x82"
+
+
+def _colour_chunk(name: bytes, body: bytes) -> Words:
+    """What a chunk says of colours, a profile inflated; nothing where it is damaged."""
+    if name != PROFILE:
+        return {name: body} if len(body) == CHUNKS[name] else {}
+    begin = body.find(b"\0", 0, 80)
+    if begin < 0 or body[begin + 1 : begin + 2] != b"\0":
+        return {}
+    profile = _inflated(body[begin + 2 :], MOST_PROFILE_BYTES)
+    return {} if profile is None else {name: profile}
+
+
+def _text(name: bytes, text: bytes) -> bytes:
+    """What a text chunk of this name says behind its keyword, inflated."""
+    packed = name == b"zTXt"
+    method = b""
+    if packed:
+        method, text = text[:1], text[1:]
+    elif name == b"iTXt":
+        packed, method = text[:1] != b"\0", text[1:2]
+        text = text[2:].split(b"\0", 2)[-1]  # behind a language and a translated keyword
+    if not packed:
+        return text
+    return (_inflated(text, _MOST_TEXT_BYTES) if method == b"\0" else None) or b""
+
+
+def _inflated(data: bytes, most: int) -> bytes | None:
+    """None: it is damaged, or larger."""
+    inflate = zlib.decompressobj()
+    try:
+        found = inflate.decompress(data, most)
+    except zlib.error:
+        return None
+    return found if inflate.eof else None
+
+
+def _from_hex(text: bytes) -> bytes:
+    """A profile in hexadecimal, behind three lines: empty, its name, its length."""
+    try:
+        return bytes.fromhex("".join(text.decode("ascii").split("\n")[3:]))
+    except ValueError:
+        return b""
+
+
+def _read_jpeg(data: bytes) -> Container:
+    """Keep what decoding needs; of the application segments only JFIF's and Adobe's. Note the
+    orientation and the profile.
+    """
+    kept = [data[:2]]
+    size: tuple[int, int] | None = None
+    exif, xmp, iptc, dpi, profile = b"", b"", b"", None, dict[int, bytes]()
+    at = 2
+    for _ in range(_MAX_PARTS):
+        fill = _FILL_BYTES.match(data, at)  # any number of them before a marker
+        at = fill.end() - 1 if fill else at
+        marker = data[at + 1] if at + 4 <= len(data) and data[at] == 0xFF else None
+        if marker is None:
+            raise BadContainer("is a truncated or damaged JPEG")
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        end = at + 2 + length
+        if length < 2 or end > len(data):
+            raise BadContainer("is a truncated or damaged JPEG")
+        body = data[at + 4 : min(end, at + 4 + 65_536)]
+        if marker == 0xDA:
+            break
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            if len(body) < 6 or size is not None:
+                raise BadContainer("is a damaged JPEG")
+            size = (int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big"))
+        if marker == 0xE1 and body.startswith(b"Exif\x00\x00") and not exif:
+            exif = tiff_of(body)
+        if marker == 0xE1 and body.startswith(_JPEG_XMP):
+            xmp = body
+        if marker == 0xED:
+            iptc = iptc or iptc_of(body)
+        if marker == 0xE0:
+            dpi = dpi or dpi_of_jfif(body)
+        if marker == 0xE2 and body.startswith(b"ICC_PROFILE\0") and len(body) > 14:
+            profile[body[12]] = body[14:]
+        if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
+            kept.append(data[at:end])
+        at = end
+    else:
+        raise BadContainer(f"is a JPEG of more than {_MAX_PARTS} segments")
+    if size is None:
+        raise BadContainer("is a damaged JPEG")
+    end = _jpeg_end(data, at)
+    # Inside compressed data 0xFF is always followed by 0x00 or a restart marker.
+    if data.count(b"\xff\xda", at, end) > _MAX_JPEG_SCANS:
+        raise BadContainer(f"is a JPEG of more than {_MAX_JPEG_SCANS} scans")
+    kept.append(data[at:end])
+    whole = b"".join(profile[part] for part in sorted(profile))
+    words = {PROFILE: whole} if 0 < len(whole) <= MOST_PROFILE_BYTES else {}
+    found = b"".join(kept)
+    turned = _orientation(exif, xmp)
+    packet = xmp_of(xmp.removeprefix(_JPEG_XMP))
+    metadata = Metadata(upright(exif), packet, iptc, dpi=dpi)
+    return Container("jpeg", size, turned, found, words=words, end=end, metadata=metadata)
+
+
+def _jpeg_end(data: bytes, at: int) -> int:
+    """Where the scans that begin at `at` end, with EOI; the data's end where there is none."""
+    for _ in range(_MAX_PARTS):
+        found = _MARKER.search(data, at)
+        if found is None:
+            break
+        at = found.end()
+        marker = data[at - 1]
+        if marker == 0xD9:
+            return at
+        if marker not in _BARE_MARKERS:
+            at += int.from_bytes(data[at : at + 2], "big")
+    return len(data)
+
+
+def _read_webp(data: bytes) -> Container:
+    """Read the size of the canvas, the orientation and the profile; WebP's decoder takes the file
+    whole.
+    """
+    end = int.from_bytes(data[4:8], "little") + 8
+    if end > len(data):
+        raise BadContainer("is a truncated WebP")
+    data = data[:end]
+    name, body = data[12:16], data[20:30]
+    if len(body) < 10:
+        raise BadContainer("is a truncated WebP")
+    # Every file's chunks are walked: the decoder walks them too, and has no bound.
+    beside = _webp_metadata(data)
+    if name == b"VP8X":
+        width = int.from_bytes(body[4:7], "little") + 1
+        height = int.from_bytes(body[7:10], "little") + 1
+    elif name == b"VP8L":
+        bits = int.from_bytes(body[1:5], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif name == b"VP8 ":
+        width = int.from_bytes(body[6:8], "little") & 0x3FFF
+        height = int.from_bytes(body[8:10], "little") & 0x3FFF
+    else:
+        raise BadContainer("is a damaged WebP")
+    if name != b"VP8X":
+        beside = {}  # stray chunks
+    exif = tiff_of(beside.get(b"EXIF", b"")) if body[0] & 0x08 else b""
+    xmp = beside.get(b"XMP ", b"") if body[0] & 0x04 else b""
+    orientation = _orientation(exif, xmp)
+    profile = beside.get(b"ICCP", b"")
+    words = {PROFILE: profile} if 0 < len(profile) <= MOST_PROFILE_BYTES else {}
+    metadata = Metadata(upright(exif), xmp_of(xmp))
+    return Container(
+        "webp", (height, width), orientation, data, words=words, end=end, metadata=metadata
+    )
+
+
+def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
+    """The first EXIF, ICCP and XMP chunk, by name."""
+    found: dict[bytes, bytes] = {}
+    at = 12
+    for _ in range(_MAX_PARTS):
+        if at + 8 > len(data):
+            return found
+        name, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        if name in (b"EXIF", b"ICCP", b"XMP "):
+            found.setdefault(name, data[at + 8 : at + 8 + length])
+        at += 8 + length + (length & 1)
+    raise BadContainer(f"is a WebP of more than {_MAX_PARTS} chunks")
+
+
+def _orientation(exif: bytes, xmp: bytes | None) -> int:
+    """That of EXIF, or of XMP where EXIF has none, which is how Pillow turns."""
+    said = read_orientation(exif)
+    if said is None and xmp:
+        found = _XMP_ORIENTATION.search(xmp)
+        said = int(found[1]) if found else None
+    return said if said is not None and 1 <= said <= 8 else 1

@@ -1,0 +1,458 @@
+"""From a decoded mask to what is computed and what is pasted back.
+
+    mask image ─ rule ─► selected ─ dilate, feather ─► paste weights      at the canvas's size
+                                                            │ > 0, of the window
+                                                       edit mask          at the model's size
+                                                            │ any overlap, grown by the ring
+                                                       active tokens      per token size
+
+Every pixel with a paste weight above 0 lies inside the edit mask, and every edited model pixel
+inside an active token, so nothing is ever pasted that the model did not repaint. Work is confined
+to the bounding box of what is selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.canvas import canvas_size, grown
+from maskserve_common.imaging.images import DecodedMask, Size, decode_mask
+
+Bytes2D: TypeAlias = npt.NDArray[np.uint8]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+def bounding_box(selection: Bools, margin: int) -> tuple[slice, slice] | None:
+    rows = _span(selection.any(axis=1))
+    if rows is None:
+        return None
+    columns = _span(selection[rows[0] : rows[1]].any(axis=0))
+    assert columns is not None
+    return tuple(  # type: ignore[return-value]
+        slice(max(0, low - margin), min(side, high + margin))
+        for (low, high), side in zip((rows, columns), selection.shape, strict=True)
+    )
+
+
+MOST_BOXES = 16
+
+
+def component_boxes(mask: Bytes2D, side: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Boxes (top, left, bottom, right) round the connected parts of a mask.
+
+    What touches within a grid of `side` x `side` cells, corners too, is one part. Of more than
+    MOST_BOXES parts there is one box round them all.
+    """
+    height, width = mask.shape
+    padded = np.pad(mask > 0, ((0, -height % side), (0, -width % side)))
+    cells = padded.reshape(padded.shape[0] // side, side, -1, side).any(axis=(1, 3))
+    left = {(int(y), int(x)) for y, x in np.argwhere(cells)}
+    found: list[tuple[int, int, int, int]] = []
+    while left and len(found) <= MOST_BOXES:
+        part = [left.pop()]
+        for y, x in part:  # grows while it is read
+            near = {(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)} & left
+            left -= near
+            part += near
+        ys, xs = [y for y, _ in part], [x for _, x in part]
+        found.append((min(ys) * side, min(xs) * side, (max(ys) + 1) * side, (max(xs) + 1) * side))
+    if len(found) > MOST_BOXES:
+        found = [(0, 0, height, width)]
+    return tuple(sorted(_tight(mask, box) for box in found))
+
+
+def _tight(mask: Bytes2D, box: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """The box without rims that hold nothing; it holds something."""
+    top, left, bottom, right = box
+    inside = bounding_box(mask[top:bottom, left:right] > 0, 0)
+    assert inside is not None
+    rows, columns = inside
+    return top + rows.start, left + columns.start, top + rows.stop, left + columns.stop
+
+
+def grow(part: Bools, before: int, after: int, axis: int) -> Bools:
+    """Dilate along one axis: each true element covers `before` places before and `after` behind.
+
+    The reach doubles with each pass, so the cost grows with the logarithm of the distance.
+    """
+    for reach, step in ((before, -1), (after, 1)):
+        done = 0
+        while done < reach:
+            shift = min(done + 1, reach - done)
+            grown = part.copy()
+            ahead, behind = [slice(None)] * 2, [slice(None)] * 2
+            ahead[axis], behind[axis] = slice(shift, None), slice(None, -shift)
+            to, source = (ahead, behind) if step > 0 else (behind, ahead)
+            grown[tuple(to)] |= part[tuple(source)]
+            part, done = grown, done + shift
+    return part
+
+
+def window_sum(
+    counts: npt.NDArray[Any], before: int, after: int, axis: int, dtype: type[np.integer[Any]]
+) -> npt.NDArray[Any]:
+    """Sum over [i - before, i + after] along one axis; what lies outside counts 0.
+
+    `dtype` need only hold the result: differences are right where the running sum has wrapped.
+    """
+    padding = [(0, 0), (0, 0)]
+    padding[axis] = (before + 1, after)
+    sums = np.pad(counts, padding).cumsum(axis=axis, dtype=dtype)
+    length, window = counts.shape[axis], before + after + 1
+    high, low = [slice(None)] * 2, [slice(None)] * 2
+    high[axis], low[axis] = slice(window, window + length), slice(0, length)
+    out: npt.NDArray[Any] = sums[tuple(high)] - sums[tuple(low)]
+    return out
+
+
+def cover(
+    values: Bytes2D, size: int, axis: int, *, of: int | None = None, each: int = 1
+) -> Bytes2D:
+    """Resample one axis to `size` places, each the maximum of all that it overlaps.
+
+    Args:
+        values: what lies there.
+        size: places.
+        axis: of `values`.
+        of: pixels that `values` stands for; None: one per value.
+        each: pixels per value; the last may stand for fewer.
+    """
+    source = values.shape[axis] if of is None else of
+    if source == size and each == 1:
+        return values
+    # Place j covers [j·source/size, (j+1)·source/size); integers keep the edges exact.
+    edges, step = np.arange(size + 1, dtype=np.int64) * source, size * each
+    first, last = edges[:-1] // step, -(-edges[1:] // step) - 1
+    covered: Bytes2D = np.take(values, first, axis=axis)
+    for offset in range(1, int((last - first).max()) + 1):
+        covered = np.maximum(covered, np.take(values, np.minimum(first + offset, last), axis=axis))
+    return covered
+
+
+def _span(used: Bools) -> tuple[int, int] | None:
+    """[first, last + 1) of the true elements; None when there are none."""
+    first = int(used.argmax())
+    if not used[first]:
+        return None
+    return first, len(used) - int(used[::-1].argmax())
+
+
+WHITE_FROM = 128
+"""Luminance from which a mask pixel counts as white."""
+COVERS_MOST = 0.9
+"""A mask that selects more than this share of its picture is told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What is to be edited."""
+
+    pixels: Bools
+    """bool [H, W], of the canvas."""
+    warnings: tuple[str, ...] = ()
+    """What the client should know of the mask."""
+    strength: Bytes2D | None = None
+    """uint8 [H, W], how much of the canvas may change; None: all of what is selected."""
+
+
+def select(
+    raw: bytes | memoryview, asked: EditSettings, limits: LimitsConfig, size: Size
+) -> Selected:
+    """What a mask selects, and all that the canvas grows by.
+
+    Args:
+        raw: MASK; it may be empty where the canvas grows.
+        asked: settings of the edit.
+        limits: bounds, checked before decoding.
+        size: (height, width) of the image, which the mask must have too.
+
+    Raises:
+        InvalidRequest: naming MASK, or the setting.
+    """
+    expands = any(asked.expand)
+    canvas_size(size, asked.expand, limits)
+    if expands and not raw:
+        return Selected(grown(np.zeros(size, np.bool_), asked.expand, constant_values=True))
+    mask, strength = decode_mask(raw, "MASK", limits, size), None
+    if asked.mask_mode == "strength":
+        for name in ("mask_dilate", "mask_feather"):
+            if getattr(asked, name):
+                told = "is given with mask_mode strength"
+                raise InvalidRequest(f"SETTINGS.{name}", told, "0: grey fades out by itself")
+        strength = grown(mask.luminance, asked.expand, constant_values=255)
+    chosen = selected(mask, asked.mask_mode)
+    warnings = _looked_at(mask, asked.mask_mode, chosen)
+    if expands:
+        chosen = grown(chosen, asked.expand, constant_values=True)
+    elif not chosen.any():
+        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, asked.mask_mode))
+    return Selected(chosen, warnings, strength)
+
+
+def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
+    """A mask that leaves next to nothing is most often one that was meant the other way round, as
+    a layer with strokes on transparent ground is.
+    """
+    share = np.count_nonzero(chosen) / chosen.size
+    if share <= COVERS_MOST:
+        return ()
+    by_alpha = _by_alpha(mask, mode)
+    edited = (
+        "transparent (alpha 0)" if by_alpha else f"white (luminance {_white_from(mode)} or more)"
+    )
+    other = "SETTINGS.mask_mode white edits where it is white" if by_alpha else "invert it"
+    return (
+        f"MASK: {share:.0%} of the picture is edited, since there the mask is {edited}; if what is "
+        f"painted on it was meant, {other}",
+    )
+
+
+def edit_region(part: Bools, model_size: Size, dilate: int = 0, feather: int = 0) -> Bytes2D:
+    """The edit mask of a selection, and a little more round it, for a fraction of the work.
+
+    The selection is reduced to about the model's size before it grows: a region reaches up to two
+    model pixels farther. Where it fades out, what is too faint in its corners is counted in.
+
+    Args:
+        part: bool [H, W], selected; something is.
+        model_size: (height, width) at which the model works.
+        dilate: see `paste_weights`.
+        feather: see `paste_weights`.
+
+    Returns:
+        uint8 [h, w] of 0 and 255, nowhere below `edit_mask` of its weights.
+    """
+    source = part.shape
+    factor = max(1, min(side // to for side, to in zip(source, model_size, strict=True)))
+    for axis in (0, 1):
+        if factor > 1:
+            part = np.maximum.reduceat(part, np.arange(0, part.shape[axis], factor), axis=axis)
+    margin = -(-(dilate + feather) // factor)
+    for axis in (0, 1):
+        part = grow(part, margin, margin, axis)
+    region = part.view(np.uint8)
+    for axis, (side, to) in enumerate(zip(source, model_size, strict=True)):
+        region = cover(region, to, axis, of=side, each=factor)
+    return _full(region)
+
+
+def selected(mask: DecodedMask, mode: str) -> Bools:
+    """The pixels a mask selects, bool [H, W].
+
+    `white`: luminance of at least 128 edits, alpha is ignored. `alpha`: fully transparent edits.
+    `auto`: `alpha` if any pixel is at all transparent, else `white`; so an opaque white-on-black
+    mask saved with an alpha channel is read as its author sees it. `strength`: any luminance above
+    0 edits, alpha is ignored.
+
+    Raises:
+        InvalidRequest: `alpha` asked of a mask without transparency.
+    """
+    if mode == "alpha" and mask.alpha is None:
+        raise InvalidRequest(
+            "SETTINGS.mask_mode", "is alpha, but MASK has no alpha channel", "white or auto"
+        )
+    if _by_alpha(mask, mode):
+        assert mask.alpha is not None
+        transparent: Bools = mask.alpha == 0
+        return transparent
+    white: Bools = mask.luminance >= _white_from(mode)
+    return white
+
+
+def _white_from(mode: str) -> int:
+    return 1 if mode == "strength" else WHITE_FROM
+
+
+def _by_alpha(mask: DecodedMask, mode: str) -> bool:
+    if mask.alpha is None or mode in ("white", "strength"):
+        return False
+    return mode == "alpha" or int(mask.alpha.min()) < 255
+
+
+def _accepted(mask: DecodedMask, mode: str) -> str:
+    if _by_alpha(mask, mode):
+        opaque = mask.alpha is not None and int(mask.alpha.min()) == 255
+        hint = ", or SETTINGS.mask_mode white: it is opaque" if opaque else ""
+        return f"a mask with fully transparent pixels (alpha 0) where to edit{hint}"
+    return f"a mask with white pixels (luminance {_white_from(mode)} or more) where to edit"
+
+
+def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2D | None:
+    """Weights of the edited pixels, uint8 [H, W]: 255 edited, 0 the source as it is, between:
+    blended; None when nothing is selected.
+
+    The selection grows by a square of `dilate` pixels to each side. Beyond it the weight falls
+    linearly from 255 to 0 over `feather` pixels along each axis; inside it stays 255.
+    """
+    box = bounding_box(selection, dilate)
+    if box is None:
+        return None
+    weights = np.zeros(selection.shape, np.uint8)
+    part = selection[box]
+    for axis in (0, 1):
+        part = grow(part, dilate, dilate, axis)
+    if not feather:
+        np.multiply(part, np.uint8(255), out=weights[box])
+        return weights
+    place, cut = zip(
+        *(_clip(span, feather, side) for span, side in zip(box, selection.shape, strict=True)),
+        strict=True,
+    )
+    weights[place] = _fade(np.pad(part, feather), feather, cut)
+    return weights
+
+
+def _fade(core: Bools, feather: int, cut: tuple[slice, ...]) -> Bytes2D:
+    """Weights in the part `cut` of `core`, which has `feather` empty pixels around it.
+
+    Growing by a window and averaging over the same window leaves 1 wherever the core was, falls
+    linearly to 0 over the window's length, and costs the same for any length. The empty border
+    lets a core that touches the image's edge grow beyond it, so that it does not fade there.
+    """
+    before = feather // 2
+    after = feather - before
+    grown = core
+    for axis in (0, 1):
+        grown = grow(grown, before, after, axis)
+    # Cut as soon as an axis is done: an image one pixel high has a border of a thousand rows.
+    columns = window_sum(grown, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
+    counts = window_sum(columns, before, after, 1, np.int32)[:, cut[1]]
+    whole = (feather + 1) ** 2
+    weights: Bytes2D = (counts.astype(np.float32) * (255.0 / whole) + 0.5).astype(np.uint8)
+    return weights
+
+
+def _clip(span: slice, margin: int, side: int) -> tuple[slice, slice]:
+    """Where a span widened by `margin` lies in [0, side), and that part of the wide span."""
+    low, high = span.start - margin, span.stop + margin
+    start, stop = max(0, low), min(side, high)
+    return slice(start, stop), slice(start - low, stop - low)
+
+
+def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
+    """The model's mask, uint8 [h, w] of 0 and 255.
+
+    A model pixel is edited if any source pixel under it has a weight above 0; so a mask of one
+    pixel never vanishes.
+    """
+    return _full(strongest(paste, model_size))
+
+
+def strongest(values: Bytes2D, model_size: Size) -> Bytes2D:
+    """Of all source pixels under a model pixel the largest value, uint8 [h, w]."""
+    for axis, size in enumerate(model_size):
+        values = cover(values, size, axis)
+    return values
+
+
+def _full(values: Bytes2D) -> Bytes2D:
+    """255 where `values` is above 0."""
+    full: Bytes2D = (values > 0).view(np.uint8) * np.uint8(255)
+    return full
+
+
+TokenIds: TypeAlias = npt.NDArray[np.int64]
+
+
+def active_tokens(edit: Bytes2D, token_pixels: int, ring: int = 0) -> TokenIds:
+    """Ids of the tokens that are computed: those that overlap the edit mask and those within
+    `ring` tokens of one of them (a square), ascending.
+
+    Tokens are numbered row by row, as the model lays out its patches.
+
+    Args:
+        edit: [h, w], sides multiples of `token_pixels`; above 0 means edited.
+        token_pixels: model pixels along one side of a token.
+        ring: tokens round the mask that are computed too; what is pasted back is the mask's alone.
+    """
+    [tokens] = tokens_within(edit, token_pixels, ring)
+    return tokens
+
+
+def tokens_within(edit: Bytes2D, token_pixels: int, *rings: int) -> list[TokenIds]:
+    """`active_tokens` of each of some rings."""
+    grid = _token_grid(edit, token_pixels)
+    return [np.flatnonzero(_grown(grid, ring)) for ring in rings]
+
+
+def _token_grid(edit: Bytes2D, side: int) -> Bools:
+    """Whether each token overlaps the edit mask, bool [rows, columns]."""
+    height, width = edit.shape
+    if height % side or width % side:
+        raise ValueError(f"{edit.shape} is not a multiple of {side}")
+    rows = edit.reshape(height // side, side, width).max(axis=1)
+    grid: Bools = rows.reshape(-1, width // side, side).max(axis=2) > 0
+    return grid
+
+
+def _grown(grid: Bools, ring: int) -> Bools:
+    """With all within `ring` tokens of a computed one."""
+    for axis in (0, 1):
+        grid = grow(grid, ring, ring, axis)
+    return grid
+
+
+def widened(active: TokenIds, rows: int, columns: int, count: int) -> TokenIds:
+    """`count` tokens of a grid, or all it has: some, and those nearest to them, square ring by
+    square ring.
+
+    Args:
+        active: ids, ascending, at least one.
+        rows: of the grid.
+        columns: of the grid.
+        count: no less than there are.
+    """
+    grid = np.zeros((rows, columns), np.bool_)
+    grid.flat[active] = True
+    while (missing := min(count, grid.size) - np.count_nonzero(grid)) > 0:
+        ring = grow(grow(grid, 1, 1, 0), 1, 1, 1) & ~grid
+        grid.flat[np.flatnonzero(ring)[:missing]] = True
+    return np.flatnonzero(grid)
+
+
+def cover_a_side(active: TokenIds, rows: int, columns: int) -> bool:
+    """Whether tokens of a grid of `rows` x `columns` cover a whole side of it, corner to corner.
+
+    Args:
+        active: ids, each once.
+        rows: of the grid.
+        columns: of the grid.
+    """
+    ys, xs = np.divmod(active, columns)
+    across = (np.count_nonzero(ys == y) == columns for y in (0, rows - 1))
+    down = (np.count_nonzero(xs == x) == rows for x in (0, columns - 1))
+    return any(across) or any(down)
+
+
+def active_tokens_per_level(
+    edit: Bytes2D, token_pixels: int, levels: Sequence[int], ring: int = 0
+) -> dict[int, TokenIds]:
+    """Active tokens of a UNet whose stacks attend at several scales.
+
+    Args:
+        edit: [h, w] edit mask at the model's size.
+        token_pixels: model pixels along one side of a token at level 0.
+        levels: how often each wanted level has been halved. A side that does not halve evenly
+            rounds up, as a convolution of stride 2 with padding 1 does.
+        ring: as of `active_tokens`, in tokens of level 0.
+
+    Returns:
+        level → ids, row-major over the level's own grid.
+    """
+    grid = _grown(_token_grid(edit, token_pixels), ring)
+    found: dict[int, TokenIds] = {}
+    for level in range(max(levels) + 1):
+        if level in levels:
+            found[level] = np.flatnonzero(grid)
+        grid = np.pad(grid, ((0, grid.shape[0] % 2), (0, grid.shape[1] % 2)))
+        grid = grid.reshape(grid.shape[0] // 2, 2, grid.shape[1]).max(axis=1)
+        grid = grid.reshape(grid.shape[0], -1, 2).max(axis=2)
+    return found

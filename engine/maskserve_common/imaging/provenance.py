@@ -1,0 +1,212 @@
+"""The machine-readable mark of an edit: that a model has painted in the picture, and where.
+
+Every answer says so in XMP, by IPTC's digital source type. Where the operator has a certificate it
+carries a signed C2PA manifest, too, which names the model and the region, and which no longer fits
+the picture once someone has changed it. A source's own manifest goes on as that of an ingredient.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import logging
+import queue
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from maskserve_common.config import Config, ConfigError, ProvenanceConfig, model_name
+from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_common.imaging.containers import read_container
+from maskserve_common.imaging.images import encode_png
+
+Box = tuple[int, int, int, int]
+
+SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/compositeWithTrainedAlgorithmicMedia"
+"""IPTC's word for a picture of which a trained model has made a part."""
+_RDF = "http://www.w3.org/1999/02/22-rdf-syntax-ns#"
+_IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
+XMP = (
+    f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="{_RDF}"><rdf:Description rdf:about=""'
+    f' xmlns:Iptc4xmpExt="{_IPTC}" Iptc4xmpExt:DigitalSourceType="{SOURCE_TYPE}"/></rdf:RDF>'
+    "</x:xmpmeta>"
+).encode()
+
+
+_SOURCE = {"title": "source", "relationship": "parentOf", "label": "source"}
+"""The ingredient of an edit, as C2PA has it."""
+_MOST_BOXES = {b"c2cs": 64, b"jumb": 4096}
+"""Of a source's history: each manifest's signature (10 ms to check), and boxes of any kind."""
+_MOST_HISTORY = 4 * 2**20
+"""Bytes of it, which all edits of its edits carry on."""
+log = logging.getLogger("maskserve")
+
+
+class Mark(Protocol):
+    """How answers are marked."""
+
+    xmp: bytes
+    """For the file as it is encoded; empty: nothing."""
+
+    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
+        """The file, signed if the operator has a certificate.
+
+        Args:
+            encoded: the answer.
+            output_format: `png`, `jpeg` or `webp`.
+            box: left, top, right and bottom of what was painted, in pixels.
+            source: the file that was edited, if it has a manifest.
+
+        Raises:
+            EngineFailed: it cannot be signed.
+        """
+
+
+class Unsigned:
+    """A mark without a signature, or none."""
+
+    def __init__(self, xmp: bytes = XMP) -> None:
+        self.xmp = xmp
+
+    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
+        return encoded
+
+
+def has_manifest(encoded: bytes) -> bool:
+    """Whether a picture's file may have a C2PA manifest: its boxes are JUMBF's, in all formats."""
+    return b"jumb" in encoded and b"c2pa" in encoded
+
+
+def make_mark(config: Config) -> Mark:
+    """The mark of a worker's answers.
+
+    Raises:
+        ConfigError: the certificate or its key cannot sign; the message names the key.
+    """
+    asked = config.provenance
+    if bool(asked.certificate) != bool(asked.private_key):
+        missing = "private_key" if asked.certificate else "certificate"
+        raise ConfigError(f"provenance.{missing} is missing beside the other of the two")
+    if not asked.certificate:
+        return Unsigned(XMP if asked.mark else b"")
+    return _Signed(asked, model_name(config))
+
+
+class _Signed:
+    def __init__(self, asked: ProvenanceConfig, model: str) -> None:
+        try:
+            import c2pa
+        except ImportError:
+            raise ConfigError(
+                "provenance.certificate needs the package c2pa-python (the extra `provenance`)"
+            ) from None
+        self.xmp = XMP if asked.mark else b""
+        self._c2pa, self._model, self._asked = c2pa, model, asked
+        self._agent = {"name": "maskserve", "version": importlib.metadata.version("maskserve")}
+        # A thumbnail would be larger than the picture. A source's file sends nobody anywhere.
+        plain = {
+            "builder": {"thumbnail": {"enabled": False}},
+            "verify": {"remote_manifest_fetch": False, "ocsp_fetch": False},
+        }
+        self._context = c2pa.Context(c2pa.Settings.from_dict(plain))
+        try:
+            self._signer = c2pa.Signer.from_info(
+                c2pa.C2paSignerInfo(
+                    asked.algorithm.encode(),
+                    Path(asked.certificate).read_bytes(),
+                    Path(asked.private_key).read_bytes(),
+                    asked.timestamp_url.encode() or None,
+                )
+            )
+            self.sign(encode_png(np.zeros((8, 8, 3), np.uint8)), "png", (0, 0, 8, 8))
+        except (c2pa.C2paError, EngineFailed, OSError) as error:
+            raise ConfigError(f"provenance.certificate cannot sign: {error}") from None
+
+    def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
+        try:
+            if not self._asked.timestamp_url:
+                return self._signed(encoded, output_format, box, source)
+            return self._in_time(encoded, output_format, box, source)
+        except self._c2pa.C2paError as error:
+            raise EngineFailed(f"the picture could not be signed: {error}") from None
+
+    def _signed(self, encoded: bytes, output_format: str, box: Box, source: bytes) -> bytes:
+        if source:
+            try:
+                return self._built(self._with_source(box, source), encoded, output_format)
+            except (self._c2pa.C2paError, InvalidRequest) as error:
+                log.warning("a source's C2PA manifest is left out: %s", error)
+        plain = self._c2pa.Builder(self._manifest(box), self._context)
+        return self._built(plain, encoded, output_format)
+
+    def _built(self, builder: Any, encoded: bytes, output_format: str) -> bytes:
+        signed = io.BytesIO()
+        builder.sign(self._signer, f"image/{output_format}", io.BytesIO(encoded), signed)
+        return signed.getvalue()
+
+    def _with_source(self, box: Box, source: bytes) -> Any:
+        """What signs an edit of a file with a manifest.
+
+        Raises:
+            C2paError: its manifest cannot be read.
+            InvalidRequest: it has more of them than are worth reading.
+        """
+        at = source.index(b"jumb")
+        size = int.from_bytes(source[max(at - 4, 0) : at], "big")  # of all manifests
+        if size > _MOST_HISTORY or any(source.count(x) > most for x, most in _MOST_BOXES.items()):
+            accepted = f"{_MOST_BOXES[b'c2cs']} manifests of {_MOST_HISTORY} bytes"
+            raise InvalidRequest("IMAGE", "has a long history", accepted)
+        builder = self._c2pa.Builder(self._manifest(box, opened=True), self._context)
+        kind = f"image/{read_container(source).kind}"
+        builder.add_ingredient(_SOURCE, kind, io.BytesIO(source))
+        return builder
+
+    def _in_time(self, *asked: Any) -> bytes:
+        """The same in a thread: the library waits for the time-stamp authority without an end."""
+        done: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                done.put(self._signed(*asked))
+            except Exception as error:
+                done.put(error)
+
+        threading.Thread(target=work, name="timestamp", daemon=True).start()
+        try:
+            made = done.get(timeout=self._asked.timestamp_s)
+        except queue.Empty:
+            told = f"no time stamp came within {self._asked.timestamp_s:g} s"
+            raise EngineFailed(f"the picture could not be signed: {told}") from None
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def _manifest(self, box: Box, *, opened: bool = False) -> dict[str, Any]:
+        """What is said of an edit, in C2PA's terms; `opened`: of an ingredient, too."""
+        left, top, right, bottom = box
+        painted = {
+            "type": "rectangle",
+            "unit": "pixel",
+            "origin": {"x": left, "y": top},
+            "width": right - left,
+            "height": bottom - top,
+        }
+        edited = {
+            "action": "c2pa.edited",
+            "softwareAgent": {"name": self._model},
+            "digitalSourceType": SOURCE_TYPE,
+            "changes": [
+                {
+                    "description": "repainted by a model",
+                    "region": [{"type": "spatial", "shape": painted}],
+                }
+            ],
+        }
+        began: dict[str, Any] = {"action": "c2pa.created", "digitalSourceType": SOURCE_TYPE}
+        if opened:
+            named = {"ingredientIds": [_SOURCE["label"]]}
+            began = {"action": "c2pa.opened", "parameters": named}
+        actions = {"label": "c2pa.actions.v2", "data": {"actions": [began, edited]}}
+        return {"claim_generator_info": [self._agent], "assertions": [actions]}

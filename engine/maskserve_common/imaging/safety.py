@@ -1,0 +1,71 @@
+"""The operator's own check of what was asked and made."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypeAlias, cast
+
+from PIL import Image
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.errors import EngineFailed, Refused
+
+log = logging.getLogger("maskserve")
+
+Check: TypeAlias = Callable[[Image.Image, str, Image.Image], str | None]
+"""Of the source, the prompt and the picture that was made (RGB or RGBA, as large as the answer):
+why it is not let pass; None: it is.
+"""
+
+
+def load_check(config: Config) -> Check | None:
+    """The function that `[safety] check` names; None: it names none.
+
+    Raises:
+        ConfigError: there is no such function, or there is a model, too.
+    """
+    named = config.safety.check
+    if not named:
+        return None
+    if config.safety.model:
+        raise ConfigError("safety.check: is given beside safety.model; accepted: one of them")
+    place, _, function = named.rpartition(":")
+    try:
+        found = getattr(_module(place), function)
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+        raise ConfigError(f"safety.check: {named} cannot be imported ({error})") from None
+    if not callable(found):
+        raise ConfigError(f"safety.check: {named} is no function")
+    return cast(Check, found)
+
+
+def _module(place: str) -> ModuleType:
+    """A module by its name, or from its file."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location("operators_check", place)
+    assert spec is not None, "it ends in .py"
+    assert spec.loader is not None, "it ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def let_pass(check: Check, source: Image.Image, prompt: str, made: Image.Image) -> None:
+    """Nothing, if the check lets a picture pass.
+
+    Raises:
+        Refused: it does not; the message is the check's.
+        EngineFailed: the check itself failed, so that nobody knows.
+    """
+    try:
+        reason = check(source, prompt, made)
+    except Exception as error:
+        log.exception("the operator's check of pictures failed")
+        raise EngineFailed("the operator's check of pictures failed") from error
+    if reason is not None:
+        raise Refused(reason)

@@ -1,0 +1,131 @@
+"""What a model sees of a picture: the window round the mask.
+
+    source ─ expand ─► canvas ─ window ─► the model's size
+                          ▲                      │
+                          └─────── paste ◄───────┘
+
+A window is seen at full resolution, or at the model's where that is smaller. So the part of a large
+photograph that is repainted is as sharp as the rest of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy.typing as npt
+
+from maskserve_common.contracts.settings import CropMode, EditSettings
+from maskserve_common.imaging.images import Size, model_size
+from maskserve_common.imaging.masks import Bools, bounding_box
+
+Span = tuple[int, int]
+A = TypeVar("A", bound=npt.NDArray[Any])
+
+_CELLS = 8
+"""Cells of the grid that windows lie on, along a window's side. Edits near one another get the same
+window, and with it the same entries; a window is up to a quarter longer for it."""
+
+
+class Window(NamedTuple):
+    """A part of a canvas, in its pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    @property
+    def size(self) -> Size:
+        return self.height, self.width
+
+    @property
+    def bottom(self) -> int:
+        return self.top + self.height
+
+    @property
+    def right(self) -> int:
+        return self.left + self.width
+
+    def of(self, picture: A) -> A:
+        """The window's part of a picture [H, W, …]; nothing is copied."""
+        part = picture[self.top : self.bottom, self.left : self.right]
+        return cast(A, part)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a model sees of an edit."""
+
+    canvas: Size
+    """(height, width) of the whole."""
+    window: Window
+    """The part of it."""
+    size: Size
+    """(height, width) at which the model sees that."""
+
+    @property
+    def is_part(self) -> bool:
+        return self.window.size != self.canvas
+
+
+def see(selected: Bools, asked: EditSettings, native_resolution: int, multiple: int) -> View:
+    """What a model sees of an edit.
+
+    Args:
+        selected: bool [H, W], what is to be edited of the canvas; something.
+        asked: settings of the edit.
+        native_resolution: side of the square that the model was made for.
+        multiple: as of `model_size`.
+    """
+    box = bounding_box(selected, asked.mask_dilate + asked.mask_feather)
+    assert box is not None, "something is selected"
+    rows, columns = ((part.start, part.stop) for part in box)
+    canvas = selected.shape[0], selected.shape[1]
+    window = window_round(
+        rows, columns, canvas, native_resolution, asked.crop_to_mask, asked.crop_padding
+    )
+    return View(canvas, window, model_size(window.size, native_resolution, multiple))
+
+
+def window_round(
+    rows: Span, columns: Span, size: Size, native: int, mode: CropMode, padding: float
+) -> Window:
+    """The window round a mask, or all of the canvas.
+
+    It holds the mask and its padding, and is no smaller than the model's own resolution as long as
+    the picture goes on: more is seen there at no loss of sharpness.
+
+    Args:
+        rows: first and one behind the last that the mask covers.
+        columns: likewise.
+        size: (height, width) of the canvas.
+        native: side of the square that the model was made for.
+        mode: `auto` takes a window under half of a canvas that is larger than the model's area.
+        padding: round the mask; below 1 a share of its longer side, from 1 on pixels.
+    """
+    whole = Window(0, 0, *size)
+    if mode == "off" or (mode == "auto" and math.prod(size) <= native**2):
+        return whole
+    longest = max(rows[1] - rows[0], columns[1] - columns[0])
+    margin = math.ceil(padding * longest) if padding < 1 else round(padding)
+    cell = 1 << max(0, (max(native, longest + 2 * margin) // _CELLS).bit_length() - 1)
+    top, bottom = _spread(rows, margin, size[0], native, cell)
+    left, right = _spread(columns, margin, size[1], native, cell)
+    window = Window(top, left, bottom - top, right - left)
+    small = 2 * math.prod(window.size) < math.prod(size)
+    return window if small or mode == "on" else whole
+
+
+def _spread(span: Span, margin: int, side: int, least: int, cell: int) -> Span:
+    """A span with its margin, brought to the grid and to `least`, within [0, side)."""
+    low = max(0, (span[0] - margin) // cell * cell)
+    high = min(side, -((-span[1] - margin) // cell) * cell)
+    missing = min(least, side) - (high - low)
+    if missing > 0:
+        low = max(0, (low - missing // 2) // cell * cell)
+        high = max(high, low + min(least, side))
+        if high > side:
+            low, high = max(0, low - (high - side)), side
+    return low, high

@@ -1,0 +1,102 @@
+"""What is kept so that it need not be made again: values by key, within a budget."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from maskserve_common.shares import EVERYBODY, Shares
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Kept(Generic[K, V]):
+    """Values by key; the least recently used go first. Used by one thread or event loop.
+
+    Who reads a value keeps it, also when it has left this place.
+
+    Args:
+        budget: of all values; a value that is larger is not kept, so 0 keeps none.
+        nbytes: of a value; by default each counts 1.
+        owner: whose a key is, where several share the budget (`shares.py`): one makes room of its
+            own values once its share is used up, else of those of who has most.
+        expires_s: after its last use a value goes.
+        now: a clock, in seconds.
+        gone: told of each value that is kept no more, but for one that another replaces.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        nbytes: Callable[[V], int] = lambda value: 1,
+        owner: Callable[[K], Hashable] = lambda key: EVERYBODY,
+        expires_s: float = math.inf,
+        now: Callable[[], float] = time.monotonic,
+        gone: Callable[[K, V], None] = lambda key, value: None,
+    ) -> None:
+        self._nbytes, self._owner, self._expires_s, self._now = nbytes, owner, expires_s, now
+        self._gone = gone
+        self._shares = Shares(budget)
+        self._values: OrderedDict[K, tuple[V, float]] = OrderedDict()
+        """With the time of its last use; the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    @property
+    def held_bytes(self) -> int:
+        return self._shares.total
+
+    def get(self, key: K) -> V | None:
+        self.expire()
+        if key not in self._values:
+            return None
+        value, _ = self._values[key]
+        self._use(key, value)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        """What must makes room for it; one that is too large is gone at once."""
+        self._let_go(key)
+        self.expire()
+        shares, size, owner = self._shares, self._nbytes(value), self._owner(key)
+        if size > shares.budget:
+            self._gone(key, value)
+            return
+        while size > (free := shares.budget - shares.total) or (
+            shares.held(owner) and size > shares.room(owner)
+        ):
+            whose = owner if size <= free else shares.most()
+            self.drop(next(each for each in self._values if self._owner(each) == whose))
+        self._use(key, value)
+        shares.book(owner, size)
+
+    def drop(self, key: K) -> None:
+        """Nothing happens where it is not kept."""
+        for value in self._let_go(key):
+            self._gone(key, value)
+
+    def expire(self) -> None:
+        """Drop what has had its time; `get` and `put` do so, too."""
+        last = self._now() - self._expires_s
+        while self._values and self._values[key := next(iter(self._values))][1] < last:
+            self.drop(key)
+
+    def _use(self, key: K, value: V) -> None:
+        self._values[key] = value, self._now()
+        self._values.move_to_end(key)
+
+    def _let_go(self, key: K) -> list[V]:
+        """The value of that key, if there is one."""
+        if key not in self._values:
+            return []
+        value, _ = self._values.pop(key)
+        self._shares.give_back(self._owner(key), self._nbytes(value))
+        return [value]

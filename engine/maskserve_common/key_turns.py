@@ -1,0 +1,139 @@
+"""What keys were given of a worker's time, and which rows of several keys take a step together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from maskserve_common.contracts.keys import scope_of
+
+
+class KeyedRow(Protocol):
+    """What of a ticket counts here."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def active_tokens(self) -> int: ...
+
+    @property
+    def seconds(self) -> tuple[float, ...]: ...
+
+    @property
+    def shared(self) -> float: ...
+
+
+T = TypeVar("T", bound=KeyedRow)
+_HEAVY = 1e30
+
+
+_MEMORY = 64
+"""Steps after which about a third of what a key was given still counts."""
+_FAR = 8
+"""Steps of its own by which a key may be behind before it steps alone."""
+
+
+class KeyWork:
+    """Work that each key was given of late; whoever had least is behind.
+
+    A key that edits now and then so goes before one that always has something to do, and what that
+    waits is bounded by the memory: two that always have something get equal parts.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[str, float] = {}
+        self._weight = 1.0
+        """Of what is given now. It grows, which is that what was given before counts less."""
+
+    def add(self, key: str, work: float, steps: float = 1.0) -> None:
+        """A key was given so much more, so many steps after whoever was before it."""
+        self._weight *= (1 + 1 / _MEMORY) ** steps
+        self._given[key] = self._given.get(key, 0.0) + work * self._weight
+        if self._weight > _HEAVY:
+            scaled = ((key, given / self._weight) for key, given in self._given.items())
+            self._given = {key: given for key, given in scaled if given > 1 / _HEAVY}
+            self._weight = 1.0
+
+    def had(self, key: str) -> float:
+        """What a key was given, as far as it still counts."""
+        return self._given.get(key, 0.0) / self._weight
+
+    def behind(self, keys: Iterable[str]) -> str:
+        """Of these the one that had least."""
+        return min(keys, key=lambda key: self._given.get(key, 0.0))
+
+    def lag(self, key: str, keys: Iterable[str]) -> float:
+        """How much more than this key that of these has had that had most."""
+        most = max(self._given.get(each, 0.0) for each in keys)
+        return (most - self._given.get(key, 0.0)) / self._weight
+
+
+class KeyTurns:
+    """Each of n keys moves on at least an nth as fast as it would alone, however many rows the
+    others have.
+
+    Rows of a key are as many as come, and each of them makes the step of all others longer. So
+    where keys meet, none gives more work to a step than the key that has least, and what a step
+    costs whatever its rows is shared: on a device on which more rows cost little all of them fit.
+    A key's rows that do not fit take turns. Where keys' rows cannot share a step, their batches
+    take turns by what each key was given. A key that has been given little of late, as one that
+    edits now and then, has the step's time to itself: others join where that costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._work = KeyWork()
+        self._stepped: dict[str, int] = {}
+        """Request id -> number of its last step."""
+        self._step = 0
+
+    def next(self, live: Sequence[KeyedRow]) -> str | None:
+        """The key whose turn it is; None: all rows are one key's."""
+        keys = dict.fromkeys(map(_whose, live))
+        return self._work.behind(keys) if len(keys) > 1 else None
+
+    def rows(self, batch: Sequence[T], live: Sequence[KeyedRow]) -> tuple[T, ...]:
+        """Of a batch those that step now.
+
+        Args:
+            batch: rows that may share a step; one at least is of the key whose turn it is.
+            live: all rows.
+        """
+        self._step += 1
+        held: dict[str, float] = {}
+        for ticket in live:
+            held[_whose(ticket)] = held.get(_whose(ticket), 0.0) + _work(ticket)
+        shared = max(ticket.shared for ticket in live)
+        if len(held) == 1:
+            self._stepped = {}
+            self._work.add(_whose(batch[0]), sum(map(_work, batch)) + shared)
+            return tuple(batch)
+        first = self._work.behind(held)
+        alone = self._work.lag(first, held) > _FAR * (held[first] + shared)
+        free = shared * (1 - 1 / len(held))
+        bound = min(held.values()) + free
+        given: dict[str, float] = {}
+        chosen = set()
+        for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
+            key, work = _whose(ticket), _work(ticket)
+            joins = key not in given and (key == first or not alone)
+            if joins or given.get(key, 0.0) + work <= (free if alone and key != first else bound):
+                given[key] = given.get(key, 0.0) + work
+                chosen.add(ticket.request_id)
+        for key, work in given.items():
+            self._work.add(key, work + shared / len(given))
+        ids = {ticket.request_id for ticket in live}
+        self._stepped = {name: at for name, at in self._stepped.items() if name in ids}
+        self._stepped.update(dict.fromkeys(chosen, self._step))
+        return tuple(ticket for ticket in batch if ticket.request_id in chosen)
+
+
+def _whose(ticket: KeyedRow) -> str:
+    return scope_of(ticket.request_id)
+
+
+def _work(ticket: KeyedRow) -> float:
+    """What a step takes longer by this row: seconds, or tokens where nobody knows those."""
+    if not ticket.seconds:
+        return float(ticket.active_tokens)
+    return ticket.seconds[0] - ticket.shared

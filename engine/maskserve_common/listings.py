@@ -1,0 +1,74 @@
+"""Which templates a worker has, by version: who knows one is told what has changed since."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+
+from maskserve_common.contracts.status_record import TemplateChanges
+
+_KEPT = 16
+"""Versions that changes can be told since; whoever knows an older one is told all."""
+_decode = msgspec.json.Decoder(dict[str, frozenset[str]]).decode
+_NOTHING: frozenset[str] = frozenset()
+
+
+class TemplateListings:
+    """The last versions of one worker's listing; used from one thread."""
+
+    def __init__(self) -> None:
+        # Versions of a process that starts anew are other ones.
+        self._name = secrets.token_hex(4)
+        self._number = 0
+        self._raw = b""
+        self._kept: dict[str, Mapping[str, frozenset[str]]] = {}
+        self._told: dict[str, TemplateChanges] = {}
+        """Changes up to the last version, by the one that they are since."""
+
+    @property
+    def version(self) -> str:
+        """Of the last listing."""
+        return f"{self._name}-{self._number}"
+
+    def take(self, raw: memoryview) -> None:
+        """A record's listing has been read, tier -> ids as JSON; most are as the one before."""
+        if raw == self._raw and self._number:
+            return
+        self._raw = bytes(raw)
+        self._number += 1
+        self._kept[self.version] = _decode(self._raw)
+        for old in list(self._kept)[:-_KEPT]:
+            del self._kept[old]
+        self._told.clear()
+
+    def changes(self, since: str) -> TemplateChanges:
+        """What is other now; since none where that version is not known.
+
+        Args:
+            since: version that the reader knows; empty: none.
+        """
+        since = since if since in self._kept else ""
+        if since not in self._told:
+            before, now = self._kept.get(since, {}), self._kept[self.version]
+            self._told[since] = changes_of(before, now, since, self.version)
+        return self._told[since]
+
+
+def changes_of(
+    before: Mapping[str, frozenset[str]],
+    now: Mapping[str, frozenset[str]],
+    since: str = "",
+    version: str = "",
+) -> TemplateChanges:
+    """What is other in the second listing, and the versions of both."""
+    return TemplateChanges(version, since, added=_more(now, before), removed=_more(before, now))
+
+
+def _more(
+    these: Mapping[str, frozenset[str]], those: Mapping[str, frozenset[str]]
+) -> dict[str, tuple[str, ...]]:
+    """What is here and not there, by tier."""
+    found = {tier: ids - those.get(tier, _NOTHING) for tier, ids in these.items()}
+    return {tier: tuple(sorted(ids)) for tier, ids in found.items() if ids}

@@ -1,0 +1,1 @@
+"""What an edit needs on a host or a device, and how it comes there."""

@@ -1,0 +1,194 @@
+"""What of one kind is on the device, who needs it, and what makes room for what.
+
+An owner (an edit, a priming, another process's session) holds what it needs from when it is
+accepted until it ends: what it waits for, or steps with, is not evicted. Of the rest the least used
+per byte goes first. Used by one thread at a time; loading goes on in others (`ResourceLoader`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic
+
+from maskserve_common.contracts.status_record import ADAPTERS_LISTED, AdapterStatus
+from maskserve_common.errors import MaskserveError, Overloaded
+from maskserve_common.files.adapter_folder import AdapterFile
+from maskserve_common.observations import Observations
+from maskserve_common.resources.load_costs import LoadCosts
+from maskserve_common.resources.loading import Kind, Loaded, Source, W
+from maskserve_common.resources.popularity import Popularity
+from maskserve_common.resources.residency import Residency, Resource
+
+
+class Holdings(ABC, Generic[W]):
+    """Those of one kind.
+
+    Args:
+        kind: of them.
+        residency: keeps the kind's budget, and who waits.
+        source: brings them.
+        came: hands its news to this object's thread, which passes them to `arrived` or `failed`.
+        observations: of the worker.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        residency: Residency,
+        source: Source[W],
+        came: Callable[[W, Loaded | MaskserveError], None],
+        observations: Observations,
+    ) -> None:
+        self.kind, self._residency, self._source, self._came = kind, residency, source, came
+        self._observations, self._popularity = observations, Popularity()
+        self.costs, self.counters = LoadCosts(kind.estimates), kind.counters()
+        self._loaded: dict[str, tuple[str, Loaded]] = {}
+        """Version → name and what is on the device."""
+        self._coming: dict[str, tuple[str, int]] = {}
+        """Version → name and bytes, as records have them, of what is on its way."""
+        self._owners: dict[str, tuple[Resource, ...]] = {}
+        """What each holds."""
+        self._listed: tuple[AdapterStatus, ...] | None = None
+        self._listed_host: tuple[AdapterFile, ...] = ()
+
+    def resource(self, wanted: W) -> Resource:
+        return Resource(self.kind.name, wanted.version)
+
+    def hold(self, owner: str, wanted: Sequence[W]) -> tuple[Resource, ...]:
+        """Keep these for an owner, and have brought what is not here; the latter.
+
+        Raises:
+            MaskserveError: one of them cannot be had; nothing is kept then.
+        """
+        each = {self.resource(one): one for one in wanted}
+        if owner not in self._owners:
+            self._book(owner, each)
+            self._owners[owner] = tuple(each)
+            for resource in each:
+                self._residency.pin(resource)
+                self._popularity.used(resource.name)
+        try:
+            for resource, one in each.items():
+                self._bring(resource, one)
+        except MaskserveError:
+            self.let_go(owner)
+            raise
+        return tuple([one for one in each if self._residency.state(one) != "here"])
+
+    def let_go(self, owner: str) -> None:
+        """It has ended, or goes on without any."""
+        for resource in self._owners.pop(owner, ()):
+            self._residency.unpin(resource)
+            self._give_back(owner, resource)
+
+    def arrived(self, wanted: W, loaded: Loaded) -> list[str]:
+        """It can be used; the edits that wait for nothing more."""
+        labels = (loaded.source,) if len(self.kind.estimates) > 1 else ()
+        self._observations.add(f"{self.kind.metrics}_load_seconds", loaded.seconds, *labels)
+        self.costs.add(loaded.source, loaded.file_bytes, loaded.seconds)
+        self._coming.pop(wanted.version, None)
+        self._loaded[wanted.version], self._listed = (wanted.name, loaded), None
+        return self._residency.arrived(self.resource(wanted))
+
+    def failed(self, wanted: W, error: MaskserveError) -> list[str]:
+        """It will not come; the edits that waited for it."""
+        self.counters[f"{self.kind.metrics}_load_failures_total"] += 1
+        self._coming.pop(wanted.version, None)
+        self._listed = None
+        return self._residency.failed(self.resource(wanted), error)
+
+    def dropped(self, resource: Resource) -> None:
+        """It has made room for another, or is lost."""
+        self.counters[f"{self.kind.metrics}_evictions_total"] += 1
+        self._loaded.pop(resource.name, None)
+        self._listed = None
+
+    def waited(self, seconds: float) -> None:
+        """An edit has gone on after so long a wait for some."""
+        self._observations.add(f"{self.kind.metrics}_wait_seconds", seconds)
+
+    def loaded(self, wanted: W) -> Loaded:
+        """One that is here."""
+        return self._loaded[wanted.version][1]
+
+    def digest(self, wanted: W) -> str:
+        """sha256 of the files of one that is here."""
+        return self.loaded(wanted).digest
+
+    def names(self) -> tuple[str, ...]:
+        """Of those on the device."""
+        return tuple(sorted({name for name, _ in self._loaded.values()}))
+
+    def nbytes(self) -> int:
+        """Of those on the device."""
+        return sum(loaded.nbytes for _, loaded in self._loaded.values())
+
+    def typical_bytes(self) -> float:
+        """See `Source.typical_bytes`."""
+        return self._source.typical_bytes()
+
+    def listed(self) -> tuple[AdapterStatus, ...]:
+        """What routers are told of; the same object for as long as nothing changes."""
+        host = self._on_host()
+        if self._listed is None or host is not self._listed_host:
+            self._listed_host = host
+            found = {
+                each.name: AdapterStatus(each.name, "host", each.nbytes, each.digest)
+                for each in host
+            }
+            for name, nbytes in self._coming.values():
+                found[name] = AdapterStatus(name, "coming", nbytes)
+            for name, loaded in self._loaded.values():
+                found.pop(name, None)  # else it would keep its place among those on the host
+                found[name] = AdapterStatus(name, "device", loaded.file_bytes, loaded.digest)
+            self._listed = tuple(found.values())[-ADAPTERS_LISTED:]
+        return self._listed
+
+    def _book(self, owner: str, wanted: Mapping[Resource, W]) -> None:
+        """An owner begins to hold these. Raises Overloaded: they are not for it to hold."""
+
+    def _give_back(self, owner: str, resource: Resource) -> None:
+        """It holds this one no more."""
+
+    def _on_host(self) -> tuple[AdapterFile, ...]:
+        """Files in the host's memory that routers are told of; the same object for as long as they
+        are the same.
+        """
+        return ()
+
+    def _bring(self, resource: Resource, wanted: W) -> None:
+        if self._residency.state(resource) in ("here", "coming"):
+            self._value(resource)
+            return
+        # It is asked for now, so all that nobody holds may go for it, whatever its worth.
+        if not self._load(resource, wanted, math.inf):
+            kind = self.kind
+            raise Overloaded(
+                f"{kind.setting}: there is no room for {kind.noun} {wanted.name} beside those of "
+                f"the edits under way ({kind.budget}); try again later"
+            )
+
+    def _load(self, resource: Resource, wanted: W, worth: float) -> bool:
+        """Have it loaded, if there is room or what is worth less makes it; whether there is."""
+        device_bytes, shown = self._bytes(wanted)
+        if not self._residency.coming(resource, device_bytes, worth):
+            return False
+        self._value(resource)
+        self._coming[wanted.version], self._listed = (wanted.name, shown), None
+        self._source.load(wanted, lambda outcome: self._came(wanted, outcome))
+        return True
+
+    @abstractmethod
+    def _bytes(self, wanted: W) -> tuple[int, int]:
+        """That it will take on the device, and as records say.
+
+        Raises:
+            MaskserveError: it is not served, or no longer.
+        """
+
+    def _value(self, resource: Resource) -> None:
+        """Who goes first when another needs room: the least uses per byte."""
+        worth = self._popularity.worth(resource.name, self._residency.nbytes_of(resource))
+        self._residency.touch(resource, worth)

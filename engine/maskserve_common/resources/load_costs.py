@@ -1,0 +1,33 @@
+"""What it has cost lately to bring LoRAs or ControlNets to the device, by where they were."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from maskserve_common.contracts.status_record import LoadCost
+from maskserve_common.line_fit import fit
+
+_LOADS_KEPT = 64
+"""Of each source, that costs are fitted to."""
+
+
+class LoadCosts:
+    """Costs by source.
+
+    Args:
+        estimates: what stands for a source until two loads from it were measured.
+    """
+
+    def __init__(self, estimates: Mapping[str, LoadCost]) -> None:
+        self.published: Mapping[str, LoadCost] = dict(estimates)
+        self._samples: dict[str, deque[tuple[int, float]]] = {}
+
+    def add(self, source: str, nbytes: int, seconds: float) -> None:
+        """A load of so many bytes took so long."""
+        kept = self._samples.setdefault(source, deque(maxlen=_LOADS_KEPT))
+        kept.append((nbytes, seconds))
+        if len(kept) > 1:
+            sizes, times = zip(*kept, strict=True)
+            line = fit(sizes, times)
+            self.published = {**self.published, source: LoadCost(line.fixed, line.per_unit)}

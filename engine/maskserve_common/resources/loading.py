@@ -1,0 +1,138 @@
+"""Bringing what edits name to a device, in threads that no step waits for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from maskserve_common.contracts.status_record import LoadCost
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+
+_log = logging.getLogger("maskserve")
+
+
+class Loadable(Protocol):
+    """What an edit names, found as the edit was accepted."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str:
+        """Which one of that name."""
+        ...
+
+
+W = TypeVar("W", bound=Loadable)
+W_contra = TypeVar("W_contra", bound=Loadable, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What there is of its sort: LoRAs, ControlNets."""
+
+    name: str
+    """Of its resources and their budget."""
+    noun: str
+    setting: str
+    """That names them in an edit."""
+    budget: str
+    """Key of the configuration."""
+    metrics: str
+    """What its metrics begin with."""
+    estimates: Mapping[str, LoadCost]
+    """What a load costs before any was measured, by where the files are."""
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the worker's start, by metric; none yet."""
+        return {f"{self.metrics}_load_failures_total": 0, f"{self.metrics}_evictions_total": 0}
+
+
+class Loaded(NamedTuple):
+    """One that steps can be computed with."""
+
+    digest: str
+    """sha256 of its weights' files, one after the other."""
+    nbytes: int
+    """On the device."""
+    seconds: float
+    """From when it was asked for."""
+    file_bytes: int = 0
+    source: str = "storage"
+    """Where its files were when it was asked for: one of its kind's estimates."""
+    layers: Mapping[str, int] = MappingProxyType({})
+    """Numbers that it adds to the denoiser's layers, where that is known."""
+
+
+Done = Callable[[Loaded | MaskserveError], None]
+"""Told, in any thread, what became of a load."""
+
+
+class Source(Protocol[W_contra]):
+    """What `Holdings` has things brought by."""
+
+    def typical_bytes(self) -> float:
+        """Of the files of one, on average over all that may be asked for; 0: none is known."""
+        ...
+
+    def load(self, wanted: W_contra, done: Done) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ResourceLoader(ABC, Generic[W]):
+    """Loads in threads of its own; errors that may be told to a client come out as such.
+
+    Args:
+        kind: of what it loads.
+        at_once: loads that may be under way together.
+    """
+
+    def __init__(self, kind: Kind, at_once: int = 1) -> None:
+        self._kind = kind
+        self._pool = ThreadPoolExecutor(at_once, f"{kind.name}s")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def load(self, wanted: W, done: Done) -> None:
+        """Have it loaded; `done` is told in another thread what became of it."""
+        self._pool.submit(self._load, wanted, done, time.monotonic())
+
+    @abstractmethod
+    def _brought(self, wanted: W, begin: float) -> Loaded:
+        """Bring it to the device.
+
+        Args:
+            wanted: what.
+            begin: when it was asked for, on time.monotonic's clock.
+
+        Raises:
+            MaskserveError: to be told as it is.
+            ValueError: it cannot be served; the text goes on behind its name.
+            FileNotFoundError: it has gone meanwhile.
+            MemoryError: there is no room.
+        """
+
+    def _load(self, wanted: W, done: Done, begin: float) -> None:
+        kind = self._kind
+        which = f"{kind.noun} {wanted.name}"
+        try:
+            outcome: Loaded | MaskserveError = self._brought(wanted, begin)
+        except MaskserveError as error:
+            outcome = error
+        except ValueError as error:
+            outcome = InvalidRequest(kind.setting, f"{which} {error}")
+        except (FileNotFoundError, MemoryError) as error:
+            _log.warning("%s could not be loaded: %s", which, error)
+            outcome = Overloaded(f"{kind.setting}: {which} could not be loaded now; try again")
+        except Exception:
+            _log.exception("%s could not be loaded", which)
+            outcome = EngineFailed(f"{kind.setting}: {which} could not be loaded")
+        done(outcome)

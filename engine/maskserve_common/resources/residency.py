@@ -1,0 +1,195 @@
+"""What edits need before they can run, which of it is here, and who waits for it.
+
+    absent ──coming()──► coming ──arrived()──► here
+                            └────failed()────► failed        both begin anew with coming()
+
+A kind of resource with a byte budget is kept by it: it is `here` until something of more value
+takes its room. Of other kinds (templates, whose entries the store keeps) only who waits is known:
+they are absent again once their waiters were told. Used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from maskserve_common.contracts.keys import scope_of
+from maskserve_common.errors import MaskserveError, Overloaded
+from maskserve_common.shares import room
+
+
+class Resource(NamedTuple):
+    kind: str
+    """Such as `template`."""
+    name: str
+
+
+Residence = Literal["absent", "coming", "here", "failed"]
+
+
+@dataclass(slots=True)
+class _Held:
+    state: Residence
+    nbytes: int
+    score: float
+    error: MaskserveError | None = None
+
+
+class Residency:
+    """Resources by name, and the edits that wait for sets of them.
+
+    Args:
+        most_waiting: edits that may wait.
+        budgets: kind → bytes; kinds that are not named are kept by somebody else.
+        evict: told what has to go.
+    """
+
+    def __init__(
+        self,
+        most_waiting: int,
+        budgets: Mapping[str, int] | None = None,
+        evict: Callable[[Resource], None] = lambda resource: None,
+    ) -> None:
+        self._most, self._budgets, self._evict = most_waiting, dict(budgets or {}), evict
+        self._held: dict[Resource, _Held] = {}
+        self._pins: Counter[Resource] = Counter()
+        self._missing: dict[str, set[Resource]] = {}
+        """Request id → what it waits for; in the order in which they came."""
+
+    def state(self, resource: Resource) -> Residence:
+        held = self._held.get(resource)
+        return "absent" if held is None else held.state
+
+    def error(self, resource: Resource) -> MaskserveError | None:
+        """Why it failed, where it did."""
+        held = self._held.get(resource)
+        return None if held is None else held.error
+
+    def nbytes(self, kind: str) -> int:
+        """Of a kind: what is here and what is coming."""
+        return sum(h.nbytes for resource, h in self._held.items() if resource.kind == kind)
+
+    def nbytes_of(self, resource: Resource) -> int:
+        """What is booked for it."""
+        held = self._held.get(resource)
+        return 0 if held is None else held.nbytes
+
+    def coming(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
+        """Book its bytes and say that it is on its way; False: there is no room for it.
+
+        What is here of its kind with the lowest score goes first; nothing of a higher score goes
+        for it, nothing pinned, nothing on its way.
+        """
+        if self.state(resource) in ("coming", "here"):
+            return True
+        gone = self._to_go(resource, nbytes, score)
+        if gone is None:
+            return False
+        for each in gone:
+            self.drop(each)
+        self._held[resource] = _Held("coming", nbytes, score)
+        return True
+
+    def arrived(self, resource: Resource) -> list[str]:
+        """It can be used; the edits that wait for nothing more, in the order in which they came."""
+        if resource.kind in self._budgets:
+            held = self._held.setdefault(resource, _Held("coming", 0, 0.0))
+            held.state, held.error = "here", None
+        else:
+            self._held.pop(resource, None)
+        ready = []
+        for request_id, missing in self._missing.items():
+            missing.discard(resource)
+            if not missing:
+                ready.append(request_id)
+        for request_id in ready:
+            del self._missing[request_id]
+        return ready
+
+    def failed(self, resource: Resource, error: MaskserveError) -> list[str]:
+        """It will not come: the edits that waited for it, which wait no longer."""
+        self._held[resource] = _Held("failed", 0, 0.0, error)
+        hurt = [name for name, missing in self._missing.items() if resource in missing]
+        for request_id in hurt:
+            del self._missing[request_id]
+        return hurt
+
+    def wait(self, request_id: str, resources: Iterable[Resource]) -> bool:
+        """Have an edit wait until all of these are here; False: they are, it need not wait.
+
+        Raises:
+            MaskserveError: one of them has failed.
+            Overloaded: no more may wait, in all or of its key.
+        """
+        missing = {each for each in resources if self.state(each) != "here"}
+        for each in missing:
+            error = self.error(each)
+            if error is not None:
+                raise error
+        if not missing:
+            return False
+        key = scope_of(request_id)
+        own = sum(scope_of(name) == key for name in self._missing)
+        if room(self._most, len(self._missing), own, key) < 1:
+            kinds = " or ".join(sorted({each.kind for each in missing}))
+            whose = " of this key" if len(self._missing) < self._most else ""
+            count = own if whose else len(self._missing)
+            raise Overloaded(f"{count} edits{whose} wait for their {kinds}; try again later")
+        self._missing[request_id] = missing
+        return True
+
+    def leave(self, request_id: str) -> None:
+        """It is answered; else a later edit of this id would be taken for it."""
+        self._missing.pop(request_id, None)
+
+    def pin(self, resource: Resource) -> None:
+        """Keep it, if it is here or comes, until `unpin` was called as often as this."""
+        self._pins[resource] += 1
+
+    def unpin(self, resource: Resource) -> None:
+        self._pins[resource] -= 1
+        if self._pins[resource] <= 0:
+            del self._pins[resource]
+
+    def pinned(self, resource: Resource) -> bool:
+        return resource in self._pins
+
+    def touch(self, resource: Resource, score: float) -> None:
+        """What is here, or coming, is worth so much now."""
+        self._held[resource].score = score
+
+    def drop(self, resource: Resource) -> None:
+        """It goes, if it is here."""
+        if self.state(resource) == "here":
+            del self._held[resource]
+            self._evict(resource)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a budget is passed, or an edit waits for nothing."""
+        for kind, budget in self._budgets.items():
+            assert self.nbytes(kind) <= budget, f"{kind}: {self.nbytes(kind)} of {budget} bytes"
+        assert all(self._missing.values()), "an edit waits for nothing"
+
+    def _to_go(self, resource: Resource, nbytes: int, score: float) -> list[Resource] | None:
+        """What makes room for it; None: it does not fit."""
+        budget = self._budgets.get(resource.kind)
+        if budget is None:
+            return []
+        over = self.nbytes(resource.kind) + nbytes - budget
+        others = [
+            (held.score, each)
+            for each, held in self._held.items()
+            if each.kind == resource.kind
+            and held.state == "here"
+            and held.score <= score
+            and each not in self._pins
+        ]
+        gone: list[Resource] = []
+        for _, each in sorted(others):
+            if over <= 0:
+                break
+            gone.append(each)
+            over -= self._held[each].nbytes
+        return gone if over <= 0 else None

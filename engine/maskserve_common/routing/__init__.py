@@ -1,0 +1,45 @@
+"""Which worker takes an edit (FlashPS §4.4, Algorithm 2): pure functions of what is known.
+
+pricing   what a row costs on a worker: a few linear coefficients
+view      what is known of a worker: its rows, its queue, the templates it has
+adapters  where LoRAs are, and how long they take to come
+predict   when an edit would be done on a worker
+policies  the rules that choose
+board     views of many workers by columns, for the rule that predicts
+"""
+
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.routing.adapters import AdapterView
+from maskserve_common.routing.board import Board
+from maskserve_common.routing.policies import (
+    POLICIES,
+    LeastRequests,
+    LeastTokens,
+    MaskAware,
+    NoWorkerAvailable,
+    Policy,
+    RoundRobin,
+    make_policy,
+)
+from maskserve_common.routing.predict import dealt, predicted_seconds
+from maskserve_common.routing.profile import RowLoad
+from maskserve_common.routing.view import Edit, WorkerView
+
+__all__ = [
+    "POLICIES",
+    "AdapterView",
+    "Board",
+    "Edit",
+    "LeastRequests",
+    "LeastTokens",
+    "MaskAware",
+    "NoWorkerAvailable",
+    "Policy",
+    "Pricing",
+    "RoundRobin",
+    "RowLoad",
+    "WorkerView",
+    "dealt",
+    "make_policy",
+    "predicted_seconds",
+]

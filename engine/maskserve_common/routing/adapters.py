@@ -1,0 +1,69 @@
+"""Where a worker has LoRAs and ControlNets, and how long it takes to bring others to its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from maskserve_common.contracts.status_record import AdapterStatus, LoadCost, WorkerStatus
+
+_LEFT = 0.5
+"""Share of a load that is still to come, of one that somebody else has begun: on average half."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """LoRAs, or ControlNets, by name, as a worker's record lists them. Immutable."""
+
+    held: Mapping[str, AdapterStatus]
+    loads: Mapping[str, LoadCost]
+    """`host` and `storage` -> cost of a load from there."""
+    typical_bytes: float
+    """Of one that the worker does not have."""
+    coming: frozenset[str] = frozenset()
+    """AskedNode for by edits on their way to the worker."""
+
+    @classmethod
+    def from_status(cls, status: WorkerStatus) -> AdapterView | None:
+        """None: the worker says nothing of adapters."""
+        if not status.adapter_loads:
+            return None
+        held = {each.name: each for each in status.adapters}
+        return cls(held, status.adapter_loads, status.typical_adapter_bytes)
+
+    @classmethod
+    def of_controlnets(cls, status: WorkerStatus) -> AdapterView | None:
+        """None: the worker says nothing of ControlNets."""
+        if not status.controlnet_loads:
+            return None
+        held = {each.name: each for each in status.controlnets}
+        return cls(held, status.controlnet_loads, status.typical_controlnet_bytes)
+
+    def seconds(self, names: Iterable[str]) -> float:
+        """Until all of these can be used. They come side by side, so the longest load counts."""
+        return max((self._seconds(name) for name in names), default=0.0)
+
+    def nbytes(self, names: Iterable[str]) -> float:
+        """Of the files of all of these."""
+        return sum(map(self._nbytes, names))
+
+    def asked(self, names: Iterable[str]) -> AdapterView:
+        """The same, with edits on their way that need these."""
+        more = self.coming.union(names)
+        return self if more == self.coming else replace(self, coming=more)
+
+    def _seconds(self, name: str) -> float:
+        held = self.held.get(name)
+        if held is not None and held.tier == "device":
+            return 0.0
+        source = "host" if held is not None and held.tier == "host" else "storage"
+        cost = self.loads.get(source)
+        if cost is None:
+            return 0.0
+        whole = cost.seconds(self._nbytes(name))
+        begun = name in self.coming or (held is not None and held.tier == "coming")
+        return whole * (_LEFT if begun else 1.0)
+
+    def _nbytes(self, name: str) -> float:
+        held = self.held.get(name)
+        return self.typical_bytes if held is None else held.nbytes

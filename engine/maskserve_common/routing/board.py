@@ -1,0 +1,394 @@
+"""Views of many workers by columns: one decision among a thousand is some additions of arrays.
+
+What a worker's view says is written into its row when the view changes. `score` then does in arrays
+what `predicted_seconds` does for one worker, in the same order of operations, so that both give the
+same number. Where an edit or a worker has more to it than that (LoRAs, ControlNets, several devices
+for an edit, others that wait and are less urgent) the array has a lower bound, and who could still
+be first by it is asked by `predicted_seconds` itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from maskserve_common.contracts.keys import entries_id
+from maskserve_common.contracts.tiers import DEVICE, HOST, TIERS
+from maskserve_common.routing.predict import predicted_seconds
+from maskserve_common.routing.profile import Profile
+from maskserve_common.routing.view import Edit, WorkerView
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+Rows: TypeAlias = npt.NDArray[np.intp]
+Holders: TypeAlias = Callable[[str, str, int], Flags]
+"""`(tier, entries_id, count)` -> which of the first so many rows have it there."""
+
+_TIERS = tuple(TIERS)
+_HOST, _DEVICE = _TIERS.index(HOST.name), _TIERS.index(DEVICE.name)
+_COLUMNS = (
+    "step",
+    "dense_row",
+    "tokens",
+    "cached_row",
+    "active_token",
+    "spare_token",
+    "ring_template",
+    "ring_own",
+    "ahead",
+    "between_row",
+    "between_token",
+    "whole_row",
+    "whole_token",
+    "as_of",
+    "waits",
+    "degree",
+    "slowdown",
+    "rest",
+    *(f"fetch_{tier}" for tier in _TIERS),
+)
+_AT = {name: number for number, name in enumerate(_COLUMNS)}
+_FETCH = _AT[f"fetch_{_TIERS[0]}"]
+_FIRST_ROWS = 64
+_KNOTS = 40
+"""Of a profile, at most; a worker with more is asked itself."""
+_ALL, _URGENT = 0, 1
+"""Profiles of a worker: all that it has, and what is before the most urgent edit."""
+_FEW = 12
+"""Workers that are asked one by one in less time."""
+_BELOW = 1.0 - 1e-9
+"""Of a bound that was summed in another order."""
+_MOST_ASKED = 64
+"""Workers that are asked for an estimate that arrays do not give."""
+
+
+class Board:
+    """Rows of workers, by number.
+
+    Args:
+        holders: says who has a template.
+    """
+
+    def __init__(self, holders: Holders) -> None:
+        self._holders = holders
+        self._views: list[WorkerView | None] = []
+        self._models: dict[str, int] = {}
+        self._size(_FIRST_ROWS)
+
+    def _size(self, rows: int) -> None:
+        """Room for so many rows; what is there stays."""
+
+        def larger(name: str, shape: tuple[int, ...], kind: type) -> None:
+            new: npt.NDArray[Any] = np.zeros((rows, *shape), kind)
+            old = getattr(self, name, None)
+            if old is not None:
+                new[: len(old)] = old
+            setattr(self, name, new)
+
+        larger("_costs", (len(_COLUMNS),), np.float64)
+        larger("_flags", (5,), np.bool_)  # ready, takes, plain, all templates, there
+        larger("_model", (), np.intp)
+        larger("_urgency", (2,), np.float64)
+        larger("_free_at", (2,), np.int64)
+        larger("_knots", (2, _KNOTS), np.int64)
+        larger("_work", (4, 2, _KNOTS), np.float64)
+
+    _costs: Floats
+    _flags: Flags
+    _model: Rows
+    _urgency: Floats
+    """Lowest priority and latest due time of those that wait."""
+    _free_at: npt.NDArray[np.int64]
+    _knots: npt.NDArray[np.int64]
+    _work: Floats
+    """Busy, its slope, loading, its slope; of each profile at each knot."""
+
+    def put(
+        self,
+        number: int,
+        view: WorkerView,
+        slowdown: float = 1.0,
+        rest: float = 0.0,
+        *,
+        there: bool | None = None,
+    ) -> None:
+        """Write a worker's row anew.
+
+        Args:
+            number: of the worker.
+            view: as it is now.
+            slowdown: how many times its denoising an edit takes there to be answered.
+            rest: and seconds per token.
+            there: whether it says that it takes edits, if they are sent to it now or not; None: as
+                its view.
+        """
+        while number >= len(self._costs):
+            self._size(2 * len(self._costs))
+        self._views.extend([None] * (number + 1 - len(self._views)))
+        self._views[number] = view
+        pricing, rings = view.pricing, view.pricing.rings
+        between, whole = pricing.between, pricing.whole
+        profile = view.profile
+        self._costs[number] = (
+            pricing.step,
+            pricing.dense_row,
+            pricing.tokens,
+            pricing.cached_row,
+            pricing.active_token,
+            pricing.spare_token,
+            math.nan if rings.template is None else rings.template,
+            math.nan if rings.own is None else rings.own,
+            rings.ahead,
+            math.nan if between is None else between.cached_row,
+            math.nan if between is None else between.active_token,
+            math.nan if whole is None else whole.cached_row,
+            math.nan if whole is None else whole.active_token,
+            view.as_of,
+            profile.free_at * pricing.step + profile.until(profile.free_at)[0],
+            min([1.0, *(min(each.dense, each.cached) for each in pricing.degrees)]),
+            slowdown,
+            rest,
+            *(pricing.fetch_s(tier) for tier in _TIERS),
+        )
+        fits = len(profile.knots) <= _KNOTS
+        self._flags[number] = (
+            view.ready,
+            view.ready and len(view.waiting) < (view.max_waiting or view.free_rows),
+            fits and not pricing.degrees,
+            view.templates is None,
+            view.ready if there is None else there,
+        )
+        self._model[number] = self._models.setdefault(view.model, len(self._models))
+        self._urgency[number] = view.lowest_priority, view.latest_due
+        free = view.free_rows
+        urgent = view.profile_of(view.waiting[:free]) if len(view.waiting) > free else profile
+        self._put_profile(number, _ALL, profile)
+        self._put_profile(number, _URGENT, urgent)
+
+    def _put_profile(self, number: int, which: int, profile: Profile) -> None:
+        count = len(profile.knots)
+        if count > _KNOTS:  # as if it had nothing to do: a lower bound
+            profile, count = Profile(0, (0,), (0.0,), (0.0,), (0.0,), (0.0,)), 1
+        self._free_at[number, which] = profile.free_at
+        self._knots[number, which, :count] = profile.knots
+        self._knots[number, which, count:] = np.iinfo(np.int64).max
+        self._work[number, :, which, :count] = profile[2:]
+
+    def drop(self, number: int) -> None:
+        """The worker is gone."""
+        self._views[number] = None
+        self._flags[number] = False
+
+    def view(self, number: int) -> WorkerView:
+        view = self._views[number]
+        assert view is not None
+        return view
+
+    def serving(self, edit: Edit) -> Rows:
+        """Who takes edits like this one, now or once there is a place."""
+        return self._of_model(edit, self._flags[:, 0])
+
+    def there(self, edit: Edit) -> Rows:
+        """Who says that it serves it, also where nothing is sent for a time."""
+        return self._of_model(edit, self._flags[:, 4])
+
+    def taking(self, edit: Edit) -> Rows:
+        """Who has a place for it."""
+        return self._of_model(edit, self._flags[:, 1])
+
+    def _of_model(self, edit: Edit, those: Flags) -> Rows:
+        if edit.model:
+            those = those & (self._model == self._models.get(edit.model, -1))
+        return np.flatnonzero(those)
+
+    def choose(self, edit: Edit, now: float, without: Collection[int] = ()) -> int | None:
+        """The worker that would be done first, the lowest id of several: as `MaskAware`.
+
+        Args:
+            edit: the edit.
+            now: as of `predicted_seconds`.
+            without: numbers that are passed over.
+
+        Returns:
+            its number; None: nobody has a place.
+        """
+        rows = self.taking(edit)
+        if without:
+            rows = rows[~np.isin(rows, list(without))]
+        best: tuple[float, str, int] | None = None
+
+        def ask(number: int) -> None:
+            nonlocal best
+            view = self.view(number)
+            asked = (predicted_seconds(edit, view, now), view.worker, number)
+            best = asked if best is None else min(best, asked)
+
+        if len(rows) <= _FEW:
+            for number in rows.tolist():
+                ask(number)
+            return best[2] if best else None
+        scores, exact = self._scores(edit, now, rows)
+        if exact.any():
+            least = float(scores[exact].min())
+            tied = rows[exact & (scores == least)].tolist()
+            best = min((least, self.view(number).worker, number) for number in tied)
+        for floor, number in _ascending(scores[~exact], rows[~exact]):
+            if best is not None and floor * _BELOW > best[0]:
+                break
+            ask(number)
+        return best[2] if best else None
+
+    def least_s(
+        self,
+        edit: Edit,
+        now: float,
+        rows: Rows,
+        ask: Callable[[int], float],
+        *,
+        alone: bool = False,
+        primed: bool = False,
+    ) -> float | None:
+        """Seconds to an edit's answer from whom among these it would take least.
+
+        Args:
+            edit: which may step down, where it has levels for that.
+            now: as of `predicted_seconds`.
+            rows: numbers of workers.
+            ask: what it takes at one of them; asked of the most promising, where arrays do not say.
+            alone: as if they had nothing else to do.
+            primed: as if they had its template.
+
+        Returns:
+            None: there are no such workers.
+        """
+        if len(rows) <= _FEW:
+            return min(map(ask, rows.tolist()), default=None)
+        scores, exact = self._scores(edit, now, rows, alone=alone, primed=primed)
+        costs = self._costs[rows]
+        scores = costs[:, _AT["slowdown"]] * scores + costs[:, _AT["rest"]] * edit.total_tokens
+        if edit.cached_levels or edit.own_levels or edit.dense_levels:
+            exact = np.zeros_like(exact)
+        best = float(scores[exact].min()) if exact.any() else math.inf
+        for count, (floor, number) in enumerate(_ascending(scores[~exact], rows[~exact])):
+            if floor * _BELOW > best or count == _MOST_ASKED:
+                break
+            best = min(best, ask(number))
+        return best
+
+    def earliest(self, rows: Rows, count: int) -> list[int]:
+        """Of these the ones at which a new row gets a place first, at most so many."""
+        waits = self._costs[rows, _AT["waits"]]
+        order = np.argsort(waits, kind="stable")[:count]
+        found: list[int] = rows[order].tolist()
+        return found
+
+    def _scores(
+        self, edit: Edit, now: float, rows: Rows, *, alone: bool = False, primed: bool = False
+    ) -> tuple[Floats, Flags]:
+        """Seconds until the edit would be done at each of these, and whether that is exact; else it
+        is a lower bound.
+        """
+        costs, steps = self._costs[rows], edit.steps
+        step = costs[:, _AT["step"]]
+        compute, load, fetch = self._prices(edit, rows, costs, primed=primed)
+        exact = self._flags[rows, 2]
+        if edit.adapters or edit.controls:
+            exact = np.zeros_like(exact)
+        compute = compute * costs[:, _AT["degree"]]
+        own = steps * (step + compute)
+        if alone:
+            return np.maximum(own, steps * load) + np.where(exact, fetch, 0.0), exact
+        reordered = (edit.priority > self._urgency[rows, 0]) | (edit.due < self._urgency[rows, 1])
+        exact = exact & ~reordered
+        which = reordered.astype(np.intp)
+        free_at = self._free_at[rows, which]
+        horizon = free_at + steps
+        knots = self._knots[rows, which]
+        at = (knots <= horizon[:, None]).sum(1) - 1
+        beyond = horizon - knots[np.arange(len(rows)), at]
+        busy, busy_slope, loading, loading_slope = self._work[rows, :, which, at].T
+        busy, loading = busy + busy_slope * beyond, loading + loading_slope * beyond
+        total = np.maximum(own + free_at * step + busy, steps * load + loading)
+        passed = now - costs[:, _AT["as_of"]]
+        total = np.where(passed > 0.0, np.maximum(total - passed, own), total)
+        later = np.maximum(fetch - costs[:, _AT["waits"]], 0.0)
+        return total + np.where(exact & (fetch > 0.0), later, 0.0), exact
+
+    def _prices(
+        self, edit: Edit, rows: Rows, costs: Floats, *, primed: bool
+    ) -> tuple[Floats, Floats, Floats]:
+        """`WorkerView.price` without LoRAs, ControlNets and further devices."""
+        total, active_tokens, steps = edit.total_tokens, edit.active(None), edit.steps
+        tokens = costs[:, _AT["tokens"]]
+        size = np.where(tokens > 0.0, total / np.where(tokens > 0.0, tokens, 1.0), 1.0)
+        dense = costs[:, _AT["dense_row"]] * size
+
+        def tokens_of(ring: Floats, ahead: Floats | float) -> Floats:
+            """As `Edit.active`."""
+            with_ring = (1.0 + ahead) * edit.inner_tokens + ring * edit.ring_tokens
+            return np.where(np.isnan(ring), (1.0 + ahead) * edit.active_tokens, with_ring)
+
+        def row(base: str, token: str, active: Floats | float) -> tuple[Floats, Floats]:
+            """As `Pricing.row` of a cached row; the price of a row that is not there is NaN."""
+            compute = costs[:, _AT[base]] + costs[:, _AT[token]] * active
+            load = costs[:, _AT["spare_token"]] * np.maximum(total - active, 0.0)
+            dear = (compute >= dense) | (load >= dense)
+            return np.where(dear, dense, compute), np.where(dear, 0.0, load)
+
+        ring = tokens_of(costs[:, _AT["ring_template"]], costs[:, _AT["ahead"]])
+        read = active_tokens if edit.controls else ring
+        cached, load = row("cached_row", "active_token", read)
+        whole, whole_load = row("whole_row", "whole_token", active_tokens)
+        # Without a template: with anchors of its own, or dense.
+        compute = dense
+        if edit.own_steps:
+            active = tokens_of(costs[:, _AT["ring_own"]], 0.0)
+            added = costs[:, _AT["between_row"]] * size + costs[:, _AT["between_token"]] * active
+            between = np.where(
+                np.isnan(added),
+                row("cached_row", "active_token", active)[0],
+                np.minimum(dense, added),
+            )
+            share, first = edit.own_steps / steps, 1.0 / steps
+            compute = np.minimum(dense, share * dense + (1.0 - first) * between)
+        nothing = np.zeros(len(rows))
+        tiers = self._tiers(edit, rows, primed=primed)
+        if (tiers < 0).all():
+            return compute, nothing, nothing
+        # With one: leaving out text and ring, or not where that is less.
+        less = whole < cached
+        cached, load = np.where(less, whole, cached), np.where(less, whole_load, load)
+        first = min(1.0, edit.dense_steps / steps)
+        mean = cached + first * (dense - cached)
+        reads = mean < dense
+        brought = self._costs[rows, _FETCH + np.maximum(tiers, 0)]
+        reads &= ~((brought > 0.0) & (brought + steps * mean >= steps * dense))
+        cached = np.where(reads, mean, dense)
+        load = np.where(reads & (tiers != _DEVICE), (1.0 - first) * load, 0.0)
+        fetch = np.where(reads, brought, 0.0)
+        has = tiers >= 0
+        return np.where(has, cached, compute), np.where(has, load, 0.0), np.where(has, fetch, 0.0)
+
+    def _tiers(self, edit: Edit, rows: Rows, *, primed: bool) -> Rows:
+        """Of each the nearest tier that has the template, by its place in `TIERS`; -1: none."""
+        found = np.full(len(rows), -1, np.intp)
+        if not edit.cache or edit.own:
+            return found
+        if primed:
+            found[:] = _HOST
+            return found
+        template, count = entries_id(edit.template_id), len(self._views)
+        for place, tier in reversed([*enumerate(_TIERS)]):
+            found[self._holders(tier, template, count)[rows]] = place
+        found[self._flags[rows, 3]] = _HOST
+        return found
+
+
+def _ascending(scores: Floats, rows: Rows) -> Iterator[tuple[float, int]]:
+    """`(score, number)`, the lowest score first."""
+    order = np.argsort(scores, kind="stable")
+    return zip(scores[order].tolist(), rows[order].tolist(), strict=True)

@@ -1,0 +1,85 @@
+"""When an edit would be done on a worker (FlashPS Algorithm 2, `CalcCost`).
+
+The paper scores the batch that the edit would join by the time of one pipeline pass. Here the
+whole way is followed: rows that end before the edit does stop costing anything, edits that wait
+take their places, and the edit itself may have to wait for one. With the work of all others as a
+function of steps (`profile`), an edit that gets a row after `s` steps and takes `n` is done after
+
+    max(step·N + compute·n + busy(N), load·n + loading(N))     N = s + n
+
+and no step is ever simulated. Loads may run ahead of the computation over step boundaries, as
+prefetching does, so the maximum is taken over the whole way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from maskserve_common.routing.view import Edit, WorkerView
+
+
+def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
+    """Seconds from `now` until `edit` would be done on `worker`, were it sent there now.
+
+    Args:
+        edit: the edit.
+        worker: the worker, whose `takes(edit)` is not asked.
+        now: on the clock of `WorkerView.as_of`; what the worker did since then is subtracted.
+    """
+    compute, load, fetch = worker.price(edit)
+    step, steps = worker.pricing.step, edit.steps
+    profile = worker.profile
+    if edit.priority > worker.lowest_priority or edit.due < worker.latest_due:
+        urgency, free = (edit.priority, -edit.due), worker.free_rows
+        later = (row for row in worker.waiting[free:] if (row.priority, -row.due) >= urgency)
+        ahead = (*worker.waiting[:free], *later)
+        profile = worker.profile_of(ahead)
+    busy, loading = profile.until(profile.free_at + steps)
+    own = steps * (step + compute)
+    total = max(own + profile.free_at * step + busy, steps * load + loading)
+    passed = now - worker.as_of
+    if passed > 0.0:
+        total = max(total - passed, own)
+    fetch = max(fetch, worker.adapter_seconds(edit))
+    if fetch > 0.0:
+        # Entries, LoRAs and ControlNets come, side by side, while the edit waits for its place.
+        waits = profile.free_at * step + profile.until(profile.free_at)[0]
+        total += max(fetch - waits, 0.0)
+    return total
+
+
+class Dealt(NamedTuple):
+    """What each of some workers would get of the edits that wait before them."""
+
+    edits: dict[str, list[Edit]]
+    """By worker."""
+    free_s: dict[str, float]
+    """Seconds until it has a place behind them, by worker."""
+
+
+def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Dealt:
+    """Deal the edits that wait before all workers.
+
+    Each goes where places come free first, by what edits before it take of the worker; so one
+    prediction at each worker is enough for whoever is behind them all.
+
+    Args:
+        edits: in the order in which they get places.
+        workers: that any of them may go to, with the rows that each has; of none, nobody gets any.
+    """
+    free: list[tuple[float, int]] = []
+    for number, worker in enumerate(workers):
+        profile = worker.profile
+        until = profile.free_at * worker.pricing.step + profile.until(profile.free_at)[0]
+        heapq.heappush(free, (until, number))
+    got: dict[str, list[Edit]] = {worker.worker: [] for worker in workers}
+    for edit in edits if workers else ():
+        until, number = free[0]
+        worker = workers[number]
+        compute, load, _ = worker.price(edit)
+        step_s = max(compute + worker.pricing.step / worker.max_rows, load)
+        heapq.heapreplace(free, (until + edit.steps * step_s / worker.devices, number))
+        got[worker.worker].append(edit)
+    return Dealt(got, {workers[number].worker: until for until, number in free})

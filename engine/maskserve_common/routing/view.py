@@ -1,0 +1,304 @@
+"""What a policy knows of an edit and of a worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from maskserve_common.contracts.keys import entries_id
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.reuse_levels import ReuseLevel, beside_entries
+from maskserve_common.contracts.status_record import RowStatus, WorkerStatus
+from maskserve_common.contracts.tiers import DEVICE, HOST, TIERS
+from maskserve_common.routing.adapters import AdapterView
+from maskserve_common.routing.profile import Profile, RowLoad, build_profile
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An edit that looks for a worker."""
+
+    steps: int
+    active_tokens: int
+    total_tokens: int
+    template_id: str = ""
+    priority: int = 0
+    model: str = ""
+    """Name of the model it needs; empty: any."""
+    cache: bool = True
+    """Whether it may use cached activations."""
+    dense_steps: int = 0
+    """First steps that compute all tokens in any case."""
+    own_steps: int = 0
+    """Steps that compute all tokens where its template is not at hand; 0: all do."""
+    own: bool = False
+    """Whether it has these wherever its template is."""
+    inner_tokens: int = 0
+    """Of the active ones those of the mask: all that steps compute which leave its ring out."""
+    ring_tokens: int = 0
+    """Of the ring that these leave out."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRAs that it is made with."""
+    controls: tuple[tuple[str, float], ...] = ()
+    """Names of its ControlNets, each with the share of the steps in which it acts."""
+    cached_levels: tuple[ReuseLevel, ...] = ()
+    """To which it may step down where it would be late and reads a template (`reuse: elastic`)."""
+    own_levels: tuple[ReuseLevel, ...] = ()
+    """Likewise where it has anchors of its own."""
+    dense_levels: tuple[ReuseLevel, ...] = ()
+    """Likewise where it runs dense."""
+    due: float = math.inf
+    """When it should be answered, on the policies' clock: workers give rows to the most urgent.
+    Infinite: at no time, and whoever waits is before it."""
+
+    def active(self, ring_share: float | None, ahead: float = 0.0) -> float:
+        """Tokens that a step of a cached row computes, on average: of `Pricing.rings`."""
+        if ring_share is None:
+            return (1.0 + ahead) * self.active_tokens
+        return (1.0 + ahead) * self.inner_tokens + ring_share * self.ring_tokens
+
+
+class _WayPrice(NamedTuple):
+    """Seconds of an edit that runs in one way, as of `WorkerView.price`."""
+
+    compute: float
+    load: float = 0.0
+    fetch: float = 0.0
+    tokens: float | None = None
+    """That a step which reads something computes, on average; None: the edit runs dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as it was at `as_of`. Immutable: what changes it returns a new one."""
+
+    worker: str
+    pricing: Pricing
+    max_rows: int
+    max_waiting: int
+    running: tuple[RowLoad, ...] = ()
+    waiting: tuple[RowLoad, ...] = ()
+    """In the order in which they get rows."""
+    templates: Mapping[str, Container[str]] | None = None
+    """Tier -> `entries_id` of what it has; `None`: every template is in the host tier."""
+    adapters: AdapterView | None = None
+    controlnets: AdapterView | None = None
+    """`None`: loading one is not known to take any time."""
+    model: str = ""
+    devices: int = 1
+    """With a batch of `max_rows` each, among which rows are spread."""
+    ready: bool = True
+    """Takes new edits: alive, loaded and not draining."""
+    as_of: float = 0.0
+    """Seconds of the clock that the policies' `now` is on."""
+    profile: Profile = field(init=False, repr=False, compare=False)
+    """Made with the view, which happens when a record arrives, so that decisions need not."""
+    lowest_priority: float = field(init=False, repr=False, compare=False)
+    """Of those that wait; infinite without any."""
+    latest_due: float = field(init=False, repr=False, compare=False)
+    """Likewise; minus infinity without any."""
+
+    def __post_init__(self) -> None:
+        profile = self.profile_of(self.waiting)
+        lowest = min((row.priority for row in self.waiting), default=math.inf)
+        object.__setattr__(self, "profile", profile)
+        object.__setattr__(self, "lowest_priority", lowest)
+        latest = max((row.due for row in self.waiting), default=-math.inf)
+        object.__setattr__(self, "latest_due", latest)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that the first of those that wait get at once."""
+        return max(self.devices * self.max_rows - len(self.running), 0)
+
+    def profile_of(self, waiting: tuple[RowLoad, ...]) -> Profile:
+        """What an edit shares its device with, were these all that wait."""
+        each = self.devices
+        return build_profile(self.running[::each], waiting[::each], self.max_rows)
+
+    def serves(self, edit: Edit) -> bool:
+        """Whether the worker takes edits like `edit`, now or once it has a place."""
+        return self.ready and (not edit.model or edit.model == self.model)
+
+    def takes(self, edit: Edit) -> bool:
+        """Whether the worker may be given `edit`."""
+        return self.serves(edit) and len(self.waiting) < (self.max_waiting or self.free_rows)
+
+    def tier_of(self, template_id: str) -> str | None:
+        """The nearest tier that has the template's entries, or `None`."""
+        if self.templates is None:
+            return HOST.name
+        for tier in TIERS:
+            if entries_id(template_id) in self.templates.get(tier, ()):
+                return tier
+        return None
+
+    def price(self, edit: Edit) -> tuple[float, float, float]:
+        """`(compute, load, fetch)` seconds of `edit` here: the first two per step, the last once.
+
+        Without usable entries, or where fetching them takes longer than they save, the edit runs
+        dense at once.
+        """
+        way = self._way(edit)
+        seconds = way.compute
+        if self.pricing.degrees:  # as many devices as it could have beside the others
+            others = len(self.running) + len(self.waiting)
+            cached = way.tokens is not None
+            seconds *= self.pricing.share(self.devices // (others + 1), cached=cached)
+        return seconds, way.load, way.fetch
+
+    def _way(self, edit: Edit) -> _WayPrice:
+        """Of the ways in which the worker could run it, the one of least work, as it chooses."""
+        tier = self._tier(edit)
+        ways = [_WayPrice(self.pricing.dense(edit.total_tokens))]
+        if tier is not None:
+            ways += self._template_ways(edit, tier)
+        elif edit.own_steps:
+            ways.append(self._own_way(edit))
+        dense, *others = [self._with_added(edit, way) for way in ways]
+        best = min([dense, *others], key=lambda way: way.compute)
+        if best.fetch and best.fetch + edit.steps * best.compute >= edit.steps * dense.compute:
+            return dense
+        return best
+
+    def _template_ways(self, edit: Edit, tier: str) -> list[_WayPrice]:
+        """From its template's entries: leaving out text and ring where that is possible, or not."""
+        pricing, total = self.pricing, edit.total_tokens
+        tokens, whole = self._cached_tokens(edit), edit.active(None)
+        rows = [(tokens, *pricing.row(tokens, total, cached=True))]
+        if pricing.whole is not None:
+            rows.append((whole, *pricing.whole_row(whole, total)))
+        first, dense, ways = min(1.0, edit.dense_steps / edit.steps), pricing.dense(total), []
+        for active, compute, load in rows:
+            if compute < dense:
+                mean = compute + first * (dense - compute)
+                loads = 0.0 if tier == DEVICE.name else (1.0 - first) * load
+                ways.append(_WayPrice(mean, loads, pricing.fetch_s(tier), active))
+        return ways
+
+    def _tier(self, edit: Edit) -> str | None:
+        """Where the entries that it reads are; None: it reads none."""
+        return self.tier_of(edit.template_id) if edit.cache and not edit.own else None
+
+    def _cached_tokens(self, edit: Edit) -> float:
+        """That its step computes where it reads a template, on average."""
+        rings = self.pricing.rings
+        # Beside a template a ControlNet goes on with the tokens that its row computes.
+        return edit.active(None) if edit.controls else edit.active(rings.template, rings.ahead)
+
+    def least_share(self, edit: Edit) -> float:
+        """Of its work here, to which it may step down where it would be late."""
+        levels = edit.dense_levels if self._way(edit).tokens is None else edit.own_levels
+        if self._tier(edit) is not None:
+            times = self.pricing.whole_times(edit.active(None), self._cached_tokens(edit))
+            levels = beside_entries(edit.cached_levels, times)
+        return min((level.work for level in levels), default=1.0)
+
+    def _own_way(self, edit: Edit) -> _WayPrice:
+        """With anchors of its own."""
+        active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
+        compute = self.pricing.own_row(active, edit.total_tokens, share, 1.0 / edit.steps)
+        return _WayPrice(compute, tokens=active)
+
+    def _with_added(self, edit: Edit, way: _WayPrice) -> _WayPrice:
+        """With what its ControlNets and LoRAs add to a step."""
+        pricing, cached = self.pricing, way.tokens is not None
+        tokens, seconds = (way.tokens or 0.0, edit.total_tokens), way.compute
+        if edit.controls:
+            seconds += pricing.control_seconds(edit.controls, *tokens, cached=cached)
+        if edit.adapters and self.adapters is not None:
+            nbytes = self.adapters.nbytes(edit.adapters)
+            seconds += pricing.lora_seconds(nbytes, *tokens, cached=cached)
+        return way._replace(compute=seconds)
+
+    def adapter_seconds(self, edit: Edit) -> float:
+        """Seconds until the LoRAs and ControlNets of `edit` can be used here."""
+        seconds = 0.0
+        if edit.adapters and self.adapters is not None:
+            seconds = self.adapters.seconds(edit.adapters)
+        if edit.controls and self.controlnets is not None:
+            seconds = max(seconds, self.controlnets.seconds(_nets(edit)))
+        return seconds
+
+    def row(self, edit: Edit) -> RowLoad:
+        """`edit` as a row of this worker."""
+        way, total = self._way(edit), edit.total_tokens
+        tokens = total if way.tokens is None else min(round(way.tokens), total)
+        return RowLoad(edit.steps, way.compute, way.load, tokens, edit.priority, edit.due)
+
+    def sent(self, edits: Iterable[Edit]) -> WorkerView:
+        """The view with `edits` on their way to the worker, behind those that wait."""
+        on_their_way = tuple(edits)
+        adapters, nets = self.adapters, self.controlnets
+        if adapters is not None:
+            adapters = adapters.asked(name for edit in on_their_way for name in edit.adapters)
+        if nets is not None:
+            nets = nets.asked(name for edit in on_their_way for name in _nets(edit))
+        waiting = (*self.waiting, *(self.row(edit) for edit in on_their_way))
+        return replace(self, waiting=waiting, adapters=adapters, controlnets=nets)
+
+    @classmethod
+    def from_status(
+        cls,
+        status: WorkerStatus,
+        pricing: Pricing,
+        as_of: float,
+        templates: Mapping[str, Container[str]] | None = None,
+    ) -> WorkerView:
+        """A view of what the worker says. Priming is left out: it gives way to edits.
+
+        Args:
+            status: its record.
+            pricing: its costs, from the record's `costs` or estimated.
+            as_of: when the record was written, on the clock of the policies.
+            templates: where the worker has which; None: as the record lists them.
+        """
+        if templates is None:
+            templates = {tier: frozenset(ids) for tier, ids in status.templates.items()}
+        nowhere: Container[str] = frozenset()
+        on_device = templates.get(DEVICE.name, nowhere)
+
+        def rows(given: tuple[RowStatus, ...], *, begun: bool) -> tuple[RowLoad, ...]:
+            loads = []
+            for row in given:
+                if row.kind == "prime":
+                    continue
+                tokens, cached = (row.active_tokens, row.total_tokens), row.kind == "cached"
+                compute, load = pricing.row(*tokens, cached=cached)
+                if row.own:
+                    first = 0.0 if begun else 1.0 / max(row.steps_left, 1)
+                    compute, load = pricing.own_row(*tokens, row.dense_share, first), 0.0
+                elif cached:
+                    dense, share = pricing.dense(row.total_tokens), row.dense_share
+                    compute, load = compute + share * (dense - compute), (1.0 - share) * load
+                compute += pricing.control_seconds(row.controls, *tokens, cached=cached)
+                compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
+                if entries_id(row.template_id) in on_device:
+                    load = 0.0
+                due = (row.due_ns - status.monotonic_ns) / 1e9 if row.due_ns else math.inf
+                steps, active = row.steps_left, row.active_tokens
+                loads.append(RowLoad(steps, compute, load, active, row.priority, as_of + due))
+            return tuple(loads)
+
+        return cls(
+            worker=status.worker,
+            pricing=pricing,
+            max_rows=status.max_rows,
+            max_waiting=status.max_waiting,
+            running=rows(status.running, begun=True),
+            waiting=rows(status.waiting, begun=False),
+            templates=templates,
+            adapters=AdapterView.from_status(status),
+            controlnets=AdapterView.of_controlnets(status),
+            model=status.model,
+            devices=status.devices,
+            ready=status.takes_edits,
+            as_of=as_of,
+        )
+
+
+def _nets(edit: Edit) -> Iterator[str]:
+    """Names of its ControlNets."""
+    return (name for name, _ in edit.controls)

@@ -1,1 +1,0 @@
-"""What is known of each model family: one module per family, and one that lists them."""

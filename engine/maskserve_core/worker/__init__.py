@@ -1,1 +1,0 @@
-"""What one worker's processes share: scheduling, status, admission, liveness, logs."""

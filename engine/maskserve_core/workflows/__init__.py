@@ -1,1 +1,0 @@
-"""Workflows: models as nodes, compiled into one plan."""

@@ -1,0 +1,123 @@
+"""FLUX.2 klein (4B, 9B, base models, 9B-KV): pipelines, defaults, what a folder says, work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from maskserve_common.config_file import read_json
+from maskserve_common.contracts.dense_steps import DenseSteps
+from maskserve_common.contracts.semantics import EXACT_REFERENCE, REFERENCE
+from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec import mmdit
+from maskserve_engine.spec.facts import EditDefaults, ModelFacts, least_steps, no_recorded_rows
+from maskserve_engine.spec.latents import latent_space, with_statistics
+
+PIPELINES = {
+    "Flux2KleinInpaintPipeline": REFERENCE,
+    "Flux2KleinPipeline": REFERENCE,
+    "Flux2KleinKVPipeline": EXACT_REFERENCE,
+}
+"""By the class in model_index.json: what is served of it."""
+NAME = "FLUX.2 models"
+SETTINGS = ()
+"""It has no keys of the configuration that other models lack."""
+DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=8.0)
+"""Those of Flux2KleinInpaintPipeline, for base models."""
+_DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
+"""As many steps as these are distilled to: no pipeline's signature says so."""
+_STRIDE = 7
+_OWN_STRIDE = 0.5
+"""Two anchors of four steps, and of 20: both hold the bars (docs/decisions/own-anchors.md); what
+exact references leave is not measured."""
+_PATCH = 2
+
+lora_work = flux.lora_work
+control_work = flux.control_work
+recorded_rows = no_recorded_rows
+
+
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+    """The facts of a FLUX.2 folder; ConfigError if a part of it cannot be read."""
+    sampler = read_json(folder / "scheduler" / "scheduler_config.json")
+    vae = read_json(folder / "vae" / "config.json")
+    epsilon = float(vae.get("batch_norm_eps", 1e-4))
+    latents = with_statistics(latent_space(vae), folder / "vae", epsilon)
+    semantics, index = PIPELINES[pipeline], read_json(folder / "model_index.json")
+    # The pipeline with exact references has no other models, and no word for it.
+    distilled = semantics.exact or bool(index.get("is_distilled", False))
+    return ModelFacts(
+        family="flux2",
+        semantics=semantics,
+        latents=latents,
+        patch=_PATCH,
+        native_resolution=native_resolution or int(vae.get("sample_size") or 1024),
+        size_multiple=latents.pixels * _PATCH,
+        guidance="none" if distilled else "cfg",
+        defaults=_DISTILLED if distilled else DEFAULTS,
+        stride=1 if distilled else _STRIDE,
+        dense_steps=DenseSteps(prompt=1, side=1),
+        own_stride=0.0 if semantics.exact else _OWN_STRIDE,
+        own_ring=0,
+        own_over_template=not semantics.exact,
+        true_cfg=False,
+        negative_prompts=False,
+        mask_latents=_PATCH,
+        denoiser=read_json(folder / "transformer" / "config.json"),
+        control=None,
+        keeps_placed=True,
+        least_steps=least_steps(sampler),
+    )
+
+
+def count(
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    halo: int,
+    *,
+    recorded: bool,
+    references: int,
+    exact: bool = False,
+) -> ModelWork:
+    """As FLUX.1's, with what is not: one set of shifts and gates for all blocks of a sort, and
+    gated activations.
+    """
+    base = flux.count(
+        {"pooled_projection_dim": 0, **config},
+        height,
+        width,
+        halo,
+        recorded=recorded,
+        references=references,
+        exact=exact,
+    )
+    h, ratio = base.blocks[0].width, float(config.get("mlp_ratio", 3.0))
+    token = 2.0 * (4 + 3 * ratio) * h * h
+    blocks = [replace(block, row=0.0, token=token, text=token) for block in base.blocks]
+    [embed] = base.before
+    vectors = 2.0 * (6 + 6 + 3) * h * h
+    row = 2.0 * (int(config.get("timestep_guidance_channels", 256)) + h) * h + vectors
+    return replace(base, family="flux2", blocks=tuple(blocks), before=(replace(embed, row=row),))
+
+
+def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
+    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    inner = int(h * float(config.get("mlp_ratio", 3.0)))
+    double = mmdit.joint_attention(h)
+    for stream in ("ff", "ff_context"):
+        double |= {f"{stream}.linear_in": h + 2 * inner, f"{stream}.linear_out": inner + h}
+    single = {
+        "attn.to_qkv_mlp_proj": 4 * h + 2 * inner,
+        "attn.to_out": 2 * h + inner,
+    }
+    return mmdit.by_block(
+        {
+            "transformer_blocks": (int(config["num_layers"]), double),
+            "single_transformer_blocks": (int(config["num_single_layers"]), single),
+        }
+    )

@@ -1,0 +1,1 @@
+"""Flow-matching transformers: rows, blocks and weights that their families share."""

@@ -1,0 +1,518 @@
+"""A flow-matching transformer behind the engine's adapter interface."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.keys import Anchor, anchor_steps, cover
+from maskserve_common.contracts.request import steps_run
+from maskserve_common.imaging.masks import cover_a_side
+from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
+from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.stepping import Stepping
+from maskserve_engine.batch.transfer import moved
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.families.control import NetBatch, NetRow, OpenedRows, RowControl
+from maskserve_engine.families.mmdit.batch import FlowBatch, FlowWeights
+from maskserve_engine.families.mmdit.preparation import (
+    FlowInputs,
+    FlowPreparation,
+    FlowPrompt,
+    FlowTemplate,
+    grid_of,
+)
+from maskserve_engine.families.mmdit.rows import (
+    FixedWords,
+    FlowInactive,
+    FlowPrimingRow,
+    FlowRing,
+    FlowRow,
+    Negative,
+    OwnOutside,
+    References,
+    Row,
+)
+from maskserve_engine.families.mmdit.schedule import (
+    check_sampler,
+    linear_shift,
+    load_sampler,
+    make_schedule,
+)
+from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
+from maskserve_engine.planning.flops import ModelWork, RowTokens, Totals
+from maskserve_engine.planning.own_anchors import OWN_RULE, OwnRule
+from maskserve_engine.spec.facts import ModelFacts, own_rule
+from maskserve_engine.spec.family import FamilyFacts, family_work
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
+from maskserve_engine.stages.loader import device_of, held_bytes
+from maskserve_engine.stages.quantise import load_denoiser
+
+W = TypeVar("W", bound=FlowWeights)
+
+
+class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
+    """Rows of edits over one transformer. A family says what is its own: the class variables and
+    abstract methods here, and a `FlowBatch`.
+
+    Args:
+        facts: what the model folder says.
+        model: the family's `transformer`, in eval mode.
+        sampler: the model's, which is asked for schedules and steps no row.
+        placed_bytes: `[cache] placed_bytes`.
+        outside_noise: `[model] outside_noise`.
+        graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
+        own: how a row keeps what is its own.
+    """
+
+    spec: ClassVar[FamilyFacts]
+    """The family's module of facts and counts."""
+    batches: ClassVar[type[FlowBatch[Any]]]
+    """Of the family's rows."""
+    text_places: ClassVar[tuple[str, ...]]
+    """How places of the weights begin that `text` reads."""
+    tells_sigmas: ClassVar[bool] = True
+    """Whether its pipeline gives its sampler sigmas (`shift`)."""
+    preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
+    """With what its pipeline draws, in its order."""
+    anchor_tolerance = 1.0
+    """Any anchor serves any step (docs/adr/0007): how near it is to be, the stride says."""
+    entry_halves = 1
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        model: Any,
+        sampler: Any,
+        *,
+        placed_bytes: int = 0,
+        outside_noise: str = "template",
+        graphs: bool = False,
+        own: OwnRule = OWN_RULE,
+    ) -> None:
+        check_sampler(sampler)
+        self.facts, self.model, self.sampler = facts, model, sampler
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.weight_bytes = held_bytes(model)
+        recorder = Graphs.on(model.device, model.dtype) if graphs else None
+        room = placed_bytes if recorder is None else 0
+        self.weights = self.weights_of(model, room, recorder)
+        super().__init__(self.batches, self.weights)
+        self.blocks = self.entry_blocks = len(self.weights.blocks)
+        self._preparation = self.preparation(
+            facts,
+            sampler,
+            dtype=self.dtype,
+            outside_noise=outside_noise,
+            shift=self.shift,
+            buckets=recorder is not None,
+        )
+        self._own = own
+        self._places = self.places_of(model)
+        self._positions = lru_cache(maxsize=64)(self.positions)
+        self.work = lru_cache(maxsize=64)(self._make_work)
+        self.anchors = lru_cache(maxsize=64)(self._make_anchors)
+
+    @classmethod
+    def load(cls, facts: ModelFacts, config: Config) -> Self:
+        """Raises ConfigError when a part is missing or unreadable, or entries could not serve."""
+        if facts.shown is not None and config.cache.entry_kind != "kv":
+            raise ConfigError(
+                f"[cache] entry_kind: {config.cache.entry_kind} is not served with models whose "
+                "prompts are about a picture; use kv"
+            )
+        made = partial(fused, config, part="denoiser")
+        return cls(
+            facts,
+            load_denoiser(config, "transformer", cls.transformer(), made),
+            load_sampler(config, tells_sigmas=cls.tells_sigmas),
+            placed_bytes=config.cache.placed_on(device_of(config).type),
+            outside_noise=config.model.outside_noise,
+            graphs=cls.spec.recorded_rows(config) > 0,
+            own=own_rule(config, facts, device_of(config).type),
+        )
+
+    @staticmethod
+    def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float | None:
+        """Of its pipeline's schedule (`schedule.Shift`)."""
+        return linear_shift(config, tokens, steps)
+
+    @staticmethod
+    @abstractmethod
+    def transformer() -> Any:
+        """The diffusers class of its model; imported when first asked for."""
+
+    @abstractmethod
+    def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> W:
+        """The model's weights as its batches are given them.
+
+        Args:
+            model: as given to the adapter.
+            placed_bytes: that keys and values of a batch may take to stay in place.
+            graphs: of its steps; None: none is recorded.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def places_of(model: Any) -> Mapping[str, Place]:
+        """Where the layers that a LoRA may change lie in the weights."""
+
+    def blank_prompt(self, tokens: int) -> Conditioning:
+        width = self.facts.denoiser["joint_attention_dim"]
+        return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
+
+    @abstractmethod
+    def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
+        """[T, width] text tokens at the first block, of a prompt's states [words, in], with the
+        `pads` of a picture of so many rows and columns of tokens: the same at every step.
+        """
+
+    @property
+    def timeless(self) -> bool:
+        """Whether the context is to the model as it is at time 0 (`RowInput.timeless`)."""
+        return False
+
+    def pads(self, grid: tuple[int, int]) -> int:
+        """Tokens that stand beside such a picture in its own blocks (`RowInput.pads`)."""
+        return 0
+
+    def text_tokens(self, words: int, grid: tuple[int, int]) -> int:
+        """How many `text` makes of so many."""
+        return words
+
+    @abstractmethod
+    def positions(self, height: int, width: int, text: int) -> Tensor:
+        """[T + height · width + R, head_dim / 2] complex rotary factors of text, image tokens and
+        references, where the model takes any.
+        """
+
+    def steps(self, job: EditJob) -> int:
+        settings = job.request.settings
+        assert settings.num_inference_steps is not None
+        return steps_run(settings.num_inference_steps, settings.strength)
+
+    def tokens(self, job: EditJob) -> TokenCounts:
+        (gh, gw), active = grid_of(job), self._preparation.active(job)
+        inner, ring = map(len, self._preparation.ringed(job))
+        side = self.facts.dense_steps.side > 0 and cover_a_side(active, gh, gw)
+        return TokenCounts(len(active), gh * gw, inner, ring, side)
+
+    def _make_work(self, height: int, width: int) -> ModelWork:
+        recorded = self.weights.graphs is not None
+        return family_work(self.spec, self.facts, height, width, recorded=recorded)
+
+    def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
+        text, tokens = own is None or anchor or not own.text, self.tokens(job)
+        _, height, width = job.moments.shape
+        prompts = [each for each in (job.conditioning, job.negative) if each is not None]
+        computed = tokens.active
+        if own is not None and own.ring:
+            computed = tokens.inner + tokens.ring * anchor
+        active, grid = (float(computed),), grid_of(job)
+        shown = self._preparation.shown(job)  # the work has them as context
+        lengths = [float(self.text_tokens(len(p["prompt_embeds"]), grid)) - shown for p in prompts]
+        return self.work(height, width).totals(
+            [RowTokens(active, text * n, text_read=(not text) * n) for n in lengths]
+        )
+
+    def batch_key(self, job: EditJob) -> Hashable:
+        return None  # rows are packed without padding: any may share a step
+
+    def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
+        schedule = self._preparation.schedule(job)
+        return [(step.sigma, step.timestep) for step in schedule.walk]
+
+    def _make_anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
+        """Of every `stride` timesteps of the schedule the one in their middle, and as many between
+        them that no step of any schedule is out of reach.
+        """
+        shift, own = self.shift, self.facts.sigmas
+        walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=own).walk
+        chosen = anchor_steps([step.sigma for step in walk], stride)
+        taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
+        return cover(tuple(taken), self.anchor_tolerance)
+
+    def prepare(self, job: EditJob) -> EditJob:
+        with torch.inference_mode():
+            return replace(job, prepared=self._preparation.prepared(job))
+
+    def prepare_template(self, job: EditJob, noise_seed: int) -> EditJob:
+        with torch.inference_mode():
+            ready = self._preparation.prepared(job)
+            template = self._preparation.template(job, noise_seed)
+            return replace(job, prepared=replace(ready, template=template))
+
+    def with_ring(self, job: EditJob, ring: int) -> EditJob:
+        return self._preparation.with_ring(job, ring)
+
+    def dense_row(self, job: EditJob) -> FlowRow:
+        with torch.inference_mode():
+            return self._row(job, moved(self._preparation.prepared(job).inputs, self.device))
+
+    def cached_row(self, job: EditJob, noise_seed: int, own: OwnPlan | None = None) -> FlowRow:
+        with torch.inference_mode():
+            ready = self._preparation.prepared(job)
+            whole = self._preparation.template(job, noise_seed)
+            leaves_ring = own is not None and own.ring
+            *ids, selection = self._preparation.split(job, leaves_ring=leaves_ring)
+            active, ring, index = map(torch.from_numpy, (*ids, *selection.levels))
+            outside = index[: len(whole.clean) - len(active) - len(ring)]
+            with one_cpu_thread():
+                begin = ready.inputs.start
+                start, around, rest = begin.take(active), begin.take(ring), whole.take(outside)
+                clean = whole.clean.index_select(0, ring)
+            there = (replace(ready.inputs, start=start), around, clean, rest, active, ring, index)
+            inputs, around, clean, template, active, ring, index = moved(there, self.device)
+            selection.sent([index])
+            row = self._row(job, inputs)
+            text_cis, image = row.cis.tensor_split((len(row.text),))
+            template, shown = self._filled(template), self._preparation.shown(job)
+            others = torch.cat((image, text_cis[:shown]))[index]
+            row.inactive = FlowInactive(active, index, template, others, selection, shown)
+            row.cis = torch.cat((text_cis, image[active]))
+            if leaves_ring:
+                tokens = OwnOutside.begin(around, clean, ring=len(ring))
+                row.ring = FlowRing(ring, tokens, image[ring])
+            self.keep_own(row, own)
+            return row
+
+    @staticmethod
+    def keep_own(row: FlowRow, plan: OwnPlan | None) -> None:
+        """Have both passes of a row keep what is their own; None: nothing."""
+        if plan is not None:
+            row.own = OwnAnchors(plan)
+            if row.negative is not None:
+                row.negative = replace(row.negative, own=OwnAnchors(plan))
+
+    def anchored_row(self, job: EditJob, plan: OwnPlan) -> FlowRow:
+        with torch.inference_mode():
+            ready = self._preparation.prepared(job)
+            inner, ring, selection = self._preparation.split(job, leaves_ring=plan.ring)
+            [ids] = selection.levels  # its text, all of it, is what its own anchors keep
+            ids = np.concatenate((ring, ids[: len(ids) - self._preparation.shown(job)]))
+            active, index = map(torch.from_numpy, (inner, ids))
+            start = ready.inputs.start
+            others = index[: len(start.latents) - len(active)]
+            with one_cpu_thread():
+                own, rest = start.take(active), start.take(others)
+                clean = self._preparation.clean(job).index_select(0, others)
+            there = (replace(ready.inputs, start=own), rest, clean, start.context, active, index)
+            inputs, rest, clean, context, active, index = moved(there, self.device)
+            row = self._row(job, inputs)
+            text, image = row.cis.tensor_split((len(row.text),))
+            outside = OwnOutside.begin(rest, clean, context, ring=len(ring))
+            row.inactive = FlowInactive(active, index, outside, image[index], selection)
+            row.cis = torch.cat((text, image[active]))
+            self.keep_own(row, plan)
+            return row
+
+    def anchored_bytes(self, job: EditJob) -> int:
+        return 0
+
+    def priming_row(
+        self,
+        job: EditJob,
+        anchors: Sequence[Anchor],
+        prompt: Conditioning,
+        noise_seed: int,
+        kinds: Sequence[frozenset[str]],
+        format: str,
+    ) -> FlowPrimingRow:
+        """As of `Adapter`; entries that serve every prompt about a picture are primed with the
+        picture alone.
+        """
+        with torch.inference_mode():
+            sigmas = torch.tensor([anchor.sigma for anchor in anchors])
+            own, shown = self._preparation.template(job, noise_seed), self._preparation.shown(job)
+            if self.facts.shown and not self.facts.primed_by_prompt:
+                prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
+            there = (own, self._preparation.prompt(prompt), sigmas)
+            template, inputs, sigmas = moved(there, self.device)
+            text = self.text(inputs.embeds, grid_of(job))
+            return FlowPrimingRow(
+                request_id=job.request.request_id,
+                template=self._filled(template),
+                anchors=tuple(anchors),
+                sigmas=sigmas,
+                text=text,
+                embeds=inputs.embeds,
+                pooled=inputs.pooled,
+                guidance=self._guidance(job),
+                cis=self._own_positions(job, len(text)),
+                kinds=kinds,
+                format=format,
+                references=self._references(job, len(text)),
+                pads=self.pads(grid_of(job)),
+                shown=shown,
+                timeless=self.timeless,
+            )
+
+    def _own_positions(self, job: EditJob, text: int) -> Tensor:
+        """`positions` of text, image tokens and the context."""
+        height, width = grid_of(job)
+        whole = self._positions(height, width, text)
+        return whole[: text + height * width] if self.facts.semantics.exact else whole
+
+    def _references(self, job: EditJob, text: int) -> References | None:
+        """Those of its rows that see nothing of them, behind so many text tokens."""
+        if not self.facts.semantics.exact:
+            return None
+        height, width = grid_of(job)
+        [tokens] = moved((self._preparation.clean(job),), self.device)
+        return References(tokens, self._positions(height, width, text)[text + height * width :])
+
+    def most_ranks(self, job: EditJob) -> int:
+        """As many as there are heads; of what ranks cannot share, one for each pass
+        (`batch.cfg_parallel`).
+        """
+        request = job.request
+        if request.settings.first_block_threshold:
+            return 1
+        if request.loras or job.controls:
+            return 1 if job.negative is None else 2
+        return self.weights.width // self.weights.head_dim
+
+    def carried(self, row: Row) -> tuple[Any, ...] | None:
+        """[n, 4C] the latents of its computed tokens, what its sampler remembers of them, and of
+        one with anchors of its own the others' latents, [m, 4C]; nothing of a priming row.
+        """
+        if not isinstance(row, FlowRow):
+            return ()
+        outside = None if row.inactive is None else row.inactive.outside
+        others = (outside.now,) if isinstance(outside, OwnOutside) else ()
+        return (row.latents, row.memory, *others)
+
+    def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
+        self.release()  # the row's batch holds for where it was
+        row.step = steps
+        if isinstance(row, FlowRow):
+            (row.latents, row.memory, *others), row.moved = carried, None
+            outside = None if row.inactive is None else row.inactive.outside
+            if row.inactive is not None and isinstance(outside, OwnOutside):
+                row.inactive.outside = outside.begun(*others)
+            if row.own is not None:
+                self.keep_own(row, row.own.plan)  # what it has kept is of other steps
+
+    def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
+        with torch.inference_mode():
+            return low_rank_set(factors, self._places, self.device, self.dtype)
+
+    def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
+        both, row.adapters = (*row.adapters, *adapters), adapters
+        if isinstance(row, FlowRow) and row.own is not None and row.own.plan.foresees:
+            self.keep_own(row, row.own.plan)  # foreseen without them
+        if row.references is not None and isinstance(row.references.entry, AnchorEntry):
+            row.references.entry = None  # made without them
+        changed = {place for own, _ in both for place in own.updates}
+        if not any(place.startswith(self.text_places) for place in changed):
+            return  # what the row keeps of its prompt is as it was
+        grid = grid_of(job)
+        with torch.inference_mode():
+            if isinstance(row, FlowPrimingRow):
+                row.text = self.text(row.embeds, grid, adapters)
+                return
+            inputs = moved(self._preparation.prepared(job).inputs, self.device)
+            row.text = self.text(inputs.prompt.embeds, grid, adapters)
+            if row.negative is not None:
+                assert inputs.negative is not None
+                negative = self.text(inputs.negative.embeds, grid, adapters)
+                row.negative = replace(row.negative, text=negative)
+
+    def control_net(self, model: Any) -> Any:
+        """A family without ControlNets has no more to say of them than this; its folders refuse
+        them (`ModelFacts.control`).
+        """
+        raise ValueError("is a ControlNet, and this model takes none")
+
+    def opening(self, row: Any, job: EditJob) -> Opening | None:
+        return None
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> NetRow:
+        raise ValueError("this model takes no ControlNets")
+
+    def net_batch(self) -> NetBatch:
+        raise ValueError("this model takes no ControlNets")
+
+    def _of_nets(self, row: FlowRow) -> OwnPlan:
+        """As of `RowControl`: where a row has anchors of its own, the base computes all tokens at
+        them, and so do its nets.
+        """
+        if row.own is not None and row.anchored:
+            return replace(row.own.plan, anchors=frozenset())
+        return OwnPlan.of(self._own, row.steps)
+
+    def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
+        row.residuals = control
+
+    def serve_control(self, row: Any, served: ServedRow) -> None:
+        row.residuals = served
+
+    def _row(self, job: EditJob, inputs: FlowInputs) -> FlowRow:
+        """A row that computes the tokens of `inputs`, which lie on the device."""
+        grid, start = grid_of(job), inputs.start
+        text = self.text(inputs.prompt.embeds, grid)
+        references = self._references(job, len(text))
+        threshold = job.request.settings.first_block_threshold
+        return FlowRow(
+            request_id=job.request.request_id,
+            schedule=inputs.schedule,
+            grid=grid,
+            text=text,  # the same at every step, so embedded once
+            pooled=inputs.prompt.pooled,
+            guidance=self._guidance(job),
+            cis=self._own_positions(job, len(text)),
+            latents=start.latents,
+            condition=start.condition,
+            blend=start.blend,
+            context=start.context,
+            references=references,
+            words=self.words(job, inputs.prompt, references),
+            pads=self.pads(grid),
+            timeless=self.timeless,
+            negative=self._negative(job, inputs.negative, len(text), references),
+            first_block=FirstBlockCache(threshold) if threshold else None,
+            recorded=self._preparation.recorded(job),
+        )
+
+    def _guidance(self, job: EditJob) -> float | None:
+        return job.request.settings.guidance_scale if self.facts.guidance == "embedded" else None
+
+    def _filled(self, template: FlowTemplate) -> FlowTemplate:
+        masked = self.facts.semantics.masked_picture
+        return template.filled(self.facts.vae_scale_factor) if masked else template
+
+    def words(
+        self, job: EditJob, prompt: FlowPrompt, references: References | None
+    ) -> FixedWords | None:
+        """A prompt that no step computes; None: it is `text`."""
+        return None
+
+    def _negative(
+        self, job: EditJob, prompt: FlowPrompt | None, own: int, references: References | None
+    ) -> Negative | None:
+        """Of a row with so many text tokens of its own."""
+        if prompt is None:
+            return None
+        settings = job.request.settings
+        cfg = self.facts.guidance == "cfg"
+        scale = settings.guidance_scale if cfg else settings.true_cfg_scale
+        assert scale is not None, "a negative prompt comes with its scale (validation)"
+        grid = grid_of(job)
+        text = self.text(prompt.embeds, grid)
+        cis = None if len(text) == own else self._positions(*grid, len(text))[: len(text)]
+        words = self.words(job, prompt, references)
+        return Negative(text, prompt.pooled, scale, cis=cis, words=words)

@@ -1,0 +1,455 @@
+"""The running batch of a flow-matching transformer: packed once for as long as its rows go on.
+
+Between steps only latents and timesteps change. Packing anew at each step, row by row, costs more
+than the rest of a step outside the model; so the rows' latents live in the packed tokens, where
+the sampler's step for all of them is one operation, and what the steps ahead will need is laid out
+when the rows are packed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.batch.cfg_parallel import PassShare
+from maskserve_engine.batch.forward import Transformer, forward
+from maskserve_engine.batch.graphs import AtOnce, Graphs
+from maskserve_engine.batch.packing import Packed, RowInput
+from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
+from maskserve_engine.batch.skipping import Skipper, forward_skipping
+from maskserve_engine.batch.stepping import KeptBatch
+from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.control_link.served import (
+    ForeseenAsk,
+    RowAsk,
+    ServedRow,
+    ask_service,
+    new_batch,
+)
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, Foreseen, Negative, Row
+from maskserve_engine.families.mmdit.schedule import Walk
+from maskserve_engine.layers.low_rank import Adapters
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
+
+
+class FlowWeights(Protocol):
+    """A transformer's weights, as far as a batch knows them."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def blocks(self) -> Sequence[Any]: ...
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """Of its steps; None: none is recorded."""
+        ...
+
+    def with_adapters(self, rows: Sequence[Adapters]) -> Self:
+        """The same for packed rows of which each has adapters of its own, or none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStep:
+    """A step as it is recorded (`graphs.BatchStep`); arguments as those of `forward`."""
+
+    model: Transformer
+    packed: Packed
+    kinds: Sequence[str]
+
+    @property
+    def shapes(self) -> Hashable | None:
+        if not any(self.packed.rests):
+            return self.packed.shapes
+        return None if "project" in self.kinds else (self.packed.shapes, tuple(self.kinds))
+
+    def copied(self) -> FlowStep:
+        return FlowStep(self.model.copied(), self.packed.copied(), self.kinds)
+
+    def take(self, other: FlowStep, *, anew: bool) -> None:
+        self.model.follow(other.model)
+        self.packed.tokens.copy_(other.packed.tokens)
+        if anew:
+            self.packed.take(other.packed)
+
+    def run(self, asking: AtOnce) -> Tensor:
+        return forward(self.model, self.packed, self.kinds, asking)
+
+
+W = TypeVar("W", bound=FlowWeights)
+
+
+class FlowBatch(KeptBatch[Row, W]):
+    """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__(rows)
+        self._frozen = _frozen(rows)
+        self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
+        """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        foreseen = [(i, each) for i, row in enumerate(rows) for each in _foreseen(row)]
+        self._foresee = tuple([i for i, _ in foreseen])
+        """Index of the row of each pass that computes an anchor ahead, packed behind all others."""
+        self.ahead = self.steps_ahead(len(rows) + len(self._guided))
+        back = rows[0].step % self.ahead if len(rows) == 1 else 0
+        """Products of other shapes round differently. So what is computed ahead for a row by itself
+        is computed for the same steps together, wherever between them it was packed."""
+        self.steps = back + min(row.steady for row in rows)
+        """That are laid out: the next ones, and `back` before them."""
+        self._begin = rows[0].step - back
+        second = {i: len(rows) + at for at, (i, _) in enumerate(self._guided)}
+        self._skippers = tuple(
+            Skipper(row.first_block, (i, second[i]) if i in second else (i,))
+            for i, row in enumerate(rows)
+            if row.first_block is not None
+        )
+        inputs = [row.model_input() for row in rows]
+        inputs += [rows[i].second_input() for i, _ in self._guided]
+        inputs += [each for _, each in foreseen]
+        self.packed = Packed(inputs)
+        self._stream = self.packed.layout.narrow.image_stream
+        self._still = _still(self.packed)
+        self._blends = any(row.blends for row in rows)
+        self._steered = tuple(
+            [row for row in rows if isinstance(row, FlowRow) and row.schedule.moves]
+        )
+        own_way = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
+        narrow = self.packed.layout.narrow
+        longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
+        few = narrow.row_stream.spans[-1][1] <= longest  # more keep the device busy by themselves
+        self._recorded = few and all(row.recorded for row in rows) and not own_way
+        beside = [*(i for i, _ in self._guided), *self._foresee]
+        self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in beside))
+        self._weights: W | None = None
+        """The model's, with what the rows' adapters add to them."""
+        self._share: RankShare | _Passes | None = None
+        """Of the ranks that took the last step with this one."""
+        self._served = tuple(
+            (row, row.residuals)
+            for row in rows
+            if isinstance(row, FlowRow) and isinstance(row.residuals, ServedRow)
+        )
+        self._number = new_batch() if self._served else 0
+        self._vectors: Sequence[Any] = ()
+        """Of `ahead` steps, the present one among them."""
+        self._lay_out()
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], last: Self | None) -> Self:
+        made = super().of(rows, last)
+        if last is not None and made is not last:
+            made.packed.placed_kv.follow(last.packed.placed_kv)
+        return made
+
+    @staticmethod
+    def steps_ahead(passes: int) -> int:
+        """Steps for which a family computes at once what follows from the timestep, of a batch of
+        so many rows and second passes.
+        """
+        return 1
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        same = super().holds(rows) and self._frozen == _frozen(rows)
+        return same and 0 <= rows[0].step - self._begin < self.steps
+
+    def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
+        at = self.rows[0].step - self._begin
+        self.make_fixed(model)
+        if self._weights is None:
+            self._weights = model.with_adapters(self._packed_adapters)
+        weights = self._weights
+        own = self.begin_step(weights, at)
+        if exchange is not None:
+            share = self._share_with(exchange, weights)
+            if isinstance(share, RankShare):
+                velocity = forward_shared(own, share, kinds)
+            else:
+                velocity = share.forward(own, self.packed.tokens, kinds)
+        elif self._skippers:
+            velocity = forward_skipping(own, self.packed, kinds, self._skippers)
+        elif self._recorded and weights.graphs is not None:
+            velocity = weights.graphs.answer(FlowStep(own, self.packed, kinds))
+        else:
+            velocity = forward(own, self.packed, kinds)
+        if self._guided:
+            self._guide(velocity)
+        if self._still is not None:  # behind guidance, whose rule may divide by an answer's length
+            velocity.index_fill_(0, self._still, 0.0)
+        for steered in self._steered:
+            steered.steer(velocity)
+        with one_cpu_thread():  # so short an operation is done before a second thread has woken
+            self._move(velocity, self._changes[at])
+        for i, second in self._seconds:
+            second.copy_(self._parts[i])
+        for row in self.rows:
+            row.advance(velocity)  # by now the sampler's move
+
+    def make_fixed(self, model: W) -> None:
+        """Have rows that found none make the keys and values of their references: alone, as they
+        see nothing of them, and at time 0. A family that has other fixed tokens makes them here.
+        """
+        lacking = [row for row in self.rows if row.lacks_references]
+        if not lacking:
+            return
+        making = [FlowPrimingRow.of_references(row, len(model.blocks)) for row in lacking]
+        type(self)(making).step(model, ())
+        for row in lacking:
+            assert row.references is not None
+            row.references.made = True
+
+    def begin_step(self, weights: W, at: int) -> Transformer:
+        """The transformer for a step; what runs beside it has run.
+
+        Args:
+            weights: with what the rows' adapters add to them.
+            at: number of the step among those that are laid out.
+        """
+        if self._served:
+            ask_service([_asked(row, served) for row, served in self._served], self._number)
+        if at % self.ahead == 0 or not self._vectors:
+            first = at - at % self.ahead
+            self._vectors = self.vectors(weights, self.timesteps[first : first + self.ahead])
+        return self.at_step(weights, self._vectors[at % self.ahead])
+
+    @abstractmethod
+    def vectors(self, weights: W, timesteps: Tensor) -> Sequence[Any]:
+        """What timestep, guidance and prompt do to the blocks, for each of so many steps.
+
+        Args:
+            weights: with what the rows' adapters add to them.
+            timesteps: [S, R] of the packed rows, 0 to 1000.
+        """
+
+    @abstractmethod
+    def at_step(self, weights: W, vectors: Any) -> Transformer:
+        """The transformer at a step, of its `vectors`."""
+
+    def _share_with(self, exchange: Exchange, weights: W) -> RankShare | _Passes:
+        """Of two ranks each has a pass of every row, where every row has two: that takes one
+        exchange per step, and not two per block.
+        """
+        if self._skippers:
+            raise ValueError("rows that may skip blocks take their steps on one device")
+        if self._share is None or self._share.exchange is not exchange:
+            if exchange.deals or (exchange.count == 2 and len(self._guided) == len(self.rows)):
+                self._share = _Passes(self.packed, self.rows, self._guided, self._foresee, exchange)
+            else:
+                self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
+                heads = self._share.heads[exchange.rank]
+                for row in self.rows:
+                    if isinstance(row, FlowRow) and row.own is not None:
+                        row.own.sees(heads)
+        return self._share
+
+    def _lay_out(self) -> None:
+        """What the steps ahead will need: timesteps, changes of sigma, and the latents in shapes
+        for one operation on all rows.
+        """
+        stream, count = self._stream, len(self.rows)
+        ago = self.rows[0].step - self._begin
+        walks = [row.walk(row.step - ago)[: self.steps] for row in self.rows]
+        times = [[step.timestep for step in walk] for walk in walks]
+        changes = [[step.change for step in walk] for walk in walks]
+        times += [times[i] for i, _ in self._guided]
+        changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
+        ahead = [self._anchor_of(i) for i in self._foresee]
+        times += [[step.timestep] * self.steps for _, step in ahead]
+        changes += [[1.0] * self.steps for _ in ahead]  # what moves is the velocity
+        by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
+        timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
+        self.timesteps = timesteps
+        """[steps, R] of the packed rows, of the steps that are laid out."""
+        latents = self.packed.tokens[:, : self.rows[0].channels]
+        self._latents = latents.unflatten(0, (-1, stream.uniform)) if stream.uniform else latents
+        """[R, n, C] where rows are alike, else [N, C]."""
+        shape = (self.steps, len(changes)) + (1,) * (self._latents.dim() - 1)
+        self._changes = all_changes.view(shape).unbind()
+        """Per step: [R, 1, 1] where rows are alike, else [R, 1]."""
+        self._parts = latents.split(stream.lengths)
+        """[n, C] of each row, then of each second pass."""
+        self._seconds = [
+            (i, part) for (i, _), part in zip(self._guided, self._parts[count:], strict=False)
+        ]
+        for row, part, (begin, _) in zip(self.rows, self._parts, stream.spans, strict=False):
+            row.settle(part, begin)
+        spans = stream.spans[count + len(self._guided) :]
+        for i, span in reversed(list(zip(self._foresee, spans, strict=True))):  # its first pass
+            row = self.rows[i]
+            assert isinstance(row, FlowRow)
+            row.foreseen = Foreseen(self._anchor_of(i)[0], slice(*span))
+
+    def _anchor_of(self, i: int) -> tuple[int, Walk]:
+        """The step that row `i` foresees."""
+        row = self.rows[i]
+        assert isinstance(row, FlowRow)
+        step = row.foresees
+        assert step is not None
+        return step, row.schedule.walk[step]
+
+    def _guide(self, velocity: Tensor) -> None:
+        """Lead rows with a negative prompt away from what their second pass answers."""
+        answers, rows = velocity.split(self._stream.lengths), len(self.rows)
+        ahead: dict[int, list[Tensor]] = {}
+        for number, i in enumerate(self._foresee, start=rows + len(self._guided)):
+            ahead.setdefault(i, []).append(answers[number])
+        for (i, negative), away in zip(self._guided, answers[rows:], strict=False):
+            self.guide(answers[i], away, negative.scale)
+            if i in ahead:
+                own, foreseen = ahead[i]
+                self.guide(own, foreseen, negative.scale)
+
+    @staticmethod
+    def guide(own: Tensor, away: Tensor, scale: float) -> None:
+        """Lead an answer away from that of the second pass, in place: by diffusers' true
+        classifier-free guidance. Families with another rule have it here.
+
+        Args:
+            own: [n, C] of the row's first pass.
+            away: [n, C] of the pass with its negative prompt.
+            scale: the edit's, above 1.
+        """
+        own.sub_(away).mul_(scale).add_(away)
+
+    def _move(self, velocity: Tensor, change: Tensor) -> None:
+        """The sampler's step of all rows.
+
+        The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
+        has it on CUDA. (On a CPU in half precision torch rounds `change` first, an ulp apart.)
+        """
+        if not self._stream.uniform:
+            change = change.index_select(0, self._stream.row_of)
+        move = velocity.view(self._latents.shape).mul_(change)
+        if self._blends:
+            self._latents.copy_(self._blended(move))  # nothing is allocated from here on
+        else:
+            self._latents.add_(move)
+
+    def _blended(self, move: Tensor) -> Tensor:
+        """The latents after `move` and each row's own blend."""
+        moved = self._latents + move
+        parts = moved.flatten(0, -2).split(self._stream.lengths)
+        for row, part in zip(self.rows, parts, strict=False):
+            row.blend_in(part)
+        return moved
+
+
+def _foreseen(row: Row) -> list[RowInput]:
+    return row.foreseen_inputs() if isinstance(row, FlowRow) else []
+
+
+def _frozen(rows: Sequence[Row]) -> tuple[bool, ...]:
+    """Which of them leave their text out."""
+    return tuple([isinstance(row, FlowRow) and row.frozen for row in rows])
+
+
+class _Passes:
+    """A rank's passes of a batch (`cfg_parallel`), packed by themselves.
+
+    Args:
+        whole: the batch.
+        rows: in it; behind their first passes are the second ones.
+        guided: whose these are.
+        foresee: likewise of the passes behind these, which compute an anchor ahead: each is taken
+            where the pass is that reads it.
+        exchange: between the ranks.
+
+    Raises:
+        ValueError: a row records what it computes.
+    """
+
+    def __init__(
+        self,
+        whole: Packed,
+        rows: Sequence[Row],
+        guided: Sequence[tuple[int, Negative]],
+        foresee: Sequence[int],
+        exchange: Exchange,
+    ) -> None:
+        if any(isinstance(row, FlowPrimingRow) for row in rows):
+            raise ValueError("rows that record what they compute take their steps on one device")
+        self.exchange = exchange
+        self._channels = rows[0].channels
+        second = {i: len(rows) + at for at, (i, _) in enumerate(guided)}
+        passes = [[i, second[i]] if i in second else [i] for i in range(len(rows))]
+        with_it = {number: [number] for of_row in passes for number in of_row}
+        ahead = iter(range(len(rows) + len(guided), len(whole.rows)))
+        for i in dict.fromkeys(foresee):
+            for number in passes[i]:
+                with_it[number].append(next(ahead))
+
+        def cost(number: int) -> float:
+            return float(sum(len(whole.rows[each].cis) for each in with_it[number]))
+
+        anchored = {
+            i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.anchored
+        }
+        stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
+        self._share = PassShare([list(map(cost, own)) for own in passes], stays, exchange)
+        dealt = [with_it[number] for own in passes for number in own]
+        self.own = [each for i in self._share.own for each in dealt[i]]
+        """Their numbers in the batch."""
+        for i, row in anchored.items():
+            for number, kept in zip(passes[i], row.anchors, strict=True):
+                kept.sees("here" if number in self.own else "elsewhere")
+        numbers = [each for own in dealt for each in own]
+        self._answered = [numbers.index(i) for i in range(len(numbers))]
+        """Of each of the batch's passes, where the answer to it comes."""
+        self._lengths = [[len(whole.rows[i].tokens) * self._channels for i in own] for own in dealt]
+        """Numbers in the answers to passes that are dealt together."""
+        self._packed = Packed([whole.rows[i] for i in self.own]) if self.own else None
+        spans = whole.layout.narrow.image_stream.spans
+        at = [torch.arange(*spans[i]) for i in self.own] or [torch.arange(0)]
+        [self._tokens] = to_device([torch.cat(at)], whole.tokens.device)
+
+    def forward(self, model: Transformer, tokens: Tensor, kinds: Sequence[str]) -> Tensor:
+        """`forward.forward` of the whole batch by all ranks, each of which calls it.
+
+        Args:
+            model: at this step, of all passes.
+            tokens: of all passes.
+            kinds: as of `forward`.
+        """
+        if self._packed is None:
+            answer = tokens.new_empty(0)
+        else:
+            self._packed.tokens = tokens.index_select(0, self._tokens)
+            answer = forward(model.take(self.own), self._packed, kinds)
+        came = self._share.gather(answer, list(map(sum, self._lengths)))
+        both = zip(came, self._lengths, strict=True)
+        parts = [part for each, lengths in both for part in each.split(lengths)]
+        return torch.cat([parts[i] for i in self._answered]).view(-1, self._channels)
+
+
+def _still(packed: Packed) -> Tensor | None:
+    """Places of the tokens that no step moves; None: there are none."""
+    spans = packed.layout.narrow.image_stream.spans
+    still = [
+        torch.arange(end - row.still, end)
+        for row, (_, end) in zip(packed.rows, spans, strict=True)
+        if row.still
+    ]
+    if not still:
+        return None
+    [places] = to_device([torch.cat(still)], packed.tokens.device)
+    return places
+
+
+def _asked(row: FlowRow, served: ServedRow) -> RowAsk:
+    """What a service is given of a row's next step, and of an anchor that it foresees: the latents
+    of all its tokens.
+    """
+    tokens, foreseen = row.all_tokens().tokens[:, : row.channels], None
+    if row.foreseen is not None:
+        ahead = row.all_tokens(row.foreseen.step).tokens[:, : row.channels]
+        foreseen = ForeseenAsk(row.foreseen.step, ahead, len(ahead))
+    return RowAsk(served, row.step, tokens, row.computed, row.latents_ahead, foreseen)

@@ -1,0 +1,454 @@
+"""FLUX blocks over packed rows, with the real model's weights and no patched forward.
+
+They compute what the matching diffusers block computes for every row by itself
+(diffusers/models/transformers/transformer_flux.py); attention is `batch.forward`'s. What is before
+and after it knows of no mask and no cache.
+
+What timestep, guidance and prompt do to a block, its shifts, scales and gates (`Vectors`), depends
+on nothing else of a step, so that of several steps is computed at once: its weights, a quarter of
+FLUX.1's, are then read once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.batch.packing import Packing, Stream
+from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
+from maskserve_engine.families.mmdit.weights import Double, FluxWeights, StreamWeights, TwoLayers
+from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.fp8 import Fp8Linear, quantised_gelu
+from maskserve_engine.layers.gelu import gelu, swiglu
+from maskserve_engine.layers.linear import (
+    Linear,
+    PlainLinear,
+    gelu_of,
+    sum_of_parts,
+    write_product,
+)
+from maskserve_engine.layers.modulation import Norm, Vector, add_gated, modulate
+from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
+from maskserve_engine.spec.mmdit import STEPS_AHEAD, VECTORS_AT_ONCE
+
+AHEAD = STEPS_AHEAD
+"""Steps whose vectors are computed at once, at least. A batch that ends earlier has lost little:
+the time goes into reading the weights, not into the products."""
+
+
+def steps_ahead(passes: int) -> int:
+    """Those of a batch of so many passes: few passes have more, all of an edit for one alone."""
+    return max(AHEAD, VECTORS_AT_ONCE // passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Of one step. Scales have 1 added."""
+
+    double: tuple[tuple[Tensor, Tensor], ...]
+    """Per double block, for image and text: mostly [R, 6 · width]."""
+    single: tuple[Tensor, ...]
+    """Per single block: [R, 3 · width]."""
+    last: Tensor | None
+    """[R, 2 · width]: scale and shift of the last layer; None: of a ControlNet, which has none.
+
+    Where a stream has `timeless` tokens, here and for double blocks' images [2R, …]: behind those
+    of the rows' own time those of time 0."""
+
+    def of(self, index: int) -> Tensor:
+        """[R, …] of the image tokens of a block, double blocks first; shift and scale lead."""
+        if index < len(self.double):
+            return self.double[index][0]
+        return self.single[index - len(self.double)]
+
+    def take(self, rows: Sequence[int]) -> Vectors:
+        """Those of some rows."""
+        first = self.single[0] if self.single else self.double[0][0]
+        [at] = to_device([torch.tensor(rows)], first.device)
+        both = at
+        if self.double and len(self.double[0][0]) > len(self.double[0][1]):
+            both = torch.cat((at, at + len(self.double[0][1])))
+        return Vectors(
+            tuple((image[both], text[at]) for image, text in self.double),
+            tuple(block[at] for block in self.single),
+            None if self.last is None else self.last[both],
+        )
+
+    def with_timeless(self, at_zero: Vectors) -> Vectors:
+        """With those of time 0, for models of double blocks alone."""
+        assert not self.single, "single blocks have one stream"
+        assert self.last is not None
+        images = [
+            torch.cat((own[0], zero[0]))
+            for own, zero in zip(self.double, at_zero.double, strict=True)
+        ]
+        # Nobody reads what the last layer makes of such tokens.
+        double = tuple((image, text) for image, (_, text) in zip(images, self.double, strict=True))
+        return Vectors(double, (), torch.cat((self.last, self.last)))
+
+
+def embed(
+    weights: FluxWeights, timesteps: Tensor, pooled: Tensor | None, guidance: Tensor | None
+) -> Tensor:
+    """[S, R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
+    and guidance, and through SiLU.
+
+    Args:
+        weights: of the model.
+        timesteps: [S, R] the sampler's, 0 to 1000, float32.
+        pooled: [R, pooled width]; None for models without it.
+        guidance: [R], times 1000; None for models without it.
+    """
+    own, dtype = weights.time_text_embed, weights.dtype
+    rows = [(row, row + 1) for row in range(timesteps.shape[1])]
+    times = timesteps
+    if own.clock is not None:
+        # The pipeline divides by 1000 in the latents' dtype and most models multiply again.
+        times = timesteps.to(dtype) / 1000 * own.clock
+
+    def projected(values: Tensor) -> Tensor:
+        return own.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)
+
+    assert own.timestep_embedder is not None, "blocks have their vectors of something else"
+    emb = _between(own.timestep_embedder, projected(times), rows)
+    if guidance is not None:
+        assert own.guidance_embedder is not None
+        emb = emb + _between(own.guidance_embedder, projected(guidance.expand_as(times)), rows)
+    if pooled is None:
+        return F.silu(emb)
+    assert own.text_embedder is not None
+    texts = pooled.repeat(len(times), 1).unflatten(0, times.shape)
+    return F.silu(emb + _between(own.text_embedder, texts, rows))
+
+
+def _between(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
+    """[S, R, width] of [S, R, in]."""
+    return layers.linear_2(F.silu(layers.linear_1(x, rows)), rows)
+
+
+def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
+    """The vectors of each step.
+
+    Args:
+        weights: of the model.
+        emb: [S, R, width] from `embed`.
+    """
+    width, rows = weights.width, [(row, row + 1) for row in range(emb.shape[1])]
+
+    def steps(layer: Linear | None, scale: int = 1) -> tuple[Tensor, ...]:
+        """Whose first scale is that part, and then every third."""
+        assert layer is not None, "blocks without vectors of their own share some"
+        out = layer(emb, rows)
+        for part in range(scale, out.shape[-1] // width, 3):
+            out[..., part * width : (part + 1) * width] += 1
+        return out.unbind()
+
+    shared = weights.shared
+    if shared is not None:
+        both = steps(shared.image), steps(shared.text)
+        doubles = [both] * len(weights.double_blocks)
+        singles = [steps(shared.single)] * len(weights.single_blocks)
+    else:
+        doubles = [
+            (steps(block.image.vectors), steps(block.text.vectors))
+            for block in weights.double_blocks
+        ]
+        singles = [steps(block.vectors) for block in weights.single_blocks]
+    last = None if weights.last_vectors is None else steps(weights.last_vectors, 0)
+    return tuple(
+        Vectors(
+            tuple((image[at], text[at]) for image, text in doubles),
+            tuple(block[at] for block in singles),
+            None if last is None else last[at],
+        )
+        for at in range(len(emb))
+    )
+
+
+def clip(x: Tensor) -> Tensor:
+    """A stream as diffusers clips it behind a block, in float16 alone."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim]."""
+    tokens, width = qkv.shape[0], qkv.shape[1] // 3
+    heads = width // head_dim
+    qk = qkv[:, : 2 * width].view(tokens, 2, heads, head_dim)
+    return qk, qkv[:, 2 * width :].view(tokens, heads, head_dim)
+
+
+def stream_post(
+    stem: StreamWeights,
+    x: Tensor,
+    attended: Tensor,
+    vectors: Sequence[Vector],
+    *,
+    rows: Sequence[Span] = (),
+    norm: Norm | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Any]:
+    """One stream of a double block after attention; `attended` [N, width]. And the stream through
+    the next block's norm, where that is given (`add_gated`).
+    """
+    _, _, gate, shift, scale, mlp_gate, *_ = vectors
+    out, up, down = stem.out, stem.up, stem.down
+    assert out is not None, "the stream is read behind attention"
+    assert up is not None
+    assert down is not None
+    fp8 = isinstance(up, Fp8Linear)
+    x, normed = add_gated(x, gate, out(attended, rows), Norm(shift, scale, fp8))
+    if gated:
+        found = down(swiglu(up(normed, rows)), rows)
+    elif fp8 and isinstance(down, Fp8Linear):
+        found = down(quantised_gelu(up(normed)))
+    else:
+        found = down(gelu_of(up, normed, rows), rows)
+    return add_gated(x, mlp_gate, found, norm)
+
+
+class Modulated(NamedTuple):
+    """A stream, or both in row order, at a block's first product."""
+
+    x: Tensor
+    """As wide as the vectors (`Stream.wide`)."""
+    vectors: Sequence[Vector]
+    """All of the block's."""
+    normed: Any
+    """`x` through its norm, as the product takes it."""
+
+    @classmethod
+    def of(cls, product: Linear, stream: Stream, x: Tensor, vectors: Tensor) -> Any:
+        """Of a stream [N, width] and its rows' vectors [R, … · width]."""
+        wide, each = stream.wide(x), _spread(stream, vectors, x.shape[1])
+        return cls(wide, each, modulate(wide, each[0], each[1], isinstance(product, Fp8Linear)))
+
+
+def _spread(stream: Stream, vectors: Tensor, width: int) -> Sequence[Vector]:
+    """All of the block's, as they go with the stream's tokens."""
+    return stream.spread(vectors, vectors.shape[1] // width)
+
+
+def _norm(product: Linear, vectors: Sequence[Vector]) -> Norm:
+    """The norm before a block's first product."""
+    return Norm(vectors[0], vectors[1], isinstance(product, Fp8Linear))
+
+
+_Streams = tuple[Modulated, Modulated]
+"""Of text and image."""
+
+
+class FluxStep:
+    """A FluxTransformer2DModel at one step (`forward.Transformer`)."""
+
+    def __init__(self, weights: FluxWeights, vectors: Vectors) -> None:
+        self.weights, self.vectors = weights, vectors
+        self.blocks, self.forms = weights.blocks, weights.forms
+        self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
+        self.alone = 0
+        self.placed_bytes, self.writes = weights.placed_bytes, weights.writes
+        self.gated = weights.gated
+
+    def take(self, rows: Sequence[int]) -> Self:
+        return type(self)(self.weights.take(rows), self.vectors.take(rows))
+
+    def copied(self) -> Self:
+        return type(self)(self.weights, mapped(self.vectors, Tensor.clone))
+
+    def follow(self, other: FluxStep) -> None:
+        copy_tensors(self.vectors, other.vectors)
+
+    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
+        return self.weights.x_embedder(tokens, rows)
+
+    def pre(
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        packing: Packing,
+        cis: Tensor,
+        ahead: Any,
+        room: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        block = self.blocks[number]
+        if isinstance(block, Double):
+            both = self.vectors.double[number]
+            streams: _Streams = ahead or (
+                Modulated.of(block.text.qkv, packing.text_stream, text, both[1]),
+                Modulated.of(block.image.qkv, packing.image_stream, image, both[0]),
+            )
+            qkv = self._qkv_of_streams(number, block, streams, packing, room)
+            qk, v = split(qkv, block.norms.shape[-1])
+            qk_norm_rope(qk, block.norms, cis, packing.stream_of)
+            return qk, v, tuple((own.x, own.vectors) for own in streams)
+        vectors = self.vectors.single[number - self.two_streams]
+        row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
+        width, inside = image.shape[1], self.forms[number] == "epilogues"
+        if inside or room is not None:
+            end = block.qkv_up.out_features
+            own, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, end)
+            qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
+            write_product(own, row.normed, qkv)
+            joined = gelu_of(up, row.normed) if inside else up(row.normed)
+        else:
+            all_of_it = block.qkv_up(row.normed, packing.row_stream.spans)
+            qkv, joined = all_of_it[:, : 3 * width], all_of_it[:, 2 * width :]
+        qk, v = split(qkv, block.norms.shape[-1])
+        qk_norm_rope(qk, block.norms, cis)
+        return qk, v, (joined, row.x, row.vectors[2])
+
+    def _qkv_of_streams(
+        self,
+        number: int,
+        block: Double,
+        streams: _Streams,
+        packing: Packing,
+        room: Tensor | None,
+    ) -> Tensor:
+        """[N, 3 · width] in row order, not rotated."""
+        text, image = streams
+        products = block.text.qkv, block.image.qkv
+        spans = packing.text_stream.spans, packing.image_stream.spans
+        if room is None and self.forms[number] != "epilogues":
+            return packing.rows_from(
+                products[0](text.normed, spans[0]), products[1](image.normed, spans[1])
+            )
+        lengths = [own[-1][1] for own in spans]
+        if room is None:
+            room = image.x.new_empty(sum(lengths), products[0].out_features)
+        both = room[: sum(lengths)]
+        for product, stream, out in zip(products, streams, both.split(lengths), strict=True):
+            write_product(product, stream.normed, out)
+        return packing.in_row_order(both)
+
+    def post(
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        attended: Tensor,
+        kept: Any,
+        packing: Packing,
+        *,
+        goes_on: bool,
+        image_alone: bool,
+    ) -> tuple[Tensor, Tensor, Any]:
+        block = self.blocks[number]
+        half = image.dtype == torch.float16  # whose streams are clipped before the next norm
+        if isinstance(block, Double):
+            behind = number + 1 if goes_on and not half else None
+            c, x, ahead = self._after_streams(block, kept, attended, packing, behind)
+            c = clip(c) if half else c
+            return c.view_as(text), x.view_as(image), ahead
+        begin = packing.text[0] if image_alone else 0
+        joined, x, gate = kept
+        rows = packing.row_stream.spans
+        if image_alone:
+            attended, joined, x, image = (tokens[begin:] for tokens in (attended, joined, x, image))
+            rows = packing.image_stream.spans
+        if self.forms[number] == "epilogues":
+            assert isinstance(block.out, PlainLinear)
+            found = sum_of_parts(block.out, (attended, joined))
+        elif isinstance(block.out, Fp8Linear):
+            more = block.qkv_up.out_features - 3 * attended.shape[1]
+            up = joined[:, -more:]  # beside the values, or alone
+            if self.gated:
+                found = block.out(torch.cat((attended, swiglu(up)), dim=1))
+            else:
+                found = block.out(quantised_gelu(up, attended))
+        else:
+            # Nobody needs the values any more: in their place what was found needs not be joined by
+            # a copy of all, which takes more than the copy of itself.
+            values, up = joined.tensor_split((attended.shape[1],), dim=1)
+            values.copy_(attended)
+            if self.gated:
+                joined = joined[:, : attended.shape[1] + up.shape[1] // 2]
+                swiglu(up, out=joined[:, attended.shape[1] :])
+            else:
+                gelu(up, out=up)
+            found = block.out(joined, rows)
+        if not goes_on or half:
+            out, _ = add_gated(x, gate, found)
+            return text, (clip(out) if half else out).view_as(image), None
+        following = number + 1 - self.two_streams
+        of_next = packing.row_stream.spread(self.vectors.single[following], 3)
+        norm = _norm(self.weights.single_blocks[following].qkv_up, of_next)
+        out, normed = add_gated(x, gate, found, norm)
+        return text, out.view_as(image), Modulated(out, of_next, normed)
+
+    def _after_streams(
+        self,
+        block: Double,
+        kept: Sequence[tuple[Tensor, Sequence[Vector]]],
+        attended: Tensor,
+        packing: Packing,
+        behind: int | None,
+    ) -> tuple[Tensor, Tensor, _Streams | None]:
+        """Text and image stream, as wide as their vectors, and what the block `behind` is given.
+
+        Args:
+            block: the present one.
+            kept: both streams before it, and their vectors.
+            attended: as of `post`.
+            packing: likewise.
+            behind: number of the next double block, if it is given just these streams.
+        """
+        (c, c_vectors), (x, x_vectors) = kept
+        norms: Sequence[Norm | None] = None, None
+        if behind is not None:
+            following, vectors = self.weights.double_blocks[behind], self.vectors.double[behind]
+            width = attended.shape[1]
+            of_text = _spread(packing.text_stream, vectors[1], width)
+            of_image = _spread(packing.image_stream, vectors[0], width)
+            norms = _norm(following.text.qkv, of_text), _norm(following.image.qkv, of_image)
+        c_attended, x_attended = packing.split(attended)
+        x, x_normed = stream_post(
+            block.image,
+            x,
+            x_attended,
+            x_vectors,
+            rows=packing.image_stream.spans,
+            norm=norms[1],
+            gated=self.gated,
+        )
+        c, c_normed = stream_post(
+            block.text,
+            c,
+            c_attended,
+            c_vectors,
+            rows=packing.text_stream.spans,
+            norm=norms[0],
+            gated=self.gated,
+        )
+        if behind is None:
+            return c, x, None
+        return c, x, (Modulated(c, of_text, c_normed), Modulated(x, of_image, x_normed))
+
+    def project(
+        self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        block, width = self.blocks[number], hidden.shape[1]
+        shift, scale = stream.spread(self.vectors.of(number)[:, : 2 * width], 2)
+        if isinstance(block, Double):
+            qkv, norms = block.image.qkv, block.norms[1]
+        else:
+            qkv, norms = block.qkv_up, block.norms
+        keys_values = qkv.columns(width, 3 * width)
+        fp8 = isinstance(keys_values, Fp8Linear)
+        normed = modulate(stream.wide(hidden), shift, scale, fp8)
+        k, v = keys_values(normed, stream.spans).chunk(2, dim=1)
+        k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
+        qk_norm_rope(k[:, None], norms[1:], cis)
+        return k, v
+
+    def last(self, image: Tensor, stream: Stream) -> Tensor:
+        assert self.vectors.last is not None
+        assert self.weights.proj_out is not None
+        scale, shift = stream.spread(self.vectors.last, 2)
+        return self.weights.proj_out(modulate(stream.wide(image), shift, scale), stream.spans)

@@ -1,0 +1,201 @@
+"""The walk of one row through the sigmas, and the sampler that it is asked of.
+
+A sampler is FlowMatchEulerDiscreteScheduler, or one that remembers steps: its steps are matrices
+(`stages.linear_steps`), by which a row makes of the model's answer the velocity that takes its
+latents where the sampler takes them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.request import steps_run
+from maskserve_engine.stages.linear_steps import matrices, probed
+from maskserve_engine.stages.loader import load_plain, sampler_name
+
+
+class Walk(NamedTuple):
+    """One step in plain numbers, each exactly a float32."""
+
+    timestep: float
+    """0 to 1000, what the model is told."""
+    sigma: float
+    change: float
+    """Of sigma, to the next step: negative."""
+
+
+Move = tuple[tuple[float, ...], ...]
+"""K rows of K + 1 factors: what takes the latents, what is remembered beside them and the model's
+answer to the next latents and what is then remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Flow-matching steps of one row: its own walk through the sigmas."""
+
+    sigmas: Tensor
+    """[n + 1] float32, the last one 0."""
+    walk: tuple[Walk, ...]
+    moves: tuple[Move, ...] = ()
+    """Of each step, of a sampler that remembers; none: its steps are Euler's."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.walk)
+
+
+_EULER = "FlowMatchEulerDiscreteScheduler"
+_TAKES_SIGMAS = (_EULER, "UniPCMultistepScheduler")
+"""The samplers that a pipeline may tell its sigmas."""
+_SERVED = (*_TAKES_SIGMAS, "DPMSolverMultistepScheduler")
+
+
+def load_sampler(config: Config, *, tells_sigmas: bool) -> Any:
+    """The sampler of a model folder.
+
+    Args:
+        config: of the worker.
+        tells_sigmas: whether the model's pipeline gives its sampler sigmas.
+
+    Raises:
+        ConfigError: the folder names a class that is not served. Its options would be read all the
+            same, and every edit stepped in another way.
+    """
+    import diffusers
+
+    name = sampler_name(config)
+    _check_name(name, _TAKES_SIGMAS if tells_sigmas else _SERVED)
+    sampler = load_plain(config, "scheduler", getattr(diffusers, name))
+    if sampler.config.get("shift_terminal") and config.model.num_inference_steps == 1:
+        raise ConfigError(
+            "[model] num_inference_steps: 1 cannot be stretched to the sampler's shift_terminal; "
+            "use 2 or more"
+        )
+    return sampler
+
+
+def check_sampler(sampler: Any) -> None:
+    """Refuse samplers whose step this engine does not reproduce.
+
+    Raises:
+        ConfigError: another class than those served, or options of theirs with which steps draw
+            noise, are not linear, or are not those of a flow.
+    """
+    name, config = type(sampler).__name__, sampler.config
+    _check_name(name, _SERVED)
+    if name != _EULER:
+        _check_multistep(name, config)
+    if sampler.config.get("stochastic_sampling", False) or sampler.config.get(
+        "invert_sigmas", False
+    ):
+        raise ConfigError("[model] path: stochastic or inverted samplers are not served")
+
+
+def _check_name(name: str, served: Sequence[str]) -> None:
+    if name not in served:
+        raise ConfigError(
+            f"[model] path: sampler {name} is not served with this model; served: "
+            f"{', '.join(served)}"
+        )
+
+
+def _check_multistep(name: str, config: Mapping[str, Any]) -> None:
+    for key, value in {
+        "use_flow_sigmas": True,
+        "prediction_type": "flow_prediction",
+        "final_sigmas_type": "zero",
+        "num_train_timesteps": 1000,
+        "thresholding": False,
+        "solver_p": None,
+        "predict_x0": True,
+    }.items():
+        if config.get(key, value) != value:
+            raise ConfigError(
+                f"[model] path: sampler {name}: {key} {config[key]} is not served with this model; "
+                f"use {value}"
+            )
+    if str(config.get("algorithm_type", "")).startswith("sde"):
+        raise ConfigError(
+            f"[model] path: sampler {name}: algorithm_type {config['algorithm_type']} draws noise "
+            "as it goes; not served"
+        )
+
+
+Shift = Callable[[Mapping[str, Any], int, int], float | None]
+"""By how much larger pictures are noised longer (`mu`), of a sampler's config, image tokens and
+number of steps; None: the pipeline asks its sampler for so many steps and no more."""
+
+
+def linear_shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
+    """Of most pipelines: linear in the tokens."""
+    base, top = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope: float = (high - low) / (top - base)
+    mu: float = tokens * slope + (low - slope * base)
+    return mu
+
+
+def make_schedule(
+    sampler: Any,
+    steps: int,
+    tokens: int,
+    strength: float = 1.0,
+    shift: Shift = linear_shift,
+    own: Sequence[float] = (),
+) -> Schedule:
+    """The schedule that diffusers' inpaint pipelines of such models use.
+
+    Args:
+        sampler: the model's, which several threads may ask.
+        steps: num_inference_steps.
+        tokens: image tokens, which shift the schedule of most models.
+        strength: share of the steps that is run.
+        shift: the family's.
+        own: `ModelFacts.sigmas`.
+    """
+    assert not own or len(own) == steps, "other steps are refused of such models"
+    mu, begin = shift(sampler.config, tokens, steps), steps - steps_run(steps, strength)
+    if type(sampler).__name__ == _EULER:
+        sampler = _walked(copy.copy(sampler), steps, mu, own)  # it changes
+        return _schedule(sampler, begin, ())
+    return _multistep(sampler, steps, mu, begin, tuple(own))
+
+
+def _walked(sampler: Any, steps: int, mu: float | None, own: Sequence[float]) -> Any:
+    """The sampler, told what diffusers' pipeline tells it."""
+    if mu is None:
+        sampler.set_timesteps(steps)
+    else:
+        sigmas = np.array(own) if own else np.linspace(1.0, 1 / steps, steps)
+        sampler.set_timesteps(sigmas=sigmas, mu=mu)
+    return sampler
+
+
+def _schedule(sampler: Any, begin: int, moves: tuple[Move, ...]) -> Schedule:
+    sigmas, timesteps = sampler.sigmas[begin:].clone(), sampler.timesteps[begin:]
+    columns = timesteps.tolist(), sigmas[:-1].tolist(), sigmas.diff().tolist()
+    return Schedule(sigmas, tuple(Walk(*step) for step in zip(*columns, strict=True)), moves)
+
+
+@lru_cache(maxsize=256)
+def _multistep(
+    sampler: Any, steps: int, mu: float | None, begin: int, own: tuple[float, ...]
+) -> Schedule:
+    """The schedule of a sampler that remembers; to take it apart takes some milliseconds a step."""
+    sampler = _walked(copy.deepcopy(sampler), steps, mu, own)
+    sampler.set_begin_index(begin)
+    taken = copy.deepcopy(sampler)
+    moves = matrices([probed(taken, timestep) for timestep in taken.timesteps[begin:]])
+    return _schedule(sampler, begin, tuple(_tuples(move) for move in moves.tolist()))
+
+
+def _tuples(move: list[list[float]]) -> Move:
+    return tuple([tuple(row) for row in move])

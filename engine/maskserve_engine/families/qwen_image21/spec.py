@@ -1,0 +1,149 @@
+"""Qwen-Image-2.1: pipeline, defaults, what a folder says, work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from maskserve_common.config import ConfigError
+from maskserve_common.config_file import read_json
+from maskserve_common.contracts.dense_steps import DenseSteps
+from maskserve_common.contracts.semantics import EXACT_REFERENCE
+from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec import mmdit
+from maskserve_engine.spec.facts import (
+    EditDefaults,
+    ModelFacts,
+    check_served,
+    least_steps,
+    no_recorded_rows,
+)
+from maskserve_engine.spec.latents import latent_space
+from maskserve_engine.spec.shown import Shown
+
+PIPELINES = {"QwenImage21Pipeline": EXACT_REFERENCE}
+"""By the class in model_index.json: what is served of it."""
+NAME = "Qwen-Image-2.1 models"
+SETTINGS = ()
+"""It has no keys of the configuration that other models lack."""
+DEFAULTS = EditDefaults(num_inference_steps=40, guidance_scale=0.0)
+"""Those of QwenImage21Pipeline, which guides where an edit has a negative prompt."""
+_STRIDE = 7
+"""Of a distilled model's few steps each has its anchor."""
+_PATCH = 2
+
+lora_work = flux.lora_work
+control_work = flux.control_work
+recorded_rows = no_recorded_rows
+
+
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+    """The facts of a Qwen-Image-2.1 folder; ConfigError if a part of it cannot be read or
+    served.
+    """
+    sampler = read_json(folder / "scheduler" / "scheduler_config.json")
+    transformer = read_json(folder / "transformer" / "config.json")
+    vae, index = read_json(folder / "vae" / "config.json"), read_json(folder / "model_index.json")
+    latents, least = latent_space(vae), least_steps(sampler)
+    sigmas = _own_sigmas(index.get("sample_sigmas"), least)
+    check_served(
+        ("transformer: causal_condition", transformer.get("causal_condition", True), True),
+        ("transformer: patch_size", transformer.get("patch_size", 1), 1),
+        ("vae: patch_size", vae.get("patch_size"), None),
+    )
+    return ModelFacts(
+        family="qwen_image21",
+        semantics=PIPELINES[pipeline],
+        latents=latents,
+        patch=_PATCH,
+        native_resolution=native_resolution or 128 * latents.pixels,
+        # The text encoder has a slot for each two tokens a side.
+        size_multiple=latents.pixels * _PATCH * 2,
+        guidance="none",
+        defaults=replace(DEFAULTS, num_inference_steps=len(sigmas)) if sigmas else DEFAULTS,
+        stride=1 if sigmas else _STRIDE,
+        dense_steps=DenseSteps(prompt=1, side=1),
+        own_stride=0.0,
+        leaves_text=False,
+        true_cfg=True,
+        denoiser=as_flux(transformer),
+        control=None,
+        keeps_placed=True,
+        padded_to=1,
+        mask_latents=_PATCH,
+        shown=Shown(latents.pixels * _PATCH * 2, 0, 0, replaced=True),
+        least_steps=least,
+        sigmas=sigmas,
+    )
+
+
+def _own_sigmas(given: Any, least: int) -> tuple[float, ...]:
+    """`ModelFacts.sigmas` of a pipeline's `sample_sigmas`."""
+    if given is None:
+        return ()
+    numbers = given if isinstance(given, list) else []
+    try:
+        falls = all(a > b for a, b in pairwise([math.nextafter(1.0, 2.0), *numbers, 0.0]))
+    except TypeError:
+        falls = False
+    if not falls or len(numbers) < least:
+        raise ConfigError(
+            f"[model] path: model_index.json: sample_sigmas: {given} is no schedule; "
+            f"use {least} or more numbers that fall from at most 1 to above 0"
+        )
+    return tuple(map(float, numbers))
+
+
+def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
+    """Its config.json, with the sizes of FLUX's under the names that these have there."""
+    return {
+        **transformer,
+        "joint_attention_dim": int(transformer["context_in_dim"]),
+        "num_single_layers": 0,
+        "pooled_projection_dim": 0,
+    }
+
+
+def count(
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    halo: int,
+    *,
+    recorded: bool,
+    references: int,
+    exact: bool = False,
+) -> ModelWork:
+    """As FLUX.1's double blocks of the picture alone: gated activations, one set of scales and
+    gates for all of them, and prompts whose keys and values are made once.
+    """
+    base = flux.count(
+        config, height, width, halo, recorded=recorded, references=references, exact=exact
+    )
+    h, ratio = base.blocks[0].width, float(config.get("mlp_ratio", 3))
+    token = 2.0 * (4 + 3 * ratio) * h * h
+    blocks = [replace(block, row=0.0, token=token, text=0.0) for block in base.blocks]
+    [embed] = base.before
+    return replace(
+        base,
+        family="qwen_image21",
+        blocks=tuple(blocks),
+        before=(replace(embed, row=embed.row + 2.0 * 4 * h * h, text=0.0),),
+        after=replace(base.after, row=2.0 * h * h),
+        said_once=True,
+        peak_text=2.0 * h * len(blocks),
+    )
+
+
+def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
+    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    inner = int(h * float(config.get("mlp_ratio", 3)))
+    block = {f"attn.{layer}": 2 * h for layer in ("to_q", "to_k", "to_v", "to_out.0")}
+    block |= {f"img_mlp.{layer}": h + inner for layer in ("proj", "gate_layer", "out")}
+    return mmdit.by_block({"transformer_blocks": (int(config["num_layers"]), block)})

@@ -1,0 +1,194 @@
+"""The model families that are served. The family is read from the folder, never from a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.config_file import read_json
+from maskserve_engine.families.chroma import spec as chroma
+from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.families.flux2 import spec as flux2
+from maskserve_engine.families.qwen_image import spec as qwen_image
+from maskserve_engine.families.qwen_image21 import spec as qwen_image21
+from maskserve_engine.families.sd3 import spec as sd3
+from maskserve_engine.families.unet import spec as unet
+from maskserve_engine.families.z_image import spec as z_image
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.family import FamilyFacts, family_work
+
+FAMILIES: dict[str, FamilyFacts] = {
+    "chroma": chroma,
+    "flux": flux,
+    "flux2": flux2,
+    "qwen_image": qwen_image,
+    "qwen_image21": qwen_image21,
+    "sd3": sd3,
+    "unet": unet,
+    "z_image": z_image,
+}
+"""By the name in ModelFacts.family, which the engine's adapters have, too."""
+
+
+DENSE_ONLY = "this model is served dense only, as its second attentions have no entries"
+
+
+def check_family(config: Config, facts: ModelFacts) -> None:
+    """See that nothing is set that the model does not have.
+
+    Raises:
+        ConfigError: it is a setting of other families, the cache of a model that has none, or
+            other steps than its own.
+    """
+    if config.cache.enabled and not facts.caches:
+        raise ConfigError(f"[cache] enabled: {DENSE_ONLY}; use false")
+    if facts.sigmas and config.model.num_inference_steps not in (0, len(facts.sigmas)):
+        raise ConfigError(
+            f"[model] num_inference_steps: this model has {len(facts.sigmas)} of its own; use 0"
+        )
+    own = FAMILIES[facts.family].SETTINGS
+    others = {name for family in FAMILIES.values() for name in family.SETTINGS}.difference(own)
+    for name in sorted(others):
+        section, key = name.split(".")
+        default, set_to = (getattr(getattr(each, section), key) for each in (Config(), config))
+        if set_to != default:
+            owners = ", ".join(each.NAME for each in FAMILIES.values() if name in each.SETTINGS)
+            use = json.dumps(default) if default != "" else "none"
+            raise ConfigError(f"[{section}] {key}: a setting of {owners}; use {use}")
+
+
+_GROUP = 32
+"""Numbers of a token that share a scale in int4 (`cache.entries` of the engine)."""
+
+
+def check_widths(config: Config, facts: ModelFacts) -> None:
+    """See that a model's tokens fit the formats in which they are kept.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    cache, side = config.cache, facts.native_resolution // facts.vae_scale_factor
+    formats = {"entry_format": cache.entry_format, "own_format": cache.own_format}
+    if not cache.enabled:
+        del formats["entry_format"]
+    asked = [key for key, form in formats.items() if form == "int4"]
+    if not asked:
+        return
+    work = counted_work(facts, side, side)
+    maps: Sequence[int] = facts.denoiser.get("block_out_channels", ())
+    odd = [width for width in (*(block.width for block in work.blocks), *maps) if width % _GROUP]
+    if odd:
+        raise ConfigError(
+            f"[cache] {asked[0]}: int4 has a scale per {_GROUP} numbers, and this model's tokens "
+            f"have {min(odd)}; use int8"
+        )
+
+
+def recorded_rows(facts: ModelFacts, config: Config) -> int:
+    """Dense rows whose tokens a step may have that is recorded as a CUDA graph, on GPUs; 0: none
+    is recorded.
+    """
+    return FAMILIES[facts.family].recorded_rows(config)
+
+
+def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
+    """Read a diffusers-format folder.
+
+    Args:
+        folder: local folder with `model_index.json`.
+        native_resolution: overrides what the model says, in pixels; 0 does not.
+
+    Raises:
+        ConfigError: not a model folder, or a family that is not served.
+    """
+    folder = Path(folder)
+    if not (folder / "model_index.json").is_file():
+        raise ConfigError(f"[model] path: {folder} is not a model folder (no model_index.json)")
+    pipeline = read_json(folder / "model_index.json").get("_class_name")
+    for family in FAMILIES.values():
+        if pipeline in family.PIPELINES:
+            return family.read(folder, str(pipeline), native_resolution)
+    served = [name for family in FAMILIES.values() for name in family.PIPELINES]
+    like = ", ".join(get_close_matches(str(pipeline), served, n=4, cutoff=0.0))
+    raise ConfigError(
+        f"[model] path: {pipeline} is not served; served: {like} and others (docs/models.md)"
+    )
+
+
+def counted_work(
+    facts: ModelFacts, height: int, width: int, *, halo: int = 0, recorded: bool = False
+) -> ModelWork:
+    """A model's work on one picture.
+
+    Args:
+        facts: of the model.
+        height: latent rows (pixels / VAE scale).
+        width: latent columns.
+        halo: as `ModelWork.halo`; 0 for families without convolutions.
+        recorded: whether steps are CUDA graphs.
+    """
+    family = FAMILIES[facts.family]
+    return family_work(family, facts, height, width, halo=halo, recorded=recorded)
+
+
+def control_work(
+    facts: ModelFacts, config: Mapping[str, Any], height: int, width: int
+) -> ModelWork:
+    """A ControlNet's work on one picture of the model's.
+
+    Args:
+        facts: of the model.
+        config: the net's config.json.
+        height: latent rows.
+        width: latent columns.
+
+    Raises:
+        KeyError: the config lacks what tells the net's size.
+    """
+    return FAMILIES[facts.family].control_work(dict(config), height, width)
+
+
+def lora_work(facts: ModelFacts, base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
+    """What a LoRA adds to a model's work on a picture.
+
+    Args:
+        facts: of the model.
+        base: its work.
+        layers: numbers in the LoRA's factors, by the layer's dotted name in the diffusers model.
+    """
+    return FAMILIES[facts.family].lora_work(base, layers)
+
+
+def typical_lora(facts: ModelFacts, base: ModelWork) -> tuple[ModelWork, int]:
+    """A LoRA of rank 1 of every linear layer of a model's blocks: what it adds to the model's work,
+    and the bytes of its file in half precision.
+    """
+    layers = FAMILIES[facts.family].lora_layers(facts.denoiser)
+    return lora_work(facts, base, layers), 2 * sum(layers.values())
+
+
+_FILLS = 2.0**25
+"""FLOPs that a thread computes of an operation in some 0.3 ms."""
+
+
+def filled_threads(config: Config, facts: ModelFacts) -> int:
+    """CPU threads that the operations of a model's steps keep busy.
+
+    Of a small model it is one. Each operation ends when its last thread has, and where those of a
+    step take microseconds, threads wait for one another more than they compute, and for their
+    cores, which encoder and decoder want, too.
+
+    Args:
+        config: of the worker.
+        facts: of its model.
+    """
+    side = facts.native_resolution // facts.vae_scale_factor
+    work = counted_work(facts, side, side)
+    row = work.row_at(1.0, facts.text_tokens(config.model.max_sequence_length))
+    operations = work.batch_launches(("dense",) * len(work.blocks))
+    return max(1, int(work.step_flops([row], "dense") / operations / _FILLS))

@@ -1,0 +1,506 @@
+"""Stable Diffusion and SDXL: their pipelines, defaults, what a folder says, and the counted work of
+a UNet2DConditionModel as they configure it.
+
+Only the stacks (Transformer2DModels) are sparse: convolutions, ResNets, proj_in and proj_out run
+on all positions of every row (design §4, "Cached row"), or with a halo on all of a tile. What runs
+between two stacks is one fixed amount, which is where the load stream gets ahead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.config_file import read_json
+from maskserve_common.contracts.semantics import FILL, INPAINT
+from maskserve_engine.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
+from maskserve_engine.spec.facts import ControlFacts, EditDefaults, ModelFacts, one_scale
+
+PIPELINES = (
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionXLInpaintPipeline",
+)
+"""A UNet's channels say what it takes, whatever pipeline it was saved from."""
+NAME = "UNets"
+SETTINGS = ("cache.conv_halo",)
+"""Keys of the configuration that other models do not have."""
+DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.5)
+"""Those of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline."""
+CONTROL = ControlFacts(
+    net="ControlNetModel",
+    latents=False,
+    equal=(
+        "block_out_channels",
+        "layers_per_block",
+        "cross_attention_dim",
+        "addition_embed_type",
+        "addition_time_embed_dim",
+        "projection_class_embeddings_input_dim",
+    ),
+    stride=0.25,
+    power=0.0,
+)
+_STRIDE = 7
+OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25}
+_OWN_GROWTH = {FILL: 1.0, INPAINT: 1.7}
+"""The more noise there is, the faster does a base model's picture round the mask change with it."""
+_OWN_EVENLY_OVER = {FILL: 0.75, INPAINT: 0.85}
+_BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
+"""Kernels of a transformer block, per kind, as they are counted on a device without memory
+(`bench kernel_table`)."""
+_END_LAUNCHES = (0.0, 5.0, 5.0)
+"""Beside these, of a stack's last block: its tokens are taken apart and put together again."""
+_RECORDED_LAUNCHES, _RECORDED_ENDS, _RECORDED_SAMPLING = (0.0, 40.0, 2.0), (0.0, 5.0, 2.0), 10.0
+"""The same where steps are CUDA graphs: what places cached activations, and the piece behind it.
+Steps with projected blocks are not; these stand for what is outside the blocks, too."""
+_RESNET_LAUNCHES, _STACK_LAUNCHES, _SAMPLING_LAUNCHES = 11.0, 6.0, 27.0
+"""Of a ResNet, of a stack outside its blocks, and of a step's input, embeddings and sampler."""
+
+_DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")
+_UP = ("CrossAttnUpBlock2D", "UpBlock2D")
+
+
+def _per_level(value: Any, levels: int) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value] * levels
+
+
+def check_net(config: Mapping[str, Any]) -> None:
+    """As `check_unet`, of a ControlNetModel's config, whose middle may have no attention."""
+    options = dict(config)
+    if options.get("mid_block_type") == "UNetMidBlock2D":
+        del options["mid_block_type"]
+    if options.get("global_pool_conditions"):
+        raise ValueError("its global_pool_conditions is not served")
+    check_unet({"up_block_types": (), **options})
+
+
+def check_unet(config: Mapping[str, Any]) -> None:
+    """Refuse options that neither the count nor the adapter knows: no served model uses them.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    plain = {
+        "mid_block_type": "UNetMidBlock2DCrossAttn",
+        "only_cross_attention": False,
+        "dual_cross_attention": False,
+        "class_embed_type": None,
+        "num_class_embeds": None,
+        "encoder_hid_dim": None,
+        "attention_type": "default",
+        "resnet_time_scale_shift": "default",
+        "time_embedding_type": "positional",
+        "time_cond_proj_dim": None,
+        "time_embedding_act_fn": None,
+        "encoder_hid_dim_type": None,
+        "cross_attention_norm": None,
+        "center_input_sample": False,
+        "downsample_padding": 1,
+        "reverse_transformer_layers_per_block": None,
+    }
+    for key, usual in plain.items():
+        if config.get(key, usual) != usual:
+            raise ValueError(f"{key}: {config[key]!r} is not served; served: {usual!r}")
+    for key, known in (("down_block_types", _DOWN), ("up_block_types", _UP)):
+        for kind in config[key]:
+            if kind not in known:
+                raise ValueError(f"{key}: {kind} is not served; served: {', '.join(known)}")
+    if config.get("addition_embed_type") not in (None, "text_time"):
+        raise ValueError(f"addition_embed_type: {config['addition_embed_type']!r} is not served")
+
+
+@dataclass
+class _Walk:
+    """The model's forward pass, adding up FLOPs of one evaluation as it goes."""
+
+    channels: list[int]
+    """Per level, as the next three."""
+    layers: list[int]
+    depths: list[int]
+    """Blocks of a stack."""
+    cross_dim: list[int]
+    embedding: int
+    areas: list[int]
+    """Positions of each level."""
+    blocks: list[BlockWork] = field(default_factory=list)
+    before: list[FixedWork] = field(default_factory=list)
+    groups: int = 32
+    says: bool = False
+    """Whether each kept tensor goes through a convolution of its own, as a ControlNet's do."""
+    fixed: float = 0.0
+    launches: float = _SAMPLING_LAUNCHES
+    recorded: bool = False
+    positions: list[float] = field(default_factory=list)
+    """FLOPs per position of each level, since the last stack began."""
+    maps: list[FeatureMap] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    """Numbers in each tensor that waits for the way up, or that the present layer was given."""
+    peak: float = 0.0
+    """Numbers held at once, at most."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any], height: int, width: int) -> _Walk:
+        channels = [int(c) for c in config["block_out_channels"]]
+        levels = len(channels)
+        per_level = (
+            _per_level(value, levels)
+            for value in (
+                config["layers_per_block"],
+                config.get("transformer_layers_per_block", 1),
+                config["cross_attention_dim"],
+            )
+        )
+        layers, depths, cross = ([int(n) for n in each] for each in per_level)
+        embedding = int(config.get("time_embedding_dim") or channels[0] * 4)
+        areas = [rows * columns for rows, columns in level_sizes(height, width, levels)]
+        walk = cls(channels, layers, depths, cross, embedding, areas)
+        walk.groups = int(config.get("norm_num_groups") or 32)
+        walk.positions = [0.0] * levels
+        return walk
+
+    def down(self, config: dict[str, Any]) -> None:
+        """The way down and the middle, which a ControlNet has a copy of."""
+        channels = self.channels
+        self.linear(channels[0], self.embedding)
+        self.linear(self.embedding, self.embedding)
+        if config.get("addition_embed_type") == "text_time":
+            self.linear(int(config["projection_class_embeddings_input_dim"]), self.embedding)
+            self.linear(self.embedding, self.embedding)
+        kernel = int(config.get("conv_in_kernel", 3))
+        self.conv(0, int(config["in_channels"]), channels[0], kernel)
+        self.keep(0, channels[0])
+        before, bottom = channels[0], len(channels) - 1
+        for level, kind in enumerate(config["down_block_types"]):
+            for layer in range(self.layers[level]):
+                self.resnet(level, before if layer == 0 else channels[level], channels[level])
+                if kind.startswith("CrossAttn"):
+                    name = f"down{level}.{layer}"
+                    self.stack(name, level, channels[level], self.depths[level])
+                self.keep(level, channels[level])
+            before = channels[level]
+            if level < bottom:
+                self.read(level, channels[level], strided=True)
+                self.conv(level + 1, channels[level], channels[level])
+                self.keep(level + 1, channels[level])
+        self.resnet(bottom, channels[-1], channels[-1])
+        if config.get("mid_block_type") == "UNetMidBlock2D":
+            return
+        self.stack("mid", bottom, channels[-1], self.depths[-1])
+        self.resnet(bottom, channels[-1], channels[-1])
+
+    def conv(self, level: int, inputs: int, outputs: int, side: int = 3) -> None:
+        self.positions[level] += 2.0 * inputs * outputs * side * side
+
+    def read(self, level: int, channels: int, *, strided: bool = False) -> None:
+        """A GroupNorm, or a strided convolution, reads a map."""
+        block = len(self.blocks)
+        self.maps.append(FeatureMap(level, channels, self.groups, strided, block))
+
+    def outside(self) -> FixedWork:
+        """What was added up since it was asked last."""
+        work = FixedWork(self.fixed, positions=tuple(self.positions), launches=self.launches)
+        self.fixed, self.positions, self.launches = 0.0, [0.0] * len(self.areas), 0.0
+        return work
+
+    def hold(self, level: int, channels: int) -> None:
+        """So many channels are held beside what is kept."""
+        self.peak = max(self.peak, sum(self.kept) + channels * self.areas[level])
+
+    def keep(self, level: int, channels: int) -> None:
+        self.kept.append(float(channels * self.areas[level]))
+        if self.says:
+            self.conv(level, channels, channels, side=1)
+
+    def linear(self, inputs: int, outputs: int) -> None:
+        self.fixed += 2.0 * inputs * outputs
+
+    def resnet(self, level: int, inputs: int, outputs: int) -> None:
+        # The input normed and activated, or three tensors of the output's size.
+        self.hold(level, max(2 * inputs, inputs + outputs, 3 * outputs))
+        self.read(level, inputs)
+        self.conv(level, inputs, outputs)
+        self.linear(self.embedding, outputs)
+        self.read(level, outputs)
+        self.conv(level, outputs, outputs)
+        if inputs != outputs:
+            self.conv(level, inputs, outputs, side=1)
+        self.launches += 0.0 if self.recorded else _RESNET_LAUNCHES
+
+    def stack(self, name: str, level: int, h: int, depth: int) -> None:
+        """A Transformer2DModel: its blocks are counted per token, its ends as fixed work."""
+        self.hold(level, 26 * h)  # of which the gated feed-forward part is 16
+        self.read(level, h)
+        self.conv(level, h, h, side=1)  # proj_in: a linear layer or a 1x1 convolution
+        self.before.append(self.outside())
+        terms = {
+            "row": 0.0,
+            # self-attention 8h², queries and output of cross-attention 4h², GEGLU feed-forward
+            # (h x 8h, then 4h x h) 24h²
+            "token": 36.0 * h * h,
+            "text": 4.0 * self.cross_dim[level] * h,
+            "spare": 4.0 * h * h,
+            "pair": 4.0 * h,
+            "cross": 4.0 * h,
+        }
+        index = len(self.before) - 1
+        self.launches += 0.0 if self.recorded else _STACK_LAUNCHES
+        of_block = _RECORDED_LAUNCHES if self.recorded else _BLOCK_LAUNCHES
+        of_last = _RECORDED_ENDS if self.recorded else _END_LAUNCHES
+        for i in range(depth):
+            ends = of_last if i == depth - 1 else (0.0, 0.0, 0.0)
+            dense, project, cached = map(sum, zip(of_block, ends, strict=True))
+            launches = dense, project, cached
+            self.blocks.append(
+                BlockWork(f"{name}.{i}", index, level, h, **terms, launches=launches)
+            )
+        self.conv(level, h, h, side=1)  # proj_out
+
+
+def level_sizes(height: int, width: int, levels: int) -> list[tuple[int, int]]:
+    """(rows, columns) of each level: odd sides round up, as strided convolutions do."""
+    sizes = [(height, width)]
+    for _ in range(levels - 1):
+        sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
+    return sizes
+
+
+def unet_work(
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    *,
+    guidance: bool = True,
+    halo: int = 0,
+    recorded: bool = False,
+) -> ModelWork:
+    """Work of a UNet2DConditionModel.
+
+    Args:
+        config: unet/config.json.
+        height: latent rows (pixels / VAE scale).
+        width: latent columns.
+        guidance: classifier-free guidance: every row is two evaluations.
+        halo: as `ModelWork.halo`.
+        recorded: whether steps are CUDA graphs.
+
+    Raises:
+        ValueError: the config uses a part that is not served.
+    """
+    check_unet(config)
+    walk = _Walk.of(config, height, width)
+    channels, layers, depths = walk.channels, walk.layers, walk.depths
+    walk.recorded = recorded
+    walk.launches = _RECORDED_SAMPLING if recorded else _SAMPLING_LAUNCHES
+    walk.down(config)
+    bottom = len(channels) - 1
+    for step, kind in enumerate(config["up_block_types"]):
+        level = bottom - step
+        own, below = channels[level], channels[min(level + 1, bottom)]
+        for layer in range(layers[level] + 1):
+            last = layer == layers[level]
+            skip = channels[max(level - 1, 0)] if last else own
+            given = below if layer == 0 else own
+            walk.kept.pop()
+            walk.keep(level, 2 * given + skip)  # by itself, and beside the skip
+            walk.resnet(level, given + skip, own)
+            if kind.startswith("CrossAttn"):
+                walk.stack(f"up{step}.{layer}", level, own, depths[level])
+            walk.kept.pop()
+        if level > 0:
+            walk.hold(level - 1, 3 * own)  # as it was, widened, and after the convolution
+            walk.conv(level - 1, own, own)
+    walk.read(0, channels[0])
+    walk.conv(0, channels[0], int(config["out_channels"]), int(config.get("conv_out_kernel", 3)))
+
+    return ModelWork(
+        family="unet",
+        blocks=tuple(walk.blocks),
+        tokens=tuple(walk.areas),
+        joint=False,
+        before=tuple(walk.before),
+        after=walk.outside(),
+        restore_ends=True,
+        copies=2 if guidance else 1,
+        halo=halo,
+        maps=tuple(walk.maps) if halo else (),
+        peak_row=walk.peak,
+        # Keys and values of the prompt, kept in every block for as long as the batch holds.
+        peak_text=float(sum(2 * block.width for block in walk.blocks)),
+    )
+
+
+_IN_BLOCK = re.compile(r"(.+\.transformer_blocks\.\d+)\.(.+)")
+_IN_STAGE = re.compile(r"(?:(down|up)_blocks\.(\d+)|mid_block)\.(\w+)\.\d+\.(.+)")
+
+
+def _module_of(block: str) -> str:
+    """`down1.0.2` → `down_blocks.1.attentions.0.transformer_blocks.2`, say."""
+    stack, number = block.rsplit(".", 1)
+    stack = re.sub(r"(down|up)(\d+)\.", r"\1_blocks.\2.attentions.", stack)
+    return f"{stack.replace('mid', 'mid_block.attentions.0')}.transformer_blocks.{number}"
+
+
+def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
+    """What a LoRA adds to the model's work. What it adds to convolutions is counted behind the
+    last stack, wherever they are.
+
+    Args:
+        base: of the model.
+        layers: numbers in its factors, by the layer's dotted name in UNet2DConditionModel.
+    """
+    bottom = len(base.tokens) - 1
+    blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
+    by_module = {_module_of(each.name): own for each, own in zip(base.blocks, blocks, strict=True)}
+    rows, positions = 0, [0.0] * len(base.tokens)
+    for name, numbers in layers.items():
+        in_block, in_stage = _IN_BLOCK.fullmatch(name), _IN_STAGE.fullmatch(name)
+        if in_block is not None:
+            own, layer = by_module[in_block[1]], in_block[2]
+            own["text" if layer in ("attn2.to_k", "attn2.to_v") else "token"] += numbers
+            if layer in ("attn1.to_k", "attn1.to_v"):
+                own["spare"] += numbers
+        elif in_stage is not None and in_stage[4] != "time_emb_proj":
+            way, stage, part, _ = in_stage.groups()
+            level = {"down": int(stage or 0), "up": bottom - int(stage or 0)}.get(way, bottom)
+            level += {"downsamplers": 1, "upsamplers": -1}.get(part, 0)
+            positions[level] += numbers
+        elif name in ("conv_in", "conv_out"):
+            positions[0] += numbers
+        else:
+            rows += numbers
+    return base.lora_work(blocks, {}, {"row": rows}, positions)
+
+
+def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers per rank of a LoRA of every linear layer of the transformer blocks, as of
+    `lora_work`.
+    """
+    found = {}
+    for block in unet_work(dict(config), 8, 8).blocks:
+        h, cross = block.width, round(block.text / (4 * block.width))
+        widths = dict.fromkeys(("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"), 2 * h)
+        widths |= dict.fromkeys(("attn2.to_q", "attn2.to_out.0"), 2 * h)
+        widths |= dict.fromkeys(("attn2.to_k", "attn2.to_v"), cross + h)
+        widths |= {"ff.net.0.proj": 9 * h, "ff.net.2": 5 * h}
+        for name, numbers in widths.items():
+            found[f"{_module_of(block.name)}.{name}"] = numbers
+    return found
+
+
+def control_work(
+    config: dict[str, Any], height: int, width: int, *, guidance: bool = True
+) -> ModelWork:
+    """Work of a ControlNetModel beside its UNet; its arguments as those of `unet_work`.
+
+    The layers that read the picture run once in an edit and are not counted. Convolutions run on
+    the whole picture, also where those of the UNet run on tiles.
+    """
+    walk = _Walk.of(config, height, width)
+    walk.says = True
+    walk.down(config)
+    walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
+    # The picture is as large as the first map; the middle speaks, too.
+    said = sum(walk.kept) + walk.channels[-1] * walk.areas[-1]
+    return ModelWork(
+        family="unet",
+        blocks=tuple(walk.blocks),
+        tokens=tuple(walk.areas),
+        joint=False,
+        before=tuple(walk.before),
+        after=walk.outside(),
+        restore_ends=True,
+        beside=walk.kept[0] + said,
+        copies=2 if guidance else 1,
+        peak_row=walk.peak,
+        peak_text=0.0,
+    )
+
+
+def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
+    """The facts of a Stable Diffusion folder; ConfigError if it is not served."""
+    index, unet = read_json(folder / "model_index.json"), read_json(folder / "unet" / "config.json")
+    latents = one_scale(folder)
+    try:
+        check_unet(unet)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"[model] path: unet/config.json: {error}") from error
+    xl = unet.get("addition_embed_type") == "text_time"
+    scale, channels = latents.pixels, latents.channels
+    semantics = {channels: INPAINT, 2 * channels + 1: FILL}.get(int(unet["in_channels"]))
+    if semantics is None or int(unet["out_channels"]) != channels:
+        raise ConfigError(
+            f"[model] path: the UNet takes {unet['in_channels']} channels and gives "
+            f"{unet['out_channels']}; with a VAE of {channels} served: {channels} (base) or "
+            f"{2 * channels + 1} (inpainting) to {channels}"
+        )
+    parts = ["scheduler", "text_encoder", "tokenizer"]
+    if xl:
+        parts += ["text_encoder_2", "tokenizer_2"]
+    for part in parts:
+        if not (folder / part).is_dir():
+            raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
+    encoders = [part for part in parts if part.startswith("text_encoder")]
+    given = sum(int(read_json(folder / part / "config.json")["hidden_size"]) for part in encoders)
+    if given != unet["cross_attention_dim"]:
+        raise ConfigError(
+            f"[model] path: the UNet takes text {unet['cross_attention_dim']} wide and "
+            f"{' and '.join(encoders)} give {given}"
+        )
+    length = read_json(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length")
+    if not isinstance(length, int) or not 1 <= length <= 4096:
+        raise ConfigError(
+            f"[model] path: tokenizer/tokenizer_config.json: model_max_length: {length!r} is not "
+            "a number of tokens; served: 1 to 4096"
+        )
+    return ModelFacts(
+        family="unet",
+        semantics=semantics,
+        latents=latents,
+        patch=1,
+        native_resolution=native_resolution or int(unet["sample_size"]) * scale,
+        size_multiple=scale,
+        guidance="cfg",
+        defaults=DEFAULTS,
+        stride=_STRIDE,
+        true_cfg=False,
+        denoiser=unet,
+        control=CONTROL,
+        own_stride=OWN_STRIDES[semantics],
+        leaves_text=False,  # none stands among the tokens
+        own_growth=_OWN_GROWTH[semantics],
+        own_bends=semantics == INPAINT,
+        own_evenly_over=_OWN_EVENLY_OVER[semantics],
+        own_over_template=True,
+        dense_sides=True,
+        strength_rounds_up=False,
+        zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
+        tokenizer_length=length,
+    )
+
+
+def recorded_rows(config: Config) -> int:
+    """Dense rows whose tokens a step that is a CUDA graph may have, on GPUs; 0: none is one."""
+    return config.engine.max_rows if config.engine.cuda_graphs else 0
+
+
+def count(
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    halo: int,
+    *,
+    recorded: bool,
+    references: int,
+    exact: bool,
+) -> ModelWork:
+    """As `unet_work`, with classifier-free guidance; they take no `references`."""
+    return unet_work(config, height, width, halo=halo, recorded=recorded)

@@ -1,0 +1,98 @@
+"""Seconds of one row's step on several devices that share its tokens (Ulysses: two all-to-alls per
+block, before and after attention), from counted FLOPs, bytes and calls.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from maskserve_common.line_fit import Line
+from maskserve_engine.planning.flops import ModelWork, RowTokens
+
+DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeCosts:
+    """What an all-to-all costs."""
+
+    bytes_per_second: float = 450e9
+    """That a device sends; NVLink 4 in one direction."""
+    call_seconds: float = 20e-6
+    """Of one call, however small."""
+    value_bytes: int = 2
+    """Of a number that is sent."""
+
+    def seconds(self, work: ModelWork, row: RowTokens, degree: int) -> float:
+        """Of all calls of a step; each lasts as long as the device that sends or gets most."""
+        sent = sent_bytes(work, row, degree, self.value_bytes) * busiest(work.heads, degree)
+        return sent / self.bytes_per_second + calls(work, degree) * self.call_seconds
+
+
+def calls(work: ModelWork, degree: int) -> int:
+    """All-to-alls of a step."""
+    return 2 * len(work.blocks) * work.copies if degree > 1 else 0
+
+
+def sent_bytes(work: ModelWork, row: RowTokens, degree: int, value_bytes: int = 2) -> float:
+    """That one of `degree` devices sends in a step, on average: q, k and v before and the output
+    after attention, of the tokens that the row computes, each to where its heads or tokens are.
+    Cached entries are cut by head and stay where they are.
+    """
+    text = row.text if work.joint else 0.0
+    values = sum(4.0 * (row.active[b.level] + text) * b.width for b in work.blocks)
+    return values * work.copies * value_bytes / degree * (degree - 1) / degree
+
+
+def most_heads(heads: int, degree: int) -> float:
+    """Of attention, the share of the device with most heads; 1 / `degree` where they divide."""
+    return math.ceil(heads / degree) / heads if heads else 1 / degree
+
+
+def busiest(heads: int, degree: int) -> float:
+    """What the device that sends or gets most does, in `sent_bytes`: 1 where heads divide.
+
+    A device has the share s of the heads and 1 / degree of the tokens. It sends 3 (1 - s) numbers
+    of each of its tokens before attention and s of each other token behind it, and gets s and 1 - s
+    instead, in units of the model's width.
+    """
+    if not heads or degree == 1:
+        return 1.0
+    most, own = [], 1 / degree
+    for share in (most_heads(heads, degree), heads // degree / heads):
+        most.append(3 * (1 - share) * own + share * (1 - own))
+        most.append(3 * share * (1 - own) + (1 - share) * own)
+    return max(most) / (4 * own * (1 - own))
+
+
+def uneven_flops(work: ModelWork, row: RowTokens, kind: str, degree: int) -> float:
+    """What the device with most heads computes of a row's step beyond an even share of it."""
+    beyond = most_heads(work.heads, degree) - 1 / degree
+    return beyond * work.attention_flops(row, kind) if beyond else 0.0
+
+
+def seconds_by_degree(
+    work: ModelWork,
+    row: RowTokens,
+    kind: str,
+    compute: Line,
+    exchange: ExchangeCosts,
+    degrees: tuple[int, ...] = DEGREES,
+) -> tuple[float, ...]:
+    """Seconds of a step of `row` by itself at each of `degrees`.
+
+    Args:
+        work: the model at the image's size.
+        row: its tokens; all of them for a dense row.
+        kind: how its blocks run: "dense" or "kv".
+        compute: seconds of a step against FLOPs on one device; what is fixed is paid by each.
+        exchange: what the calls between them cost.
+        degrees: numbers of devices.
+    """
+    flops = work.step_flops([row], kind)
+    return tuple(
+        compute.seconds(flops / k + uneven_flops(work, row, kind, k))
+        + exchange.seconds(work, row, k)
+        for k in degrees
+    )

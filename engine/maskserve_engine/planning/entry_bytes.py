@@ -1,0 +1,121 @@
+"""Bytes of cached entries, per block and storage format (design §2 "entry", §4 "Formats")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from maskserve_engine.planning.flops import Floats, ModelWork
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFormat:
+    """How one activation is stored."""
+
+    name: str
+    bits: float
+    """Bits per value, scales of single tokens included."""
+    scale_bytes: int = 0
+    """Bytes of a channel's scale; 0: no scales."""
+
+    def bytes_of(self, tokens: float, channels: int) -> float:
+        """Bytes of `[tokens, channels]`."""
+        scales = self.scale_bytes if tokens else 0
+        return channels * (tokens * self.bits / 8 + scales)
+
+
+FORMATS = {
+    "float32": EntryFormat("float32", 32),
+    "bfloat16": EntryFormat("bfloat16", 16),
+    "float16": EntryFormat("float16", 16),
+    "int8": EntryFormat("int8", 8, scale_bytes=4),
+    "float8": EntryFormat("float8", 8, scale_bytes=4),
+    # A byte holds two values; each token has a 16-bit scale per 32 channels.
+    "int4": EntryFormat("int4", 4.5, scale_bytes=4),
+}
+"""`model` in the configuration stands for the model's dtype."""
+
+
+def block_bytes(
+    work: ModelWork, inactive: Sequence[tuple[float, ...]], fmt: EntryFormat, *, copies: int = 1
+) -> Floats:
+    """Bytes that rows load for each block: columns `h` and `kv`, `[blocks, 2]`.
+
+    Args:
+        work: the model at the image's size.
+        inactive: inactive tokens per level, for each row that needs an entry of its own (rows of
+            one template and anchor may share one, then given once).
+        fmt: storage format.
+        copies: activations kept per token: 2 if both halves of a CFG pair are cached apart.
+    """
+    per_channel = np.array(
+        [sum(fmt.bytes_of(row[level], 1) for row in inactive) for level in range(len(work.tokens))]
+    )
+    h = per_channel[work.levels] * work.widths * float(copies)
+    return np.stack((h, 2.0 * h), axis=1)
+
+
+def end_bytes(work: ModelWork, loads: Floats) -> Floats:
+    """Bytes of the `h` entry that restores each stack's inactive output, `[stacks]`.
+
+    Zeros where the model needs none (FLUX: the last inactive output is never used).
+
+    Args:
+        work: the model at the image's size.
+        loads: what `block_bytes` gave; a stack is as wide at its end as at its last block.
+    """
+    return loads[work.ends, 0] if work.restore_ends else np.zeros(len(work.ends))
+
+
+def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1) -> float:
+    """Bytes that one anchor of one template takes in the store, all tokens, stack ends included.
+
+    A UNet's stack begins with all tokens at hand, from its convolutions: no `h` of its first block
+    is kept.
+
+    Args:
+        work: the model at the image's size.
+        kind: `h` or `kv`.
+        fmt: storage format.
+        copies: as in `block_bytes`.
+    """
+    loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
+    kept = loads[:, ("h", "kv").index(kind)].copy()
+    if kind == "h" and work.restore_ends:
+        kept[work.starts] = 0.0
+    return float(kept.sum() + end_bytes(work, loads).sum()) + map_bytes(work, fmt, copies=copies)
+
+
+def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
+    """Bytes of the feature maps that one anchor keeps for rows that convolve tiles, and of their
+    groups' means and variances (float32).
+
+    Args:
+        work: the model at the image's size.
+        fmt: storage format.
+        copies: as in `block_bytes`.
+    """
+    return sum(
+        fmt.bytes_of(copies * work.tokens[each.level], each.width) + 8.0 * copies * each.groups
+        for each in work.maps
+    )
+
+
+def still_bytes(work: ModelWork, fmt: EntryFormat) -> float:
+    """Bytes of what a template keeps once for all its anchors: keys and values of the pictures that
+    see nothing of a row.
+    """
+    return float(block_bytes(work, [(float(work.still),)], fmt)[:, 1].sum()) if work.still else 0.0
+
+
+def kept_bytes(
+    work: ModelWork, kinds: Sequence[frozenset[str]], fmt: EntryFormat, *, copies: int = 1
+) -> float:
+    """As `entry_bytes`, where block i keeps `kinds[i]`: any of "h" and "kv"."""
+    loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
+    kept = [
+        ("h" in kind) * h + ("kv" in kind) * kv for kind, (h, kv) in zip(kinds, loads, strict=True)
+    ]
+    return float(sum(kept) + end_bytes(work, loads).sum()) + map_bytes(work, fmt, copies=copies)

@@ -1,0 +1,238 @@
+"""How many blocks of each sort should be of each kind: a bound and good plans, without search.
+
+Models are made of few sorts of blocks: FLUX of two, SDXL of two. If the streams never waited for
+one another, a steady step would take max(all loads, all compute), and only the number of blocks
+per sort and kind would matter. Those numbers are few enough to look at all of them. Spreading
+the kinds evenly over the step then usually reaches that bound, which proves the plan optimal.
+
+What is loaded follows from the counts: within a stack whose entries are equally large, loading
+`h` for a dense block is paid back by the next `project` block, which finds its inactive states
+present, or by the stack's end. Only a stack that needs nothing at its end keeps the gift of its
+start, where inactive states are present: one `h`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_engine.planning.flops import DENSE, KV, PROJECT, Floats
+from maskserve_engine.planning.two_stream import Item
+
+_MAX_SORTS = 5
+_MAX_PAIRS = 200_000
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Sort:
+    """Blocks that cost the same; `compute` as in KINDS."""
+
+    blocks: tuple[int, ...]
+    h: float
+    kv: float
+    compute: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The best counts of a step."""
+
+    bound: float
+    """No steady step is shorter, in seconds."""
+    plans: Iterator[list[int]]
+    """Kinds per block of plans that may reach the bound, most even first, made when asked for."""
+
+
+def sorts_of(items: Sequence[Item]) -> list[Sort]:
+    """The sorts of a step, in order of their first block."""
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for item in items:
+        if item.block >= 0:
+            groups.setdefault(item[1:6], []).append(item.block)
+    return [Sort(tuple(b), k[0], k[1], (k[2], k[3], k[4])) for k, b in groups.items()]
+
+
+def counted(
+    items: Sequence[Item], sorts: Sequence[Sort], fixed: float, tolerance: float
+) -> Counted | None:
+    """The counts with the least max(all loads, all compute).
+
+    Nearly as good counts are often many, as sorts differ little: then those are taken that give
+    every sort the same mixture, because a stretch of one kind makes one stream wait.
+
+    Args:
+        items: of the step.
+        sorts: of the items.
+        fixed: seconds of compute outside the blocks.
+        tolerance: share of the optimum that may be given away for evenness.
+
+    Returns:
+        `None` where counting does not apply: many sorts, unequal entries in a stack, or no `h`.
+    """
+    gift = _gift(items)
+    if gift is None or len(sorts) > _MAX_SORTS:
+        return None
+    fronts = [_front_of(sort) for sort in sorts]
+    # All sorts but the last are joined into one front; `chosen[i]` indexes the front of sort i.
+    sums: Floats = np.zeros((1, 2))
+    chosen: list[NDArray[np.intp]] = []
+    for i, (_, costs) in enumerate(fronts[:-1]):
+        if len(sums) * len(costs) > _MAX_PAIRS:
+            return None
+        joined = (sums[:, None] + costs[None]).reshape(-1, 2)
+        kept = _pareto(joined) if i else np.arange(len(joined))
+        left, right = np.divmod(kept, len(costs))
+        sums, chosen = joined[kept], [c[left] for c in chosen] + [right]
+    last = fronts[-1][1]
+    if len(sums) * len(last) > _MAX_PAIRS:
+        return None
+    loads = sums[:, 0, None] + (last[:, 0] - gift)
+    compute = sums[:, 1, None] + (last[:, 1] + fixed)
+    steps = np.maximum(np.maximum(loads, compute), 0.0).ravel()
+    best = int(steps.argmin())
+    near = np.flatnonzero(steps <= steps[best] * (1 + tolerance / 2))
+
+    def counts_at(picks: NDArray[np.intp]) -> list[NDArray[np.int64]]:
+        """Counts per sort, `[picks, 3]` each."""
+        left, right = np.divmod(picks, len(last))
+        rows = [c[left] for c in chosen] + [right]
+        return [front[0][row] for front, row in zip(fronts, rows, strict=True)]
+
+    def plans() -> Iterator[list[int]]:
+        shares = [c / len(s.blocks) for c, s in zip(counts_at(near), sorts, strict=True)]
+        unlike = sum(np.abs(share - shares[0]).sum(axis=1) for share in shares)
+        even = int(near[int(np.argmin(unlike))])
+        for pick in dict.fromkeys((even, best)):
+            counts = [c[0].tolist() for c in counts_at(np.array([pick]))]
+            for arrange in (_spread, _balance):
+                kinds = arrange(items, sorts, counts)
+                if gift and sorts[0].blocks[0] == 0:
+                    _take_gift(kinds, sorts[0].blocks)
+                yield kinds
+
+    return Counted(float(steps[best]), plans())
+
+
+def best_weight(sorts: Sequence[Sort], fixed: float, start: float) -> float:
+    """The weight on the load stream's clock, 0 to 1, whose bound on a step is highest, by golden
+    section: the bound is concave in it.
+
+    Presence is left out here (a dense block loads nothing), which costs a little sharpness.
+
+    Args:
+        sorts: of the step.
+        fixed: seconds of compute outside the blocks.
+        start: of the load stream's clock.
+    """
+    terms = [(len(s.blocks), s.h, s.kv, *s.compute) for s in sorts]
+
+    def bound(w: float) -> float:
+        v = 1 - w
+        total = w * start + v * fixed
+        for n, h, kv, dense, project, cached in terms:
+            total += n * min(v * dense, w * h + v * project, w * kv + v * cached)
+        return total
+
+    low, high = 1e-6, 1 - 1e-6
+    a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_a, at_b = bound(a), bound(b)
+    for _ in range(16):
+        if at_a < at_b:
+            low, a, at_a = a, b, at_b
+            b = low + _GOLDEN * (high - low)
+            at_b = bound(b)
+        else:
+            high, b, at_b = b, a, at_a
+            a = high - _GOLDEN * (high - low)
+            at_a = bound(a)
+    return a if at_a > at_b else b
+
+
+def _gift(items: Sequence[Item]) -> float | None:
+    """Seconds of loads that stack starts save at most; `None` if a stack's entries differ."""
+    gift, size = 0.0, -1.0
+    for item in items:
+        if size < 0:
+            size = item.h
+        if item.h != size or math.isinf(size):
+            return None
+        if item.block < 0:
+            size = -1.0
+    if items[-1].block >= 0:
+        gift = size
+    return gift
+
+
+@lru_cache(maxsize=64)
+def _counts(n: int) -> NDArray[np.int64]:
+    """All ways to give n blocks three kinds: `[ways, 3]`."""
+    return np.array([(n - p - k, p, k) for p in range(n + 1) for k in range(n - p + 1)])
+
+
+def _front_of(sort: Sort) -> tuple[NDArray[np.int64], Floats]:
+    """Counts of one sort that no others beat on loads and compute, and those two sums."""
+    counts = _counts(len(sort.blocks))
+    if math.isinf(sort.kv):
+        counts = counts[counts[:, KV] == 0]
+    loads = counts[:, PROJECT] * sort.h
+    if not math.isinf(sort.kv):
+        loads = loads + counts[:, KV] * sort.kv
+    costs = np.stack((loads, counts @ np.array(sort.compute)), axis=1)
+    kept = _pareto(costs)
+    return counts[kept], costs[kept]
+
+
+def _pareto(costs: Floats) -> NDArray[np.intp]:
+    order = np.lexsort((costs[:, 1], costs[:, 0]))
+    second = costs[order, 1]
+    before = np.concatenate(([math.inf], np.minimum.accumulate(second)[:-1]))
+    kept: NDArray[np.intp] = order[second < before]
+    return kept
+
+
+def _spread(items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]) -> list[int]:
+    """Each sort's kinds as evenly spaced as they can be; `project` goes first on equal terms."""
+    kinds = [DENSE] * sum(item.block >= 0 for item in items)
+    for sort, wanted in zip(sorts, counts, strict=True):
+        given, total = [0, 0, 0], len(sort.blocks)
+        for i, block in enumerate(sort.blocks, 1):
+            kind = max((PROJECT, KV, DENSE), key=lambda k: wanted[k] * i - given[k] * total)
+            given[kind] += 1
+            kinds[block] = kind
+    return kinds
+
+
+def _take_gift(kinds: list[int], alike: Sequence[int]) -> None:
+    """Begin with a `project` block, which there loads nothing, if one of its sort can be moved."""
+    other = next((block for block in alike if kinds[block] == PROJECT), 0)
+    kinds[0], kinds[other] = kinds[other], kinds[0]
+
+
+def _balance(
+    items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]
+) -> list[int]:
+    """The kind at each block that keeps compute and loads closest, fixed work included."""
+    sort_of = {block: i for i, sort in enumerate(sorts) for block in sort.blocks}
+    left = [list(c) for c in counts]
+    kinds = [DENSE] * len(sort_of)
+    ahead, present = 0.0, True
+    for item in items:
+        ahead += item.before
+        h = 0.0 if present else item.h
+        if item.block < 0:
+            ahead, present = ahead - h, True
+            continue
+        rest = left[sort_of[item.block]]
+        change = (item.dense - h, item.project - h, item.cached - item.kv)
+        now = ahead
+        kind = min((k for k in range(3) if rest[k]), key=lambda k: abs(now + change[k]))
+        rest[kind] -= 1
+        kinds[item.block] = kind
+        ahead, present = ahead + change[kind], kind == DENSE
+    return kinds

@@ -1,0 +1,375 @@
+"""Which blocks of a step run dense, project K and V from `h`, or take them ready (`kv`).
+
+FlashPS Algorithm 1 walks the blocks once and keeps the cheaper of two choices at each. This
+planner is exact over unequal blocks and three kinds. It walks the blocks too, but keeps, for
+inactive hidden states present and absent apart, every pair of clocks (load stream, compute
+stream) that no other pair beats on both: later blocks only add and take maxima of the clocks, so
+a pair that is beaten stays beaten. Lower bounds on what the rest of the step costs, from
+Lagrangian weights on the two clocks, cut the pairs that can no longer win.
+
+Two questions are answered:
+
+- one step from a known lead: minimise the step's end;
+- the same step repeated: minimise the steady seconds per step. A plan is steady at rate r if for
+  some lead x it ends by r with its load stream done by r - x. For an interval of leads, starting
+  with the largest and asking for the smallest at the end bounds every plan from below; intervals
+  are halved until the bound meets the best plan found.
+
+Both are answered as if the device never waited for the host. Where launching the kernels of the
+plan takes the host longer than that, plans with fewer kernels are tried, too.
+
+Plans are kept by quantised totals: a row set that barely changed need not be planned again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maskserve_engine.planning.flops import DENSE, KV, PROJECT, Totals
+from maskserve_engine.planning.plan_bounds import Sort, best_weight, counted, sorts_of
+from maskserve_engine.planning.two_stream import (
+    INF,
+    Plan,
+    StepCosts,
+    actions,
+    ahead_of,
+    items_of,
+    period,
+    plan_of,
+    run,
+)
+
+TOLERANCE = 1e-3
+"""Share of the optimum a served plan may give away; costs are not known that well."""
+_ROUNDING = 1e-12
+
+
+def plan(
+    costs: StepCosts,
+    *,
+    lead: float | None = None,
+    tolerance: float = TOLERANCE,
+    intervals: int = 200,
+) -> Plan:
+    """The best plan.
+
+    Args:
+        costs: of the step.
+        lead: seconds of loads done before the step begins; `None` plans for the same step
+            repeated (the steady state of a row set that stays).
+        tolerance: a plan within this share of the optimum will do; 0 finds the optimum (to 1e-9).
+        intervals: of leads to look at before a steady search settles for what it has.
+
+    Returns:
+        A plan whose `bound` proves it: `latency <= (1 + tolerance) * bound`, unless the
+        intervals ran out, or the host bounds the step; then `bound` says how far off the plan may
+        be. No plan of one kind for all blocks is faster.
+    """
+
+    def found(costs: StepCosts) -> tuple[_Search, list[int], float]:
+        search = _Search(costs)
+        if lead is None:
+            return search, *search.steady(tolerance, intervals)
+        return search, *search.step(lead, tolerance)
+
+    search, kinds, bound = found(costs)
+    best = plan_of(costs, search.items, kinds, lead, bound)
+    if not best.host or best.host < best.latency:
+        return best
+    slowed = replace(costs, compute=np.maximum(costs.compute, costs.launching))
+    others = [found(slowed)[1], *search.plain]
+    plans = [plan_of(costs, search.items, each, lead, bound) for each in others]
+    return min([best, *plans], key=lambda each: each.latency)
+
+
+class _Found(NamedTuple):
+    value: float
+    kinds: list[int]
+
+
+class _Search:
+    """One planning problem; holds what its searches share."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.items = items_of(costs)
+        self.after = costs.after
+        self.ahead = ahead_of(costs)
+        self.fixed = float(costs.before.sum()) + costs.after
+        self.least = self.fixed + float(costs.compute.min(axis=1).sum())
+        n = len(costs.compute)
+        self.plain = [[kind] * n for kind in (KV, PROJECT, DENSE)]
+        self.sorts: list[Sort] = []
+
+    def step(self, lead: float, tolerance: float) -> tuple[list[int], float]:
+        """`(kinds, lower bound)` of one step from `lead`."""
+        lead, goal = min(lead, self.ahead), 1 + tolerance
+        best = _Found(INF, [])
+        for kinds in self.plain:
+            best = _least(best, self._timed(kinds, lead))
+        if best.value <= self.least * goal:
+            return best.kinds, self.least
+        self.sorts = sorts_of(self.items)
+        counts = counted(self.items, self.sorts, self.fixed, tolerance)
+        for kinds in counts.plans if counts is not None else ():
+            best = _least(best, self._timed(kinds, lead))
+        found = self._explore(lead, 0.0, self.ahead, best.value / goal)
+        if found is None:
+            return best.kinds, best.value / goal
+        return found.kinds, found.value
+
+    def steady(self, tolerance: float, intervals: int) -> tuple[list[int], float]:
+        """`(kinds, lower bound)` of the step repeated."""
+        goal = 1 + max(tolerance, 1e-9)
+        best = self._rated(self.plain[0])
+        if best.value <= self.least * goal:
+            return best.kinds, self.least
+        self.sorts = sorts_of(self.items)
+        counts = counted(self.items, self.sorts, self.fixed, tolerance)
+        if counts is not None:
+            for kinds in counts.plans:
+                best = _least(best, self._rated(kinds))
+                if best.value <= counts.bound * goal:
+                    return best.kinds, counts.bound
+        for kinds in self.plain[1:]:
+            best = _least(best, self._rated(kinds))
+        # Streams that never wait for one another: max(all loads, all compute) of the best plan.
+        far = 2 * (self.ahead + best.value)
+        free = self._explore(far, far, 2 * far, best.value / goal)
+        if free is None:
+            return best.kinds, best.value / goal
+        best = _least(best, self._rated(free.kinds))
+        return self._halve(best, free.value, goal, intervals)
+
+    def _halve(
+        self, best: _Found, bound: float, goal: float, looks: int
+    ) -> tuple[list[int], float]:
+        """Halve intervals of leads until no interval's bound is below the best plan."""
+        # (bound, smallest lead, largest lead); the loosest bound is looked at first.
+        intervals = [(bound, 0.0, self.ahead)]
+        for _ in range(looks):
+            if not intervals or best.value <= intervals[0][0] * goal:
+                break
+            _, low, high = heappop(intervals)
+            middle = (low + high) / 2
+            # Steady at the middle's lead: a plan. From the best start to the worst end: a bound.
+            tried = self._explore(middle, middle, self.ahead, best.value / goal)
+            if tried is not None:
+                best = _least(best, self._rated(tried.kinds))
+            floor = self._explore(high, low, self.ahead, best.value / goal)
+            if floor is None:
+                continue
+            best = _least(best, self._rated(floor.kinds))
+            if floor.value < best.value / goal:
+                heappush(intervals, (floor.value, low, middle))
+                heappush(intervals, (floor.value, middle, high))
+        return best.kinds, min([best.value / goal, *(i[0] for i in intervals)])
+
+    def _timed(self, kinds: list[int], lead: float) -> _Found:
+        return _Found(run(actions(self.items, kinds), self.after, self.ahead, lead)[1], kinds)
+
+    def _rated(self, kinds: list[int]) -> _Found:
+        return _Found(period(actions(self.items, kinds), self.after, self.ahead)[0], kinds)
+
+    def _explore(self, lead: float, offset: float, ahead: float, below: float) -> _Found | None:
+        """The plan with the least max(t, F + offset) at its end, from (F, t) = (-lead, 0).
+
+        Returns:
+            `None` if no plan's value is below `below`.
+        """
+        weight = best_weight(self.sorts, self.fixed, offset - lead)
+        ceiling = below * (1 - _ROUNDING)
+        rest = self._rest(weight, offset)
+        if rest[0][1] - weight * lead >= ceiling:
+            return None
+        fast = self._rest(0.0, offset)
+        slow = self._rest(1.0, offset)
+        other = 1 - weight
+        present: list[Any] = [(-lead, 0.0, None, 0)]
+        absent: list[Any] = []
+        for n, item in enumerate(self.items):
+            before, h, kv, dense, project, cached, block = item
+            (rest_a, rest_p), (fast_a, fast_p), (slow_a, slow_p) = (
+                rest[n + 1],
+                fast[n + 1],
+                slow[n + 1],
+            )
+            max_a, max_p = ceiling - rest_a, ceiling - rest_p
+            t_a, t_p, f_a, f_p = (
+                ceiling - fast_a,
+                ceiling - fast_p,
+                ceiling - slow_a,
+                ceiling - slow_p,
+            )
+            next_p: list[Any] = []
+            next_a: list[Any] = []
+            for states, load_h in ((present, 0.0), (absent, h)):
+                for state in states:
+                    f, t = state[0], state[1]
+                    t += before
+                    x = t - ahead
+                    if f < x:
+                        f = x
+                    ready = f + load_h
+                    start = ready if ready > t else t
+                    end = start + dense
+                    x = end - ahead
+                    done = ready if ready > x else x
+                    if weight * done + other * end < max_p and end < t_p and done < f_p:
+                        next_p.append((done, end, state, 0))
+                    if block < 0:
+                        continue
+                    end = start + project
+                    x = end - ahead
+                    done = ready if ready > x else x
+                    if weight * done + other * end < max_a and end < t_a and done < f_a:
+                        next_a.append((done, end, state, 1))
+                    ready = f + kv
+                    end = (ready if ready > t else t) + cached
+                    x = end - ahead
+                    done = ready if ready > x else x
+                    if weight * done + other * end < max_a and end < t_a and done < f_a:
+                        next_a.append((done, end, state, 2))
+            present, absent = _front(next_p), _front(next_a)
+        return self._finish([*present, *absent], offset, ahead, ceiling)
+
+    def _finish(
+        self, states: list[Any], offset: float, ahead: float, ceiling: float
+    ) -> _Found | None:
+        best, value = None, ceiling
+        for state in states:
+            t = state[1] + self.after
+            end = max(t, max(state[0], t - ahead) + offset)
+            if end < value:
+                best, value = state, end
+        if best is None:
+            return None
+        kinds: list[int] = []
+        for item in reversed(self.items):
+            if item.block >= 0:
+                kinds.append(best[3])
+            best = best[2]
+        return _Found(value, kinds[::-1])
+
+    def _rest(self, weight: float, offset: float) -> list[tuple[float, float]]:
+        """Per place in the step, for inactive states (absent, present): a lower bound on what
+        the rest adds to weight * F + (1 - weight) * t, streams not waiting for one another.
+        """
+        other = 1 - weight
+        absent = present = weight * offset + other * self.after
+        places = [(absent, present)]
+        for before, h, kv, dense, project, cached, block in reversed(self.items):
+            d = other * (before + dense) + present
+            load = weight * h if weight else 0.0
+            if block < 0:
+                absent, present = d + load, d
+            else:
+                p = other * (before + project) + absent
+                k = other * (before + cached) + absent + (weight * kv if weight else 0.0)
+                absent = min(k, min(p, d) + load)
+                present = min(k, p, d)
+            places.append((absent, present))
+        places.reverse()
+        return places
+
+
+def _least(a: _Found, b: _Found) -> _Found:
+    return b if b.value < a.value else a
+
+
+def _front(states: list[Any]) -> list[Any]:
+    """The states that no other beats on both clocks."""
+    if len(states) < 2:
+        return states
+    states.sort(key=itemgetter(0))
+    kept, least = [], INF
+    for state in states:
+        if state[1] < least:
+            least = state[1]
+            kept.append(state)
+    return kept
+
+
+_INTERVALS = 2
+"""The step loop waits for a plan: rather a few per cent than some hundred milliseconds."""
+
+
+def plan_totals(
+    cached: Totals, tier_tokens: Mapping[str, float], dense: Totals | None = None
+) -> tuple[float, ...]:
+    """What a plan depends on for one model, image size, cost model and budget.
+
+    Args:
+        cached: sums over the cached rows.
+        tier_tokens: inactive tokens to load per tier, summed over the rows and in a fixed order.
+        dense: sums over the dense rows of the step.
+    """
+    beside = (float(dense.rows), dense.text) if dense is not None else (0.0, 0.0)
+    loras = sum(each.added.cached for each in (cached, dense) if each and each.added)
+    return (float(cached.rows), cached.text, *cached.active, *tier_tokens.values(), *beside, loras)
+
+
+class PlanCache:
+    """Steady plans by quantised totals, the least recently used dropped first.
+
+    A plan stays valid for any totals, since kinds hold for every row; between totals of one
+    bucket it is only not quite the best. Its predicted seconds are those of the totals it was
+    made for, at most one quantum off per total.
+
+    Not safe for threads: the scheduler's thread alone asks.
+    """
+
+    def __init__(
+        self, capacity: int = 4096, steps_per_octave: int = 16, tolerance: float = TOLERANCE
+    ) -> None:
+        """A cache of `capacity` plans; totals within 2^(1/steps_per_octave) of one another may
+        share one (16: 4.4 %).
+        """
+        if capacity < 1 or steps_per_octave < 1:
+            raise ValueError("capacity, steps_per_octave: must be at least 1")
+        self.capacity = capacity
+        self.steps = steps_per_octave
+        self.tolerance = tolerance
+        self.hits = 0
+        self.misses = 0
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(
+        self,
+        what: Hashable,
+        totals: Sequence[float],
+        build: Callable[[], StepCosts],
+        lead: float | None = None,
+    ) -> Plan:
+        """The plan for `totals`.
+
+        Args:
+            what: everything else the costs depend on (model, size, cost model's sequence number,
+                budget, format, what has arrived), compared as it is.
+            totals: finite numbers of at least 0, as `plan_totals` gives them.
+            build: makes the costs; called on a miss alone.
+            lead: as in `plan`; None: the same step repeated.
+        """
+        steps, log2 = self.steps, math.log2
+        key = (what, lead, *(round(log2(x) * steps) if x > 0 else None for x in totals))
+        found = self._plans.get(key)
+        if found is not None:
+            self.hits += 1
+            self._plans.move_to_end(key)
+            return found
+        self.misses += 1
+        made = plan(build(), lead=lead, tolerance=self.tolerance, intervals=_INTERVALS)
+        self._plans[key] = made
+        if len(self._plans) > self.capacity:
+            self._plans.popitem(last=False)
+        return made

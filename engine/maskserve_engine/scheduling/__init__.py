@@ -1,0 +1,1 @@
+"""Which rows take the next step."""

@@ -1,0 +1,125 @@
+"""Rows of several edits in one step of a gang, where no due time suffers by it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from maskserve_engine.scheduling.gangs.work import GangPlan, GangPolicy, Work
+from maskserve_engine.scheduling.step_scheduler import Run, Ticket
+
+
+class Batching:
+    """A `GangPolicy` around another: an edit that this leaves without devices joins a step that it
+    begins.
+
+    Rows of one step pay once for what it costs whatever its rows (`Ticket.shared`). An edit joins
+    only if that is much of its own step, as it is of small ones, and if
+
+    - no edit of the run is late that would be in time, were they to share all their steps,
+    - no edit that still waits is late that could be in time behind the run as it was,
+    - a run of several steps, a round's, still ends when the other policy decides again: it takes
+      only time in which its devices would idle.
+
+    Args:
+        policy: the other.
+        max_rows: of a step.
+        least: of an edit's step, the share that it has to save.
+    """
+
+    def __init__(self, policy: GangPolicy, max_rows: int, least: float = 0.2) -> None:
+        self.policy, self.max_rows, self.least = policy, max_rows, least
+
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
+        plan = self.policy.decide(now, works)
+        by_id = {work.ticket.request_id: work for work in works}
+        begun = {ticket.request_id for run in plan.runs for ticket in run.rows}
+        waiting = [w for w in works if w.until is None and w.ticket.request_id not in begun]
+        if not waiting:
+            return plan
+        joined = [
+            _Joined(run, [by_id[ticket.request_id] for ticket in run.rows], now, plan.again)
+            for run in plan.runs
+        ]
+        latest = sorted(map(_latest, waiting))
+        for work in sorted(waiting, key=lambda work: (work.ticket.arrival, work.ticket.request_id)):
+            ticket = work.ticket
+            gains = _gains(ticket.seconds, ticket.shared, self.least)
+            for run in joined if gains else ():
+                if run.at in gains and self._has_room(run.run, ticket) and run.takes(work, latest):
+                    latest.remove(_latest(work))
+                    break
+        return replace(plan, runs=tuple([each.run for each in joined]))
+
+    def _has_room(self, run: Run, ticket: Ticket) -> bool:
+        return len(run.rows) < self.max_rows and all(
+            row.batch_key == ticket.batch_key for row in run.rows
+        )
+
+
+@lru_cache(maxsize=4096)
+def _gains(seconds: tuple[float, ...], shared: float, least: float) -> frozenset[int]:
+    """Where in `Ticket.seconds` an edit saves enough by joining a step: it may have so many
+    devices, and gains by them.
+    """
+    return frozenset(
+        at
+        for at, own in enumerate(seconds)
+        if shared >= least * own and (not at or own < seconds[at - 1])
+    )
+
+
+class _Joined:
+    """A run, and what has to be known of it as edits join.
+
+    Args:
+        run: as the other policy has it.
+        works: the edits of its rows.
+        now: seconds of the caller's clock.
+        again: when the other policy decides again.
+    """
+
+    def __init__(self, run: Run, works: Sequence[Work], now: float, again: float) -> None:
+        self.run, self._now, self._again = run, now, again
+        degree = len(run.devices)
+        self.at = degree.bit_length() - 1
+        """Of its degree in `Ticket.seconds`."""
+        self._own = sum([ticket.seconds[self.at] - ticket.shared for ticket in run.rows])
+        self._shared = max([ticket.shared for ticket in run.rows])
+        self._in_time = [(work.remaining, due) for work in works
+                         if (due := work.ticket.due) is not None
+                         and now + work.remaining * (self._own + self._shared) <= due]  # fmt: skip
+        """Steps left and due times of those that are in time as it is."""
+
+    def takes(self, work: Work, latest: Sequence[float]) -> bool:
+        """Have an edit join if nobody is late by it who would not be without.
+
+        Args:
+            work: that waits.
+            latest: when those must begin that wait, `work` among them; in order.
+        """
+        ticket, run, now = work.ticket, self.run, self._now
+        own, shared = self._own + ticket.seconds[self.at] - ticket.shared, self._shared
+        before, after = self._own + shared, own + max(shared, ticket.shared)
+        behind, then = now + run.steps * before, now + run.steps * after
+        if run.steps > 1 and (work.remaining < run.steps or then > self._again):
+            return False
+        if any(now + steps * after > due for steps, due in self._in_time):
+            return False
+        lost = bisect_left(latest, then) - bisect_left(latest, behind)
+        if lost - (behind <= _latest(work) < then):
+            return False
+        self.run = replace(run, rows=(*run.rows, ticket))
+        self._own, self._shared = own, max(shared, ticket.shared)
+        if ticket.due is not None and now + work.remaining * after <= ticket.due:
+            self._in_time.append((work.remaining, ticket.due))
+        return True
+
+
+def _latest(work: Work) -> float:
+    """When it must begin to be in time, on all devices from then on."""
+    due = work.ticket.due
+    return -math.inf if due is None else due - work.remaining * min(work.ticket.seconds)

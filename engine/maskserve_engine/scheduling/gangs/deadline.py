@@ -1,0 +1,311 @@
+"""Our policy: decide whenever a step ends, and keep a set of edits that can all be in time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from maskserve_engine.scheduling.gangs.few_edits import FewEdits
+from maskserve_engine.scheduling.gangs.work import (
+    Aged,
+    GangPlan,
+    Work,
+    allocate,
+    choose_block,
+    device_seconds,
+    devices_of,
+    frontier,
+    largest_gang,
+)
+from maskserve_engine.scheduling.step_scheduler import Run
+
+_FEW = 4
+"""Edits whose lists are searched: with more there are too many of them."""
+
+
+class Deadline:
+    """At each step end and arrival:
+
+    1. An edit that its fastest degree cannot bring in time is given up.
+    2. Joint demand: in the order of due times, the device-seconds that edits need must fit into
+       what all devices have until then. Where they do not, the largest demand so far is given up
+       (Moore and Hodgson's rule, which keeps the most edits on one machine).
+    3. Those kept get the degree that just meets their due times, the least slack first; one that
+       waits for devices whose step is under way has them reserved.
+    4. Devices left go to edits given up or without due time, the cheapest first, then to kept
+       edits that gain most by more.
+
+    Of a few edits the best list is searched instead (`FewEdits`): it knows when devices are free,
+    which sums do not. What stands behind the list then takes only devices that delay none of it.
+
+    No device idles for nothing: what nobody waits for goes to any edit, and what an edit waits for,
+    to those whose step ends before it can begin.
+
+    One whose key's turn it is, and now and then one that was put off for too long, gets a step
+    before all others (`Aged`), so that no key and no edit starves.
+    """
+
+    def __init__(self, devices: int, patience: float = 10.0, longest_step: float = 0.15) -> None:
+        """Make a policy without memory of edits.
+
+        Args:
+            devices: of the worker: 1, 2, 4 or 8.
+            patience: seconds without a step after which an edit is helped.
+            longest_step: seconds that a step of an edit that was given up may hold devices.
+        """
+        self.devices = devices
+        self.longest_step = longest_step
+        self._aged = Aged(devices, patience)
+
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
+        """As `GangPolicy.decide`; each run is of one step."""
+        books = _Books(now, works, self.devices)
+        if not books.idle or not any(work.until is None for work in works):
+            return GangPlan()
+        first = self._aged.choose(now, works)
+        if first is not None:
+            books.place(first, self._short(books, first), books.busy)
+            begun = books.begun(first)
+            self._aged.begun(now, first, begun.gang.bit_count())
+            works = [begun if work is first else work for work in works]
+        if len(works) <= _FEW:
+            wanted, waits = self._listed(books, works)
+            for work, degree in wanted:
+                books.place(work, degree, books.busy)
+            if waits:
+                books.claimed = -1  # the list says when each device is needed
+        else:
+            self._place_by_demand(books, works)
+        books.fill(sorted(works, key=_cheapest))
+        return GangPlan(tuple(books.runs))
+
+    def _place_by_demand(self, books: _Books, works: Sequence[Work]) -> None:
+        kept, rest = self._kept(books, works)
+        hopeful = {work.ticket.request_id for work, _ in kept}
+        others = [(work, self._short(books, work)) for work in sorted(rest, key=_cheapest)]
+        for work, degree in self._scale_up(books, kept + others):
+            # Only for an edit that can be in time are devices kept from others.
+            if work.ticket.request_id in hopeful:
+                books.place(work, degree)
+            elif work.until is None:
+                books.place(work, degree, books.busy)
+
+    def _listed(self, books: _Books, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], bool]:
+        """What steps now, and its degree: what of the list begins, then others; and whether more of
+        the list is to come.
+        """
+        few = FewEdits(books.now, works, self.devices, books.most)
+        first = few.begin()
+        rest = [w for w in works if w.until is None and w not in [j.work for j, _ in few.chosen]]
+        others = self._behind(books, few, first, rest)
+        self._widen(few, first, others)
+        begun = [(few.chosen[number][0].work, degree) for number, degree in first.items()]
+        waits = any(job.steps > (n in first) for n, (job, _) in enumerate(few.chosen))
+        return begun + others, waits
+
+    def _behind(
+        self, books: _Books, few: FewEdits, first: Mapping[int, int], rest: Sequence[Work]
+    ) -> list[tuple[Work, int]]:
+        """Edits that are not in the list, on devices that delay none of it."""
+        others: list[tuple[Work, int]] = []
+        idle, planned = few.idle - sum(first.values()), few.starts(first) or few.starts({})
+        for work in sorted(rest, key=_cheapest):
+            degree = self._short(books, work)
+            while degree > idle:
+                degree //= 2
+            if not degree:
+                break
+            begun = few.starts(first, [*others, (work, degree)])
+            if _none_later(begun, planned, first):
+                others.append((work, degree))
+                idle -= degree
+        return others
+
+    def _widen(
+        self, few: FewEdits, first: dict[int, int], others: Sequence[tuple[Work, int]]
+    ) -> None:
+        """Idle devices to those of the list that save most time by twice theirs."""
+        while True:
+            idle = few.idle - sum(first.values()) - sum(degree for _, degree in others)
+            gains = {}
+            for number, degree in first.items():
+                if degree <= idle and few.starts({**first, number: 2 * degree}, others) is not None:
+                    job, at = few.chosen[number][0], degree.bit_length() - 1
+                    saved = job.work.ticket.seconds[at] - job.work.ticket.seconds[at + 1]
+                    gains[number] = job.steps * saved
+            best = max(gains, key=lambda number: gains[number], default=-1)
+            if best < 0 or gains[best] <= 0.0:
+                return
+            first[best] *= 2
+
+    def _short(self, books: _Books, work: Work) -> int:
+        """The cheapest degree whose step is not in the way of an edit that comes now."""
+        points = frontier(books.seconds(work))
+        return next((k for k, seconds in points if seconds <= self.longest_step), points[-1][0])
+
+    def _kept(
+        self, books: _Books, works: Sequence[Work]
+    ) -> tuple[list[tuple[Work, int]], list[Work]]:
+        """Edits that can all be in time, with the degree of their next step, the least slack
+        first; and the others.
+        """
+        heap: list[tuple[float, int]] = []
+        rest: list[Work] = []
+        demand = 0.0
+        chosen: dict[int, tuple[Work, int, float]] = {}
+        ordered = sorted(
+            (work for work in works if work.ticket.due is not None), key=lambda w: w.ticket.due or 0
+        )
+        rest += [work for work in works if work.ticket.due is None]
+        for number, work in enumerate(ordered):
+            seconds, steps = books.seconds(work), work.remaining
+            start = books.now
+            if work.until is not None:
+                start, steps = work.until, steps - work.under_way
+            slack = (work.ticket.due or 0.0) - start
+            if not steps:
+                continue
+            shares = allocate(seconds, steps, slack)
+            if not shares:
+                rest.append(work)
+                continue
+            needs = device_seconds(seconds, shares)
+            demand += needs
+            heapq.heappush(heap, (-needs, number))
+            chosen[number] = (work, shares[0].degree, slack - steps * min(seconds))
+            while demand > books.living * ((work.ticket.due or 0.0) - books.now):
+                most, gone = heapq.heappop(heap)
+                demand += most
+                rest.append(chosen.pop(gone)[0])
+        kept = sorted(chosen.values(), key=lambda each: each[2])
+        return [(work, degree) for work, degree, _ in kept], rest
+
+    def _scale_up(self, books: _Books, wanted: list[tuple[Work, int]]) -> list[tuple[Work, int]]:
+        """Devices that are left, to the edits that save most time by twice theirs."""
+        left = books.living
+        degrees = []
+        for _, degree in wanted:
+            degrees.append(degree if degree <= left else 0)
+            left -= degrees[-1]
+        while left:
+            best, best_gain = -1, 0.0
+            for index, (work, _) in enumerate(wanted):
+                degree = degrees[index]
+                if 0 < degree <= left and 2 * degree <= books.most:
+                    seconds, at = work.ticket.seconds, degree.bit_length() - 1
+                    gain = work.remaining * (seconds[at] - seconds[at + 1])
+                    if gain > best_gain:
+                        best, best_gain = index, gain
+            if best < 0:
+                break
+            left -= degrees[best]
+            degrees[best] *= 2
+        return [(work, degree) for (work, _), degree in zip(wanted, degrees, strict=True) if degree]
+
+
+class _Books:
+    """Devices while one decision is made, as bit masks.
+
+    Args:
+        now: seconds of the caller's clock.
+        works: all edits with steps left.
+        devices: of the worker.
+    """
+
+    def __init__(self, now: float, works: Sequence[Work], devices: int) -> None:
+        self.now, self.devices = now, devices
+        self.runs: list[Run] = []
+        ends = [(work.until, work.gang) for work in works if work.until is not None]
+        self.busy = sum({gang for _, gang in ends})  # rows of one step have the same
+        lost = sum({gang for end, gang in ends if end == math.inf})
+        self.claimed = lost
+        """Given, or wanted by an edit that waits for them."""
+        self.living = devices - lost.bit_count()
+        self.most = max(1, largest_gang(devices, lost))
+        """The largest gang that is whole."""
+        self._soonest = min((end for end, _ in ends), default=math.inf)
+        """When the first step ends that is under way."""
+
+    @property
+    def idle(self) -> int:
+        return ((1 << self.devices) - 1) & ~self.busy
+
+    def seconds(self, work: Work) -> tuple[float, ...]:
+        """Of a step by the degrees that it can have here."""
+        return work.ticket.seconds[: self.most.bit_length()]
+
+    def place(self, work: Work, degree: int, taken: int = 0) -> None:
+        """Begin a step, or claim the devices that it waits for.
+
+        Args:
+            work: that wants devices.
+            degree: how many; if there is no such gang, the next that is worth having.
+            taken: devices that it may not wait for.
+        """
+        own = work.gang if work.until is not None else 0
+        taken, busy, block = self.claimed | taken, self.busy & ~own, 0
+        for fewer, _ in self._degrees(work, degree):
+            block = block or choose_block(fewer, self.devices, taken, work.gang, busy)
+        self.claimed |= block
+        if block and work.until is None and not block & self.busy:
+            self._begin(work, block)
+
+    def fill(self, works: Sequence[Work]) -> None:
+        """Let no device idle for nothing: those that nobody has claimed go to edits that wait, and
+        those that are claimed, to edits whose step ends before any of those under way.
+
+        Args:
+            works: the first to be served first.
+        """
+        begun = {run.rows[0].request_id for run in self.runs}
+        for work in works:
+            if not self.idle:
+                return
+            if work.until is not None or work.ticket.request_id in begun:
+                continue
+            for degree, seconds in self._degrees(work, self.most):
+                taken = self.busy
+                if self.now + seconds > self._soonest:
+                    taken |= self.claimed
+                block = choose_block(degree, self.devices, taken, work.gang)
+                if block:
+                    self._begin(work, block)
+                    break
+
+    def _degrees(self, work: Work, most: int) -> Iterator[tuple[int, float]]:
+        """(degree, seconds of a step), the largest first, without those that gain nothing."""
+        times = work.ticket.seconds[: most.bit_length()]
+        for at in reversed(range(len(times))):
+            if not at or times[at] < times[at - 1]:
+                yield 1 << at, times[at]
+
+    def begun(self, work: Work) -> Work:
+        """An edit whose step has just begun, as it will be seen from now on."""
+        (devices,) = [run.devices for run in self.runs if run.rows == (work.ticket,)]
+        until = self.now + work.ticket.seconds[len(devices).bit_length() - 1]
+        gang = sum(1 << device for device in devices)
+        return replace(work, gang=gang, until=until, under_way=1)
+
+    def _begin(self, work: Work, block: int) -> None:
+        self.runs.append(Run((work.ticket,), devices_of(block)))
+        self.busy |= block
+        self.claimed |= block
+        seconds = work.ticket.seconds[block.bit_count().bit_length() - 1]
+        self._soonest = min(self._soonest, self.now + seconds)
+
+
+def _none_later(
+    begun: Sequence[float] | None, planned: Sequence[float] | None, first: Container[int]
+) -> bool:
+    """Whether all that wait for devices still get them when they were to, and none is late."""
+    if begun is None or planned is None:
+        return False
+    both = enumerate(zip(begun, planned, strict=True))
+    return all(now <= then for number, (now, then) in both if number not in first)
+
+
+def _cheapest(work: Work) -> tuple[float, float]:
+    points = frontier(work.ticket.seconds)
+    return (work.remaining * points[0][0] * points[0][1], work.ticket.arrival)

@@ -1,0 +1,153 @@
+"""Which of a few edits can all be in time: found by search, where sums over all devices mislead.
+
+A *list* names edits and a degree for each. Served in its order, each edit takes its degree as soon
+as so many devices are free, and keeps it to its last step. Lists are searched for the one with the
+most edits, then the fewest device-seconds. Only what begins now is used of it: at the next step end
+the search begins anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from maskserve_engine.scheduling.gangs.work import Work, devices_of
+
+NODES = 120
+"""Places in the tree of lists that a search looks at; the first list that it tries is that of least
+slack first, each edit at the fewest devices that will do."""
+
+_OVERDUE_S = 1e-3
+"""After which a step is over that should be by now."""
+
+_Free = tuple[float, ...]
+"""When each device is free, the first one first."""
+
+
+class Job(NamedTuple):
+    """What is left of an edit behind its step that runs."""
+
+    work: Work
+    ready: float
+    steps: int
+    due: float
+    degrees: tuple[tuple[int, float], ...]
+    """(degree, seconds of a step), each faster than those before."""
+
+    @property
+    def slack(self) -> float:
+        """Seconds that it may wait."""
+        return self.due - self.ready - self.steps * self.degrees[-1][1]
+
+
+class FewEdits:
+    """The best list, found when it is made.
+
+    Args:
+        now: seconds of the caller's clock.
+        works: all edits with steps left.
+        devices: of the worker.
+        most: the largest gang that there is; None: all devices.
+    """
+
+    def __init__(
+        self, now: float, works: Sequence[Work], devices: int, most: int | None = None
+    ) -> None:
+        self.now = now
+        free = [now] * devices
+        for work in works:
+            if work.until is not None:
+                for device in devices_of(work.gang):
+                    free[device] = max(work.until, now + _OVERDUE_S)
+        self.idle = free.count(now)
+        self._free: _Free = tuple(sorted(free))
+        jobs = [_job(now, work, most or devices) for work in works if work.ticket.due is not None]
+        hopeful = [job for job in jobs if job.steps and job.slack >= 0.0]
+        self.chosen = _search(sorted(hopeful, key=lambda job: job.slack), self._free)
+
+    def begin(self) -> dict[int, int]:
+        """Edits of the list that begin now, by number, and their degrees."""
+        planned = self.starts({})
+        assert planned is not None
+        both = enumerate(zip(self.chosen, planned, strict=True))
+        return {
+            number: degree
+            for number, ((job, degree), begun) in both
+            if job.work.until is None and begun <= self.now
+        }
+
+    def starts(
+        self, first: Mapping[int, int], others: Sequence[tuple[Work, int]] = ()
+    ) -> list[float] | None:
+        """When each edit of the list goes on; None: one would be late.
+
+        Args:
+            first: edits of the list that take one step now, by number, and its degree.
+            others: that take a step now, too, and its degree.
+        """
+        free, ready = self._free, {}
+        for number, degree in first.items():
+            ready[number] = self.now + _seconds(self.chosen[number][0].work, degree)
+            free = _taken(free, degree, ready[number])
+        for work, degree in others:
+            free = _taken(free, degree, self.now + _seconds(work, degree))
+        begun = []
+        for number, (job, degree) in enumerate(self.chosen):
+            steps, begin = job.steps - (number in first), ready.get(number, job.ready)
+            if steps:
+                begin = max(begin, free[degree - 1])
+            end = begin + steps * _seconds(job.work, degree)
+            if end > job.due:
+                return None
+            if steps:
+                free = _taken(free, degree, end)
+            begun.append(begin)
+        return begun
+
+
+def _job(now: float, work: Work, most: int) -> Job:
+    ready, steps = now, work.remaining
+    if work.until is not None:
+        ready, steps = max(work.until, now + _OVERDUE_S), steps - work.under_way
+    degrees: list[tuple[int, float]] = []
+    for at, seconds in enumerate(work.ticket.seconds):
+        if 1 << at <= most and (not degrees or seconds < degrees[-1][1]):
+            degrees.append((1 << at, seconds))
+    due = math.inf if work.ticket.due is None else work.ticket.due + 1e-9
+    return Job(work, ready, steps, due, tuple(degrees))
+
+
+def _search(jobs: Sequence[Job], free: _Free) -> tuple[tuple[Job, int], ...]:
+    best: tuple[tuple[Job, int], ...] = ()
+    best_demand, nodes = 0.0, NODES
+
+    def go(
+        left: tuple[Job, ...], free: _Free, chosen: tuple[tuple[Job, int], ...], demand: float
+    ) -> None:
+        nonlocal best, best_demand, nodes
+        if (len(chosen), -demand) > (len(best), -best_demand):
+            best, best_demand = chosen, demand
+        if nodes <= 0 or (len(chosen) + len(left), -demand) <= (len(best), -best_demand):
+            return
+        nodes -= 1
+        for number, job in enumerate(left):
+            rest = left[:number] + left[number + 1 :]
+            for degree, seconds in job.degrees:
+                took = job.steps * seconds
+                end = max(free[degree - 1], job.ready) + took
+                if end <= job.due:
+                    after = _taken(free, degree, end)
+                    go(rest, after, (*chosen, (job, degree)), demand + degree * took)
+
+    go(tuple(jobs), free, (), 0.0)
+    return best
+
+
+def _taken(free: _Free, degree: int, end: float) -> _Free:
+    """When devices are free once the first `degree` of them are taken until `end`."""
+    return tuple(sorted((*free[degree:], *(end,) * degree)))
+
+
+def _seconds(work: Work, degree: int) -> float:
+    return work.ticket.seconds[degree.bit_length() - 1]

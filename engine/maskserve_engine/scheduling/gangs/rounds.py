@@ -1,0 +1,239 @@
+"""TetriServe's policy (Algorithm 1): fixed rounds, and the most edits that survive each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from maskserve_engine.scheduling.gangs.work import (
+    Aged,
+    GangPlan,
+    Share,
+    Work,
+    allocate,
+    choose_block,
+    devices_of,
+    frontier,
+    largest_gang,
+)
+from maskserve_engine.scheduling.step_scheduler import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to spend a round on an edit."""
+
+    degree: int
+    """Devices; 0: it waits."""
+    steps: int
+    survives: bool
+    """Whether it could still be in time if it had its fastest degree from the next round on."""
+
+
+WAIT = 0
+"""Index of the option of waiting, the first of each edit's."""
+
+
+def knapsack(groups: Sequence[Sequence[Option]], devices: int) -> list[int]:
+    """The option of each edit with which most survive on `devices`; of equals one that takes the
+    fewest devices (Algorithm 1, lines 13 to 22).
+    """
+    least = -1
+    best = [0] + [least] * devices
+    chosen: list[list[int]] = []
+    for options in groups:
+        following = [least] * (devices + 1)
+        picks = [WAIT] * (devices + 1)
+        for taken in range(devices + 1):
+            for index, option in enumerate(options):
+                before = best[taken - option.degree] if option.degree <= taken else least
+                if before > least and before + option.survives > following[taken]:
+                    following[taken] = before + option.survives
+                    picks[taken] = index
+        best = following
+        chosen.append(picks)
+    at = max(range(devices + 1), key=lambda c: (best[c], -c))
+    plan = []
+    for options, picks in zip(reversed(groups), reversed(chosen), strict=True):
+        plan.append(picks[at])
+        at -= options[picks[at]].degree
+    return plan[::-1]
+
+
+class Rounds:
+    """At each round's start: the cheapest degrees per edit, a knapsack over who must run now, then
+    idle devices to those that wait, then to those that gain most by more (§4.2.3).
+
+    A round that starts with no edit ends when one comes. Edits with no due time, and those that
+    are late, run where devices are left, first come first; one whose key's turn it is, or that was
+    put off for too long, has a part of the round before all others (`Aged`).
+
+    Args:
+        devices: of the worker: 1, 2, 4 or 8.
+        round_seconds: of each round; None: as long as `round_steps` steps of the slowest edit that
+            is there as it starts, each on as many devices as make it fastest (§4.2.2).
+        round_steps: see there.
+        patience: seconds without a step after which an edit is helped.
+
+    Raises:
+        ValueError: no such round.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        round_seconds: float | None = None,
+        round_steps: int = 5,
+        patience: float = 10.0,
+    ) -> None:
+        if round_seconds is not None and not round_seconds > 0.0:
+            raise ValueError(f"no such round: {round_seconds} s")
+        if round_steps < 1:
+            raise ValueError(f"no such round: {round_steps} steps")
+        self.devices = devices
+        self.round_seconds, self.round_steps = round_seconds, round_steps
+        self._ends = -math.inf
+        self._aged = Aged(devices, patience)
+
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
+        """As `GangPolicy.decide`; nothing starts between two rounds."""
+        if now < self._ends - 1e-9:
+            return GangPlan(again=self._ends)
+        idle = [work for work in works if work.until is None]
+        if not idle or any(work.until not in (None, math.inf) for work in works):
+            # A step longer than a round is on its way: the round starts at its end.
+            return GangPlan()
+        lost = sum({work.gang for work in works if work.until == math.inf})
+        most = largest_gang(self.devices, lost)
+        if not most:
+            return GangPlan()
+        seconds = self.round_seconds
+        if seconds is None:
+            slowest = max(min(w.ticket.seconds[: most.bit_length()]) for w in idle)
+            seconds = self.round_steps * slowest * (1 + 1e-9)
+        self._ends = now + seconds
+        first = self._aged.choose(now, idle)
+        runs = _Round(now, seconds, self.devices, lost, most, first).plan(idle)
+        for run in runs:
+            if first is not None and run.rows == (first.ticket,):
+                self._aged.begun(now, first, len(run.devices))
+        return GangPlan(tuple(runs), self._ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One of them, as it starts."""
+
+    now: float
+    lasts: float
+    devices: int
+    lost: int
+    """Devices, as a bit mask."""
+    most: int
+    """The largest gang that is whole."""
+    first: Work | None = None
+    """It does not wait."""
+
+    @property
+    def living(self) -> int:
+        return self.devices - self.lost.bit_count()
+
+    def plan(self, works: Sequence[Work]) -> list[Run]:
+        """What runs in it."""
+        ordered = sorted(works, key=lambda w: (_due(w), w.ticket.arrival, w.ticket.request_id))
+        groups = [self._options(work) for work in ordered]
+        picked = knapsack(groups, self.living)
+        wanted = [options[pick].degree for options, pick in zip(groups, picked, strict=True)]
+        self._fill(ordered, groups, wanted)
+        self._scale_up(ordered, wanted)
+        return self._place(ordered, wanted)
+
+    def _seconds(self, work: Work) -> tuple[float, ...]:
+        """Of a step by the degrees that there are."""
+        return work.ticket.seconds[: self.most.bit_length()]
+
+    def _options(self, work: Work) -> list[Option]:
+        seconds = self._seconds(work)
+        slack = _due(work) - self.now
+        shares = (
+            (Share(frontier(seconds)[0][0], work.remaining),)
+            if slack == math.inf
+            else allocate(seconds, work.remaining, slack)
+        )
+        # Nothing meets its due time any more: it may have what it is fastest with, and no vote.
+        shares = shares or (Share(frontier(seconds)[-1][0], work.remaining),)
+        after, fastest = slack - self.lasts, min(seconds)
+        options = [Option(0, 0, work.remaining * fastest <= after)]
+        for share in shares:
+            steps = min(share.steps, self._steps(work, share.degree))
+            if steps > 0:
+                options.append(
+                    Option(share.degree, steps, (work.remaining - steps) * fastest <= after)
+                )
+        if len(options) == 1:  # no step fits into a round: the next one starts when it has ended
+            degree = frontier(seconds)[-1][0]
+            options.append(Option(degree, 1, (work.remaining - 1) * fastest <= after))
+        if work is self.first:
+            least = min(options[1:], key=lambda option: option.degree)
+            return [replace(least, degree=min(least.degree, self.most))]
+        return options
+
+    def _steps(self, work: Work, degree: int) -> int:
+        return int(self.lasts / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
+
+    def _fill(self, works: Sequence[Work], groups: list[list[Option]], wanted: list[int]) -> None:
+        """Those that need not run now, where devices are left."""
+        left = self.living - sum(wanted)
+        for index, options in enumerate(groups):
+            if not wanted[index]:
+                fitting = [o.degree for o in options[1:] if o.degree <= left]
+                if fitting:
+                    wanted[index] = fitting[0]
+                elif left and len(options) > 1:
+                    wanted[index] = min(self.most, 1 << left.bit_length() - 1)
+                    if not self._steps(works[index], wanted[index]):
+                        wanted[index] = 0  # it would outlast the round
+                left -= wanted[index]
+
+    def _scale_up(self, works: Sequence[Work], wanted: list[int]) -> None:
+        """Twice the devices to the edit that saves most time, while there are some."""
+        left = self.living - sum(wanted)
+        while left:
+            gains = []
+            for index, (work, degree) in enumerate(zip(works, wanted, strict=True)):
+                if 0 < degree <= left and 2 * degree <= self.most:
+                    seconds = work.ticket.seconds
+                    now, more = (
+                        seconds[degree.bit_length() - 1],
+                        seconds[degree.bit_length()],
+                    )
+                    if more < now:
+                        gains.append((work.remaining * (now - more), -index))
+            if not gains:
+                return
+            index = -max(gains)[1]
+            left -= wanted[index]
+            wanted[index] *= 2
+
+    def _place(self, works: Sequence[Work], wanted: list[int]) -> list[Run]:
+        """The largest gangs first, so that aligned blocks fit; where lost devices leave none of a
+        size, the edit has half as many.
+        """
+        taken, runs = self.lost, []
+        for index in sorted(range(len(works)), key=lambda i: (-wanted[i], i)):
+            # What a smaller gang has left over goes to those that were to wait.
+            work, degree = works[index], wanted[index] or int(bool(self.lost))
+            block = 0
+            while degree and not block:
+                block = choose_block(degree, self.devices, taken, work.gang)
+                degree //= 2
+            if block:
+                taken |= block
+                steps = min(work.remaining, self._steps(work, block.bit_count()))
+                runs.append(Run((work.ticket,), devices_of(block), max(1, steps)))
+        return runs
+
+
+def _due(work: Work) -> float:
+    return math.inf if work.ticket.due is None else work.ticket.due

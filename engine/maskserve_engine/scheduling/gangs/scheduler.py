@@ -1,0 +1,212 @@
+"""A policy for gangs as the engine asks for it: tickets in, runs out (`SchedulingPolicy`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from maskserve_common.contracts.keys import name_of, scope_of
+from maskserve_common.errors import InvalidRequest, Overloaded
+from maskserve_common.key_turns import KeyWork
+from maskserve_engine.scheduling.gangs.work import GangPolicy, Work, age_order, seconds_together
+from maskserve_engine.scheduling.step_scheduler import (
+    ALL_FREE,
+    Decision,
+    Devices,
+    Run,
+    Ticket,
+    TicketQueue,
+)
+
+_UNKNOWN_S = 0.05
+"""What a step counts as whose seconds nobody has foretold."""
+_BEHIND_S = 2.0
+"""Device-seconds that a key may have had less than another before it is its turn."""
+_SOON_S = 1.0
+"""When a device counts as free again whose edit was withdrawn in its step."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    run: Run
+    left: int
+    """Steps of it that have not begun."""
+
+
+class GangScheduler:
+    """Keeps the books that a `GangPolicy` decides over.
+
+    Tickets wait in the order of `TicketQueue`; as many as there are rows take part in decisions.
+    Devices that are lost, or whose edit was withdrawn in its step, count as taken by an edit that
+    nobody asked for. Of several keys none falls behind another by more than `_BEHIND_S`: then it is
+    its turn, whatever the policy would have (`Work.first`).
+
+    Args:
+        policy: that decides.
+        devices: of the worker.
+        max_rows: of each device.
+        max_waiting: tickets that may wait.
+    """
+
+    def __init__(self, policy: GangPolicy, devices: int, max_rows: int, max_waiting: int) -> None:
+        self.policy = policy
+        self._devices, self._max_works = devices, devices * max_rows
+        self._draining = False
+        self._waiting = TicketQueue(max_waiting)
+        self._works: dict[str, Work] = {}
+        self._under_way: list[_UnderWay] = []
+        self._had = KeyWork()
+        """Device-seconds."""
+
+    @property
+    def running(self) -> tuple[Ticket, ...]:
+        return tuple([work.ticket for work in self._works.values()])
+
+    @property
+    def waiting(self) -> tuple[Ticket, ...]:
+        return tuple(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._works) + len(self._waiting)
+
+    def submit(self, ticket: Ticket) -> None:
+        name = ticket.request_id
+        if self._draining:
+            raise Overloaded("the worker is draining; send the edit to another or try again later")
+        if name in self._works or name in self._waiting:
+            raise InvalidRequest(
+                "SETTINGS.request_id", f"{name_of(name)!r} is still being served", "a new id"
+            )
+        self._waiting.check_room(ticket)
+        self._waiting.add(replace(ticket, seconds=self._of_all_degrees(ticket.seconds)))
+
+    def cancel(self, request_id: str) -> Ticket | None:
+        if request_id not in self._works:
+            return self._waiting.discard(request_id)
+        ticket = self._works[request_id].ticket
+        self.finish(request_id)
+        return ticket
+
+    def finish(self, request_id: str) -> None:
+        self._waiting.free(self._works.pop(request_id).ticket)
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
+        """Book the steps that have ended, and have idle devices decided on."""
+        going_on = self._book(now, devices)
+        expired = [
+            ticket
+            for ticket in (*self.running, *self.waiting)
+            if ticket.deadline is not None and ticket.deadline <= now
+        ]
+        for ticket in expired:
+            self.cancel(ticket.request_id)
+        admitted = self._waiting.admit(self._max_works - len(self._works))
+        for ticket in admitted:
+            self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
+        runs = [self._begin(each, now) for each in going_on if self._held(each.run)]
+        self._give_turns()
+        works = [*self._works.values(), *self._taken(now, devices)]
+        plan = self.policy.decide(now, works)
+        for run in plan.runs:
+            begun = _UnderWay(run, run.steps)
+            self._under_way.append(begun)
+            runs.append(self._begin(begun, now))
+        return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.again)
+
+    def _give_turns(self) -> None:
+        """Mark the most urgent edit of the key that is furthest behind."""
+        idle: dict[str, list[Work]] = {}
+        for work in self._works.values():
+            work.first = False
+            own = idle.setdefault(scope_of(work.ticket.request_id), [])
+            if work.until is None:
+                own.append(work)
+        waiting = [key for key, own in idle.items() if own]
+        if len(idle) < 2 or not waiting:
+            return
+        behind = self._had.behind(waiting)
+        if self._had.lag(behind, idle) > _BEHIND_S:
+            min(idle[behind], key=lambda work: age_order(work.ticket)).first = True
+
+    def check_integrity(self) -> None:
+        if not self._waiting.check_integrity():
+            raise RuntimeError("places and tickets that wait do not match")
+        taken = 0
+        for each in self._under_way:
+            gang = _mask(each.run.devices)
+            if gang & taken or gang >> self._devices:
+                raise RuntimeError(f"devices {each.run.devices} were given twice or are not there")
+            taken |= gang
+        for work in self._works.values():
+            if work.remaining < 1:
+                raise RuntimeError(f"{work.ticket.request_id} has no steps left and was not ended")
+
+    def _of_all_degrees(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
+        """An edit is no faster on more devices than it may have."""
+        known = seconds or (_UNKNOWN_S,)
+        return known + known[-1:] * (self._devices.bit_length() - len(known))
+
+    def _held(self, run: Run) -> bool:
+        return any(self._is_held(ticket) for ticket in run.rows)
+
+    def _is_held(self, ticket: Ticket) -> bool:
+        work = self._works.get(ticket.request_id)
+        return work is not None and work.ticket is ticket
+
+    def _book(self, now: float, devices: Devices) -> list[_UnderWay]:
+        """Steps that have ended; those runs that have more of them to take."""
+        ended = [e for e in self._under_way if devices.busy.isdisjoint(e.run.devices)]
+        again = []
+        for each in ended:
+            lost = not devices.lost.isdisjoint(each.run.devices)
+            each.left = 0 if lost else each.left
+            for ticket in filter(self._is_held, each.run.rows):
+                work = self._works[ticket.request_id]
+                work.until, work.under_way, work.idle_since = None, 0, now
+                if not lost:  # what has none left was finished by now
+                    work.remaining = max(1, work.remaining - 1)
+            if each.left and self._held(each.run):
+                again.append(each)
+            else:
+                self._under_way.remove(each)
+        return again
+
+    def _begin(self, each: _UnderWay, now: float) -> Run:
+        """The next step of a run."""
+        rows = tuple(filter(self._is_held, each.run.rows))
+        lasts = seconds_together(rows, len(each.run.devices))
+        for ticket in rows:
+            work = self._works[ticket.request_id]
+            work.gang, work.under_way = _mask(each.run.devices), each.left
+            work.until = now + each.left * lasts
+            took = len(each.run.devices) * lasts / len(rows)
+            self._had.add(scope_of(ticket.request_id), took)
+        each.left -= 1
+        return Run(rows, each.run.devices)
+
+    def _taken(self, now: float, devices: Devices) -> list[Work]:
+        """Stands for what is on devices that no edit of ours has; a lost one is not waited for."""
+        ours = {
+            device
+            for each in self._under_way
+            if self._held(each.run)
+            for device in each.run.devices
+        }
+        return [
+            Work(
+                Ticket(f"device {device}", 1, 0, 0, now, seconds=self._of_all_degrees((_SOON_S,))),
+                remaining=1,
+                idle_since=now,
+                gang=1 << device,
+                until=math.inf if device in devices.lost else now + _SOON_S,
+                under_way=1,
+            )
+            for device in sorted((devices.busy | devices.lost) - ours)
+        ]
+
+
+def _mask(devices: tuple[int, ...]) -> int:
+    return sum(1 << device for device in devices)

@@ -1,0 +1,43 @@
+"""One batch over all devices of a worker, which deal its passes among themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from maskserve_engine.scheduling.step_scheduler import ALL_FREE, Decision, Devices, StepScheduler
+
+
+class Pair(StepScheduler):
+    """A `StepScheduler` whose steps are taken by all devices that are there, together.
+
+    Args:
+        devices: of the worker.
+        max_rows: as of `StepScheduler`, and so are the others.
+        max_waiting: likewise.
+        priming_share: likewise.
+        static: likewise.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        max_rows: int,
+        max_waiting: int,
+        priming_share: float,
+        *,
+        static: bool = False,
+    ) -> None:
+        super().__init__(max_rows, max_waiting, priming_share, static=static)
+        self._devices = range(devices)
+
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
+        """Decide once the last step has ended on all devices. Gangs are pairs: with a device lost
+        one of those that are left takes the steps.
+        """
+        left = tuple([device for device in self._devices if device not in devices.lost])
+        if devices.busy or not left:
+            return Decision((), (), ())
+        if len(left) < len(self._devices):
+            left = left[:1]
+        decision = super().schedule(now)
+        return replace(decision, runs=tuple([replace(r, devices=left) for r in decision.runs]))

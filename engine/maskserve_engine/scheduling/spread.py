@@ -1,0 +1,150 @@
+"""Rows spread over the devices of a worker: each has a batch of its own, and a row stays with its
+device, since its entries are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from maskserve_common.contracts.keys import name_of
+from maskserve_common.errors import InvalidRequest
+from maskserve_engine.scheduling.step_scheduler import (
+    ALL_FREE,
+    Decision,
+    Devices,
+    Run,
+    StepScheduler,
+    Ticket,
+)
+
+
+class Spread:
+    """A `StepScheduler` per device (`SchedulingPolicy`).
+
+    A ticket goes to the device that has the least to compute; ties go to the lowest number. One
+    that waits for a row goes to a device that has a free one. When a device is lost its tickets go
+    to the others as new ones do, but queue by when they came; while none is left they stay.
+
+    Args:
+        devices: of the worker.
+        max_rows: of each device's batch.
+        max_waiting: tickets that may wait for each device, per class.
+        priming_share: as of `StepScheduler`.
+        static: likewise.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        max_rows: int,
+        max_waiting: int,
+        priming_share: float,
+        *,
+        static: bool = False,
+    ) -> None:
+        self._each = [
+            StepScheduler(max_rows, max_waiting, priming_share, static=static)
+            for _ in range(devices)
+        ]
+        self._device: dict[str, int] = {}
+        """Of each ticket."""
+        self._taken: Counter[str] = Counter()
+        """Steps of each."""
+        self._lost: frozenset[int] = frozenset()
+
+    @property
+    def running(self) -> tuple[Ticket, ...]:
+        return tuple([ticket for each in self._each for ticket in each.running])
+
+    @property
+    def waiting(self) -> tuple[Ticket, ...]:
+        return tuple([ticket for each in self._each for ticket in each.waiting])
+
+    def __len__(self) -> int:
+        return len(self._device)
+
+    def submit(self, ticket: Ticket) -> None:
+        if ticket.request_id in self._device:
+            name = name_of(ticket.request_id)
+            raise InvalidRequest(
+                "SETTINGS.request_id", f"{name!r} is still being served", "a new id"
+            )
+        device = min(self._left() or range(len(self._each)), key=self._load)
+        self._each[device].submit(ticket)
+        self._device[ticket.request_id] = device
+
+    def cancel(self, request_id: str) -> Ticket | None:
+        device = self._device.pop(request_id, None)
+        del self._taken[request_id]
+        return None if device is None else self._each[device].cancel(request_id)
+
+    def finish(self, request_id: str) -> None:
+        self._each[self._device[request_id]].finish(request_id)
+        del self._device[request_id], self._taken[request_id]
+
+    def drain(self) -> None:
+        for each in self._each:
+            each.drain()
+
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
+        """Decide for each device by itself, as soon as its step has ended."""
+        self._lost = devices.lost
+        for device in devices.lost:
+            self._move_from(device)
+        admitted: list[Ticket] = []
+        runs: list[Run] = []
+        expired: list[Ticket] = []
+        for device, each in enumerate(self._each):
+            if device in devices.busy or device in devices.lost:
+                continue
+            self._fill(device)
+            decision = each.schedule(now)
+            admitted += decision.admitted
+            expired += decision.expired
+            for run in decision.runs:
+                runs.append(Run(run.rows, (device,), run.steps))
+                self._taken.update({ticket.request_id: run.steps for ticket in run.rows})
+        for ticket in expired:
+            del self._device[ticket.request_id], self._taken[ticket.request_id]
+        return Decision(tuple(admitted), tuple(runs), tuple(expired))
+
+    def check_integrity(self) -> None:
+        for device, each in enumerate(self._each):
+            each.check_integrity()
+            for ticket in (*each.running, *each.waiting):
+                if self._device.get(ticket.request_id) != device:
+                    raise RuntimeError(f"{ticket.request_id} is not known to be on {device}")
+        if sum(map(len, self._each)) != len(self._device):
+            raise RuntimeError("a ticket is on no device")
+
+    def _left(self) -> list[int]:
+        return [device for device in range(len(self._each)) if device not in self._lost]
+
+    def _load(self, device: int) -> int:
+        """Tokens that are left to compute, as its tickets have said."""
+        each = self._each[device]
+        return sum(
+            (t.steps - self._taken[t.request_id]) * t.active_tokens
+            for t in (*each.running, *each.waiting)
+        )
+
+    def _fill(self, device: int) -> None:
+        """Give its free rows to tickets that have none elsewhere."""
+        each = self._each[device]
+        while len(each) < each.max_rows:
+            longest = max(self._each, key=len)
+            if len(longest) <= longest.max_rows or not longest.waiting:
+                return
+            self._move(longest, longest.waiting[0], device)
+
+    def _move(self, source: StepScheduler, ticket: Ticket, device: int) -> None:
+        source.cancel(ticket.request_id)
+        self._each[device].take(ticket)
+        self._device[ticket.request_id] = device
+
+    def _move_from(self, device: int) -> None:
+        each, left = self._each[device], self._left()
+        if not left:
+            return
+        for ticket in (*each.running, *each.waiting):
+            self._move(each, ticket, min(left, key=self._load))

@@ -1,0 +1,530 @@
+"""The step scheduler: which rows run at this step boundary (FlashPS §4.3).
+
+The scheduler only decides. It holds tickets, never tensors, and reads no clock, so the engine and
+the simulator run the same code. It is not thread-safe: one thread owns it.
+
+With static batching a batch is formed once the last one has ended, and no row joins it.
+
+Order of live tickets: of a free row one of the key that has fewest is next (`core.shares`), and of
+a key's own tickets the one that is due first; one without a due time counts as due PATIENCE_S after
+it came, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
+boundary. Rows that cannot share a step (`batch_key`) take turns, and so do a key's rows where they
+would hold up another key's (`KeyTurns`); no other live row is ever held back.
+
+Background tickets (priming) are rows of a second class:
+
+- With no live ticket about, they fill the whole batch and run at full speed.
+- Beside live rows they are *parked* between turns: parked rows keep their state but no place in
+  the batch, so live tickets are admitted as if they were not there.
+- A turn is paid for in advance. Each step earns `priming_share` x the active tokens of its live
+  rows; a turn, one row for one step, costs that row's active tokens. So priming never adds more
+  than `priming_share` to the work of the live rows it runs beside. Tokens and not steps are
+  counted because a priming row computes all of its tokens: in one of four steps it could take
+  most of the time. Credit above the price of the next turn is not kept.
+- A turn needs a place in the batch. In a full batch there is none until a live row ends; then a
+  turn that is due takes the place for that one step, before the live tickets that wait. Without
+  this, priming would starve for as long as live tickets wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from maskserve_common.contracts.keys import name_of, scope_of
+from maskserve_common.errors import InvalidRequest, Overloaded
+from maskserve_common.key_turns import KeyTurns
+from maskserve_common.shares import PATIENCE_S, Shares, urgency
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What the scheduler knows of an edit. Times are seconds of the caller's clock."""
+
+    request_id: str
+    steps: int
+    """Model calls from start to end."""
+    total_tokens: int
+    active_tokens: int
+    """Tokens computed per step, on average; all of them for a dense row."""
+    arrival: float
+    priority: int = 0
+    deadline: float | None = None
+    background: bool = False
+    """Priming: gives way to live edits."""
+    batch_key: Hashable = None
+    """Rows of equal keys may share a step."""
+    cost: float = 0.0
+    """Predicted of one step by itself, in FLOPs or seconds: tickets of one maker compare. 0: not
+    known."""
+    due: float | None = None
+    """When its last step should have ended; unlike after `deadline` it goes on when it has not."""
+    seconds: tuple[float, ...] = ()
+    """Predicted of one step by itself on 1, 2, 4 and 8 devices, as far as there are; empty: not
+    known."""
+    shared: float = 0.0
+    """Of each of `seconds`, what a step costs whatever its rows: several rows pay it once."""
+
+    def __post_init__(self) -> None:
+        fits = 0 <= self.active_tokens <= self.total_tokens
+        if self.steps < 1 or not fits or not self.cost >= 0.0:
+            raise ValueError(f"ticket {self.request_id}: no such work: {self}")
+        if not all(0.0 < t < math.inf for t in self.seconds):
+            raise ValueError(f"ticket {self.request_id}: no such times of a step: {self}")
+        if any(math.isnan(t) for t in (self.arrival, self.deadline, self.due) if t is not None):
+            raise ValueError(f"ticket {self.request_id}: a time is not a number: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows that share model calls."""
+
+    rows: tuple[Ticket, ...]
+    devices: tuple[int, ...] = (0,)
+    """Of the worker, that compute them together."""
+    steps: int = 1
+    """Calls until the next decision; a row that ends earlier leaves earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do at one step boundary."""
+
+    admitted: tuple[Ticket, ...]
+    """Tickets that get a row now, in order."""
+    runs: tuple[Run, ...]
+    """No row is in two of them. The admitted need not be among their rows, parked rows are not."""
+    expired: tuple[Ticket, ...]
+    """Tickets whose deadline has passed, waiting or running: already removed."""
+    again: float = math.inf
+    """Ask again at this time; also when a ticket comes or a step ends."""
+
+    @property
+    def running(self) -> tuple[Ticket, ...]:
+        """Rows of all runs."""
+        if len(self.runs) == 1:
+            return self.runs[0].rows
+        return tuple(ticket for run in self.runs for ticket in run.rows)
+
+
+class Devices(NamedTuple):
+    """Of a worker, those on which nothing can begin now."""
+
+    busy: frozenset[int] = frozenset()
+    """A step runs there."""
+    lost: frozenset[int] = frozenset()
+    """Nobody runs them, for now."""
+
+
+ALL_FREE = Devices()
+
+
+class SchedulingPolicy(Protocol):
+    """Decides which rows run, where and for how long; the engine and the simulator run the same.
+
+    It holds tickets, never tensors, and reads no clock. One thread owns it. Tickets that it holds
+    leave by exactly one of `finish`, `cancel` or `Decision.expired`.
+    """
+
+    @property
+    def running(self) -> tuple[Ticket, ...]:
+        """Tickets that hold a row, in this step or not."""
+        ...
+
+    @property
+    def waiting(self) -> tuple[Ticket, ...]:
+        """Tickets without a row, in the order in which they will get one."""
+        ...
+
+    def __len__(self) -> int:
+        """Tickets held."""
+        ...
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a ticket.
+
+        Raises:
+            Overloaded: no more are taken.
+            InvalidRequest: a ticket of this id is still held.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> Ticket | None:
+        """Remove a ticket wherever it is; None: it is not held."""
+        ...
+
+    def finish(self, request_id: str) -> None:
+        """The row has taken its last step.
+
+        Raises:
+            KeyError: no row of that name runs.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Refuse new tickets from now on; those held go on."""
+        ...
+
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
+        """Decide what runs until the next decision; the caller then runs it.
+
+        Args:
+            now: seconds of the caller's clock.
+            devices: that no run may have.
+        """
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError naming the invariant that does not hold."""
+        ...
+
+
+MakePolicy = Callable[[int, int, float], SchedulingPolicy]
+"""Of rows of the batch, tickets that may wait, and the share of work that priming may add."""
+
+
+AGING_S = 5.0
+"""A step of priority weighs as much as so many seconds of waiting."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Place:
+    """A ticket's place in the order of its key; it never changes, so that nobody starves."""
+
+    urgency: float
+    number: int
+    """Unique, so tickets are never compared."""
+    ticket: Ticket = field(compare=False)
+
+    @property
+    def key(self) -> str:
+        """Whose it is."""
+        return scope_of(self.ticket.request_id)
+
+
+class TicketQueue:
+    """Tickets that wait for a row, and who has how many rows: the order of turns.
+
+    Rows are free again when an edit ends, so of these a key alone may have all. The queue is full
+    for as long as its tickets like: of it each key has a share.
+
+    Args:
+        most: tickets that may wait.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._places: list[_Place] = []
+        """In the order that each key wants."""
+        self._of: dict[str, _Place] = {}
+        """Request id -> its place, of those that wait."""
+        self._waiting, self._rows = Shares(most), Shares(0)
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """In the order in which they will get a row."""
+        return iter([place.ticket for place in self._in_turn()])
+
+    def check_room(self, ticket: Ticket) -> None:
+        """Raises Overloaded: no more may wait, in all or of its key."""
+        if self._waiting.room(scope_of(ticket.request_id)) < 1:
+            held = self._waiting.held(scope_of(ticket.request_id))
+            free = len(self) < self._waiting.budget
+            told = f"{held} edits of this key" if free else f"{len(self)} edits"
+            raise Overloaded(f"{told} are waiting already; try again later")
+
+    def add(self, ticket: Ticket) -> None:
+        """Queue a ticket, however many wait."""
+        due = ticket.deadline if ticket.due is None else ticket.due
+        urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due, PATIENCE_S)
+        place = _Place(urgent, self._number, ticket)
+        self._number += 1
+        insort(self._places, place)
+        self._of[ticket.request_id] = place
+        self._waiting.book(place.key)
+
+    def discard(self, request_id: str) -> Ticket | None:
+        """A ticket waits no longer; None: it does not wait here."""
+        place = self._of.pop(request_id, None)
+        if place is None:
+            return None
+        del self._places[bisect_left(self._places, place)]
+        self._waiting.give_back(place.key)
+        return place.ticket
+
+    def admit(self, count: int) -> list[Ticket]:
+        """Up to so many get a row now, in the order of their turns."""
+        chosen = [place.ticket for place in self._in_turn()[: max(count, 0)]]
+        for ticket in chosen:
+            self.discard(ticket.request_id)
+            self._rows.book(scope_of(ticket.request_id))
+        return chosen
+
+    def free(self, ticket: Ticket) -> None:
+        """One that was admitted has its row no longer."""
+        self._rows.give_back(scope_of(ticket.request_id))
+
+    def check_integrity(self) -> bool:
+        """Whether all that is counted here says the same."""
+        return (
+            self._places == sorted(self._places)
+            and {place.ticket.request_id: place for place in self._places} == self._of
+            and len(self._places) == self._waiting.total
+        )
+
+    def _in_turn(self) -> list[_Place]:
+        if self._waiting.keys < 2:
+            return self._places
+        return self._rows.in_turn(self._places, lambda place: place.key)
+
+
+class StepScheduler:
+    """Bounded queues in front of a batch of at most `max_rows` rows on one device, decided anew at
+    each step (`SchedulingPolicy`).
+
+    Live and background tickets wait in queues of their own, each of at most `max_waiting`, so that
+    priming never makes a live edit be refused. Tickets held (waiting, running or parked) leave by
+    exactly one of `finish`, `cancel` or `Decision.expired`.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_waiting: int,
+        priming_share: float = 0.25,
+        *,
+        static: bool = False,
+    ) -> None:
+        """Make an empty scheduler.
+
+        Args:
+            max_rows: rows of the batch.
+            max_waiting: tickets that may wait, per class.
+            priming_share: work priming may add beside live rows, as a share of theirs, 0 to 1;
+                with 0 it runs only when no live ticket is about.
+            static: whether live tickets get rows only when no live row is left, as servers without
+                continuous batching have it (FlashPS §6.4).
+        """
+        if max_rows < 1 or max_waiting < 1 or not 0.0 <= priming_share <= 1.0:
+            raise ValueError(f"no such capacity: {max_rows=} {max_waiting=} {priming_share=}")
+        self.max_rows = max_rows
+        self.max_waiting = max_waiting
+        self.priming_share = priming_share
+        self._static = static
+        self.draining = False
+        self._number = 0
+        self._held: dict[str, tuple[int, Ticket]] = {}
+        self._live_waiting = TicketQueue(max_waiting)
+        self._background_waiting = TicketQueue(max_waiting)
+        self._ids: dict[int, str] = {}  # a ticket's number -> request id
+        # Insertion order is admission order.
+        self._live: dict[str, Ticket] = {}
+        self._background: dict[str, Ticket] = {}
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, number); may hold stale
+        self._credit = 0.0  # active tokens that priming may compute beside live rows
+        self._step = 0
+        self._turns: dict[Hashable, int] = {}  # batch key -> step of its last turn
+        self._key_turns = KeyTurns()
+
+    @property
+    def running(self) -> tuple[Ticket, ...]:
+        """Tickets that hold a row, parked ones included, in order of admission within a class."""
+        return (*self._live.values(), *self._background.values())
+
+    @property
+    def waiting(self) -> tuple[Ticket, ...]:
+        """Tickets without a row, in the order in which they will get one, live ones first."""
+        return (*self._live_waiting, *self._background_waiting)
+
+    def __len__(self) -> int:
+        """Tickets held: waiting, running and parked."""
+        return len(self._held)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue `ticket`; it runs from a later `schedule` on.
+
+        Raises:
+            Overloaded: draining, or the ticket's queue is full, or its key's share of it.
+            InvalidRequest: a ticket of this id is still held.
+        """
+        if self.draining:
+            raise Overloaded("the worker is draining; send the edit to another or try again later")
+        if ticket.request_id in self._held:
+            raise InvalidRequest(
+                "SETTINGS.request_id",
+                f"{name_of(ticket.request_id)!r} is still being served",
+                "a new id",
+            )
+        self._queue_of(ticket).check_room(ticket)
+        self.take(ticket)
+
+    def take(self, ticket: Ticket) -> None:
+        """Queue a ticket that has been taken on already, however many wait."""
+        self._number += 1
+        self._queue_of(ticket).add(ticket)
+        self._held[ticket.request_id] = (self._number, ticket)
+        self._ids[self._number] = ticket.request_id
+        if ticket.deadline is not None and ticket.deadline < math.inf:
+            heapq.heappush(self._deadlines, (ticket.deadline, self._number))
+
+    def _queue_of(self, ticket: Ticket) -> TicketQueue:
+        return self._background_waiting if ticket.background else self._live_waiting
+
+    def cancel(self, request_id: str) -> Ticket | None:
+        """Remove a ticket wherever it is; `None` if it is not held (it may have just ended)."""
+        if request_id not in self._held:
+            return None
+        return self._remove(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """The row has taken its last step.
+
+        Raises:
+            KeyError: no row of that name runs: the caller has lost count.
+        """
+        if request_id not in self._live and request_id not in self._background:
+            raise KeyError(request_id)
+        self._remove(request_id)
+
+    def drain(self) -> None:
+        """Refuse new tickets from now on; those held go on."""
+        self.draining = True
+
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
+        """Decide the next step: expire, admit, and choose the rows. The caller then runs them."""
+        expired = self._expire(now)
+        turn = self._background_turn()
+        closed = self._static and bool(self._live)
+        room = 0 if closed else self.max_rows - turn - len(self._live)
+        admitted = self._admit(self._live_waiting, self._live, room)
+        live = tuple(self._live.values())
+        started = self._admit(
+            self._background_waiting, self._background, turn - len(self._background)
+        )
+        background = tuple(self._background.values())[:turn]
+        live, background = self._one_batch(live, background)
+        self._settle(live, background)
+        rows = (*live, *background)
+        return Decision((*admitted, *started), (Run(rows),) if rows else (), expired)
+
+    def _one_batch(
+        self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]
+    ) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
+        """Of these rows those that may share a step: of several batches the one whose turn is
+        longest ago, so that each moves on in turn; where clients' keys meet, of that key's whose
+        turn it is, and of it no more rows than the keys' shares allow.
+        """
+        whose = self._key_turns.next(live)
+        keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
+        self._step += 1
+        self._turns = {key: self._turns.get(key, 0) for key in keys}
+        if whose is not None:
+            own = (t.batch_key for t in live if scope_of(t.request_id) == whose)
+            keys = dict.fromkeys(own)
+        if not keys:
+            return (), ()
+        chosen = min(keys, key=self._turns.__getitem__)
+        self._turns[chosen] = self._step
+        batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
+        return (
+            self._key_turns.rows(batch, live) if batch else (),
+            tuple(ticket for ticket in background if ticket.batch_key == chosen),
+        )
+
+    def _expire(self, now: float) -> tuple[Ticket, ...]:
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heapq.heappop(self._deadlines)
+            if number in self._ids:
+                expired.append(self._remove(self._ids[number]))
+        # Tickets that end before their deadline leave stale entries; a day's worth is too many.
+        if len(self._deadlines) > 2 * len(self._held) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._ids]
+            heapq.heapify(self._deadlines)
+        return tuple(expired)
+
+    def _background_turn(self) -> int:
+        """How many background rows take this step."""
+        wanted = len(self._background) + len(self._background_waiting)
+        if not self._live and not self._live_waiting:
+            return min(wanted, self.max_rows)
+        if not wanted or self.priming_share == 0.0 or self._credit < self._price():
+            return 0
+        # One dense row at a time: a live row then waits for the rest of a single step.
+        return min(1, self.max_rows - len(self._live))
+
+    def _price(self) -> int:
+        """Active tokens of the background row whose turn is next; 0 if there is none."""
+        if self._background:
+            return next(iter(self._background.values())).active_tokens
+        return next((ticket.active_tokens for ticket in self._background_waiting), 0)
+
+    def _admit(self, queue: TicketQueue, rows: dict[str, Ticket], count: int) -> tuple[Ticket, ...]:
+        if count <= 0 or not len(queue):
+            return ()
+        admitted = tuple(queue.admit(count))
+        rows.update((ticket.request_id, ticket) for ticket in admitted)
+        return admitted
+
+    def _settle(self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]) -> None:
+        """Book the work of this step."""
+        if not live:
+            # Nothing to share, or only a turn just paid for that live tickets wait behind.
+            self._credit = 0.0
+            return
+        earned = self.priming_share * sum(ticket.active_tokens for ticket in live)
+        spent = sum(ticket.active_tokens for ticket in background)
+        self._credit = min(self._credit - spent, self._price()) + earned
+
+    def _remove(self, request_id: str) -> Ticket:
+        number, ticket = self._held.pop(request_id)
+        del self._ids[number]
+        rows = self._background if ticket.background else self._live
+        queue = self._queue_of(ticket)
+        if rows.pop(request_id, None) is None:
+            queue.discard(request_id)
+        else:
+            queue.free(ticket)
+        return ticket
+
+    def check_integrity(self) -> None:
+        """Compare every structure with every other; for tests and idle moments.
+
+        Raises:
+            RuntimeError: naming the invariant that does not hold.
+        """
+        waiting = [t.request_id for t in (*self._live_waiting, *self._background_waiting)]
+        deadlines = {number for _, number in self._deadlines}
+        checks = {
+            "a ticket is in one place": sorted([*waiting, *self._live, *self._background])
+            == sorted(self._held),
+            "numbers name the held tickets": {
+                number: request_id for request_id, (number, _) in self._held.items()
+            }
+            == self._ids,
+            "queues are in order": self._live_waiting.check_integrity()
+            and self._background_waiting.check_integrity(),
+            "classes are apart": all(self._held[r][1].background for r in self._background)
+            and not any(self._held[r][1].background for r in self._live),
+            "rows fit": len(self._live) <= self.max_rows and len(self._background) <= self.max_rows,
+            "queues are bounded": len(self._live_waiting) <= self.max_waiting
+            and len(self._background_waiting) <= self.max_waiting,
+            "each deadline is watched": all(
+                number in deadlines
+                for number, ticket in self._held.values()
+                if ticket.deadline is not None and ticket.deadline < math.inf
+            ),
+            "no debts": self._credit >= 0.0,
+        }
+        broken = [name for name, holds in checks.items() if not holds]
+        if broken:
+            raise RuntimeError(f"scheduler: broken: {'; '.join(broken)}")

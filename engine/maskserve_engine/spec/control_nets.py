@@ -1,0 +1,176 @@
+"""ControlNets that edits may name: a folder for each, as diffusers saves them.
+
+A ControlNet has gigabytes, and a deployment a handful: they lie in a folder of the host (or a
+volume that is mounted there), are looked up when an edit names one, and are read by the denoiser
+alone, when it first needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import ADAPTER_NAME
+from maskserve_common.errors import AdapterNotFound, InvalidRequest
+from maskserve_common.files.digests import file_digest
+from maskserve_common.files.safetensors_header import BadHeader, header_of
+from maskserve_common.files.weight_files import weight_files
+from maskserve_engine.spec.facts import ModelFacts
+
+_CONFIG = "config.json"
+
+
+class KnownControlNet(NamedTuple):
+    """A ControlNet of the folder."""
+
+    name: str
+    path: Path
+    version: str
+    """32 hexadecimal digits, others after a file has been replaced; told without reading any."""
+    nbytes: int = 0
+    """Of its files of weights."""
+    numbers: int = 0
+    """Its weights."""
+    modes: int = 0
+    """Kinds of control pictures among which an edit has to choose; 0: it has no choice."""
+    config: Mapping[str, Any] = MappingProxyType({})
+    """Its config.json."""
+    problem: str = ""
+    """Why it is not served; empty if it is."""
+
+
+class ControlNets:
+    """The ControlNets of `[controls] folder`; looks at the disk, each time for one name.
+
+    Args:
+        config: of the worker.
+        facts: of the served model.
+    """
+
+    def __init__(self, config: Config, facts: ModelFacts) -> None:
+        self._folder = Path(config.controls.folder) if config.controls.folder else None
+        self._facts = facts
+        self._known: dict[str, KnownControlNet] = {}
+
+    def all(self) -> list[KnownControlNet]:
+        """By name, those with a problem, too."""
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        names = sorted(path.parent.name for path in self._folder.glob(f"*/{_CONFIG}"))
+        return [self._described(name) for name in names if ADAPTER_NAME.fullmatch(name)]
+
+    def find(self, name: str, field: str) -> KnownControlNet:
+        """The ControlNet of this name.
+
+        Raises:
+            AdapterNotFound: there is none.
+            InvalidRequest: it is not served, or ControlNets are not.
+        """
+        if self._folder is None:
+            raise InvalidRequest(field, "ControlNets are not served here", "no controls")
+        if ADAPTER_NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
+            raise AdapterNotFound(f"{field}: there is no ControlNet {name}")
+        found = self._described(name)
+        if found.problem:
+            raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
+        return found
+
+    def _described(self, name: str) -> KnownControlNet:
+        assert self._folder is not None
+        path = self._folder / name
+        try:
+            version = version_of(path)
+            known = self._known.get(name)
+            if known is None or known.version != version:
+                known = self._known[name] = self._read(KnownControlNet(name, path, version))
+            return known
+        except OSError as error:
+            return KnownControlNet(
+                name, path, "", problem=f"cannot be read: {error.strerror or error}"
+            )
+
+    def _read(self, plain: KnownControlNet) -> KnownControlNet:
+        try:
+            config = json.loads((plain.path / _CONFIG).read_text(encoding="utf-8"))
+            check_config(config, self._facts)
+            files = weight_files(plain.path).files
+            if not files:
+                raise ValueError("has no safetensors weights, and no others are read")
+            numbers = sum(map(_numbers, files))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return plain._replace(problem=str(error))
+        return plain._replace(
+            nbytes=sum(file.stat().st_size for file in files),
+            numbers=numbers,
+            modes=int(config.get("num_mode") or 0),
+            config=config,
+        )
+
+
+def check_config(config: dict[str, Any], facts: ModelFacts) -> None:
+    """Whether a ControlNet's config.json is of a net for the served model, as far as it says.
+
+    Raises:
+        ValueError: it is not; a sentence whose subject is the net.
+    """
+    asked = facts.control
+    if asked is None:
+        raise ValueError("does not go with the served model, which takes no ControlNets")
+    if config.get("_class_name") != asked.net:
+        raise ValueError(f"is a {config.get('_class_name')}; the served model takes {asked.net}")
+    base = {**facts.denoiser, "in_channels": facts.latent_channels * facts.patch**2}
+    for key in ("in_channels", *asked.equal):
+        if key in config and key in base and _plain(config[key]) != _plain(base[key]):
+            raise ValueError(
+                f"is for another model: its {key} is {config[key]}, the served model's {base[key]}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def version_of(path: Path) -> str:
+    """Of a ControlNet's folder, as `KnownControlNet.version`.
+
+    Raises:
+        OSError: it is gone.
+    """
+    stats = [(file.name, file.stat()) for file in _files(path)]
+    return _digest([(name, about.st_size, about.st_mtime_ns) for name, about in stats])
+
+
+def content_of(path: Path) -> str:
+    """Of a ControlNet's folder: 32 hexadecimal digits over its files' bytes, so that hosts with
+    copies tell the same.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _digest([(file.name, file_digest(path, file.name)) for file in _files(path)])
+
+
+def _files(path: Path) -> list[Path]:
+    return [path / _CONFIG, *sorted(path.glob("*.safetensors"))]
+
+
+def _digest(about: object) -> str:
+    return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+
+def _numbers(file: Path) -> int:
+    """Of all tensors of a safetensors file.
+
+    Raises:
+        ValueError: it is cut off, or none.
+    """
+    try:
+        return sum(prod(each.shape) for each in header_of(file).tensors.values())
+    except BadHeader as error:
+        raise ValueError(f"has a file {file.name} that {error}") from error

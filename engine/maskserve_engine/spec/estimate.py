@@ -1,0 +1,140 @@
+"""Pricing from counted work and a cost model: what a worker publishes for routers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from maskserve_common.contracts.pricing import RINGS, Pricing, RingShares, RowPrice
+from maskserve_common.contracts.tiers import HOST, TIERS
+from maskserve_engine.planning.cost_model import CostModel
+from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
+from maskserve_engine.planning.flops import ModelWork, RowTokens
+from maskserve_engine.spec.facts import ALL_TEXT, TextShares
+
+_KV = 1  # column of block_bytes
+_BETWEEN_TILES = (0.05, 0.5)
+"""Mask ratios between which the work of a row with a tile, which is no line, is taken as one."""
+
+
+def pricing_of(
+    work: ModelWork,
+    costs: CostModel,
+    fmt: EntryFormat,
+    *,
+    text: float,
+    anchors: int,
+    steps_per_anchor: float = 1.0,
+    halves: int = 1,
+    controls: Mapping[str, ModelWork] = MappingProxyType({}),
+    anchored: float = 1.0,
+    lora: tuple[ModelWork, int] | None = None,
+    text_shares: TextShares = ALL_TEXT,
+    leaves_ring: bool = False,
+) -> Pricing:
+    """Coefficients of a worker whose cached rows take K and V ready from the cache.
+
+    Exact for FLUX. For UNets active tokens are counted at the finest level, and a mask touches
+    relatively more tokens on coarser ones: routing compares like with like. What rows with tiles
+    load of feature maps is not counted.
+
+    Args:
+        work: the model at the image's size.
+        costs: of the worker.
+        fmt: storage of the entries.
+        text: text tokens of a row.
+        anchors: anchors of a whole edit: a template is brought from a far tier as a whole.
+        steps_per_anchor: steps that share an anchor's entries; they are loaded once.
+        halves: entries kept per token.
+        controls: the ControlNets' work at that size, by name.
+        anchored: share of its steps at which a net beside a cached row computes all tokens.
+        lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
+        text_shares: in how many of its steps a cached row computes its text.
+        leaves_ring: whether the other steps leave the ring round its mask out, too.
+    """
+    per_flop = costs.compute.per_unit
+    tokens = work.tokens[0] - work.context
+    # Rows of UNets with anchors of their own convolve on a tile in any case.
+    tiled = work if work.joint or work.halo else replace(work, halo=1)
+    cached_row, per_mask = _line(work, text, text_shares.template)
+    between = [each * per_flop for each in _line(tiled, text, text_shares.own)]
+    with_text = [each * per_flop for each in _line(work, text, 1.0)]
+    whole = tuple(float(n) for n in work.tokens)
+    loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
+    per_byte = costs.loads[HOST.name].per_unit if HOST.name in costs.loads else 0.0
+    spare = loaded * per_byte / work.tokens[0] / steps_per_anchor
+    template = anchors * entry_bytes(work, "kv", fmt, copies=halves)
+    return Pricing(
+        step=costs.compute.fixed,
+        dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
+        cached_row=cached_row * per_flop + work.context * spare,
+        active_token=per_mask * per_flop / tokens,
+        spare_token=spare,
+        fetch={
+            tier: costs.load_seconds(tier, template)
+            for tier in costs.loads
+            if not TIERS[tier].read_by_steps
+        },
+        tokens=tokens,
+        controls={
+            name: _control_price(net, per_flop, text, anchored, text_shares.own)
+            for name, net in controls.items()
+        },
+        between=RowPrice(0.0, between[0], between[1] / tokens),
+        whole=None
+        if text_shares.template == 1.0
+        else RowPrice(0.0, with_text[0], with_text[1] / tokens),
+        lora_byte=None
+        if lora is None
+        else _row_price(lora[0], per_flop / lora[1], text, text_shares.template),
+        rings=_rings(text_shares, leaves_ring=leaves_ring),
+    )
+
+
+def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
+    """Of rows that compute a ring which they may leave out wherever they compute their text."""
+    if not leaves_ring:
+        return RINGS._replace(ahead=text.ahead)
+    template, own = (share if share < 1.0 else None for share in (text.template, text.own))
+    return RingShares(template, own, text.ahead)
+
+
+def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:
+    """FLOPs of a row without active tokens that computes so much of its text, and what active
+    tokens add, were all tokens active.
+    """
+    few, many = _BETWEEN_TILES if work.halo else (0.0, 1.0)
+    low, high = (work.step_flops([_row(work, m, text, share)], "kv") for m in (few, many))
+    per_mask = (high - low) / (many - few)
+    return max(0.0, low - few * per_mask), per_mask
+
+
+def _row(work: ModelWork, mask_ratio: float, text: float, share: float) -> RowTokens:
+    """A row that computes so much of its text and reads the rest."""
+    row = work.row_at(mask_ratio, text)
+    if not work.joint:
+        return row
+    return replace(row, text=share * text, text_read=(1.0 - share) * text)
+
+
+def _control_price(
+    net: ModelWork, per_flop: float, text: float, anchored: float, share: float
+) -> RowPrice:
+    own, between = _row_price(net, per_flop, text, share), 1.0 - anchored
+    return RowPrice(
+        dense_row=own.dense_row,
+        cached_row=own.dense_row * anchored + between * own.cached_row,
+        active_token=between * own.active_token,
+    )
+
+
+def _row_price(work: ModelWork, per_flop: float, text: float, share: float) -> RowPrice:
+    """Of work beside a row's own, at all of its steps."""
+    rows = [_row(work, ratio, text, share) for ratio in (0.0, 1.0)]
+    few, many = (work.step_flops([row], "kv") * per_flop for row in rows)
+    return RowPrice(
+        dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
+        cached_row=few,
+        active_token=(many - few) / work.tokens[0],
+    )

@@ -1,0 +1,335 @@
+"""What is known of a served model, whatever its family: sizes, capabilities, defaults.
+
+Preprocess, the router and the planner need these, not weights. Each family's module reads them
+from a model folder's JSON; nothing here knows a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.config_file import read_json
+from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.semantics import Semantics
+from maskserve_engine.planning.own_anchors import OWN_RULE, OwnRule
+from maskserve_engine.spec.latents import LatentSpace, latent_space
+from maskserve_engine.spec.shown import Shown
+
+
+def dense_steps(configured: int, needed: DenseSteps) -> DenseSteps:
+    """The worker's.
+
+    Args:
+        configured: `[cache] dense_steps`; -1: what the model needs.
+        needed: by the model.
+    """
+    return needed if configured < 0 else DenseSteps(configured)
+
+
+Guidance = Literal["embedded", "cfg", "none"]
+"""`embedded`: an input of the model; `cfg`: classifier-free, each step above 1 runs the model a
+second time with the negative prompt; `none`: the model has no such thing.
+"""
+
+ALL_STEPS = 1000
+"""A stride as long as any schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditDefaults:
+    """What an edit takes that names nothing and whose worker's configuration names nothing."""
+
+    num_inference_steps: int
+    guidance_scale: float
+    """0 where the model has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlFacts:
+    """ControlNets that fit a family's models."""
+
+    net: str
+    """Their class in diffusers."""
+    latents: bool
+    """Whether they are given the VAE's latents of a control picture; else its pixels."""
+    equal: tuple[str, ...]
+    """Of their config.json, what must be as the model's own has it."""
+    stride: float = OWN_RULE.stride
+    """Beside a template, as a share of the schedule: from one step where they compute all tokens to
+    the next, unless `[cache] own_anchors` says another."""
+    power: float = OWN_RULE.power
+    """What they have found goes on along a line over that of sigma; 0: it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes and capabilities of one served model."""
+
+    family: str
+    """Key of the engine's adapter registry."""
+    semantics: Semantics
+    """What it takes of source and mask."""
+    latents: LatentSpace
+    """What the VAE makes of a picture."""
+    patch: int
+    """Latents per token, along one side."""
+    native_resolution: int
+    """Side of the square whose area bounds the model's input, in pixels."""
+    size_multiple: int
+    """Sides of the model's input are multiples of it, in pixels."""
+    guidance: Guidance
+    """What `guidance_scale` is."""
+    defaults: EditDefaults
+    """Of the pipeline whose semantics are served."""
+    stride: int
+    """Steps of the priming schedule that may share an anchor (docs/adr/0007)."""
+    true_cfg: bool
+    """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
+    denoiser: dict[str, Any]
+    """The transformer's or UNet's config.json, for FLOP counting."""
+    control: ControlFacts | None
+    """ControlNets that it takes; None: none."""
+    own_stride: float | None = None
+    """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
+    `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
+    own_growth: float = 1.0
+    """How many times as far it is between two of these as between the two before (`own_steps`)."""
+    leaves_text: bool = True
+    """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
+    own_ring: int | None = None
+    """How wide a ring round the mask those that do leave out, too, at least, in tokens; None: rows
+    compute their edit's ring at every step. Beside a template it is computed with the text."""
+    own_evenly_over: float = 1.5
+    """Of sigma, over which the anchors themselves are even (`own_steps`), and, where they are
+    foreseen, the line between them."""
+    own_bends: bool = False
+    """Whether that line bends as three foreseen anchors show (`OwnPlan`)."""
+    own_over_template: bool = False
+    """Whether an edit that may have anchors of its own reads no template: they keep more of it
+    (docs/decisions/own-anchors.md)."""
+    lifts_entries: bool = False
+    """Whether what a cached edit's dense first step finds lifts the entries that the others
+    read."""
+    negative_prompts: bool = True
+    """Whether an edit may name what classifier-free guidance leads away from; else it is the empty
+    prompt."""
+    guides_above: float = 1.0
+    """Where guidance is classifier-free, the `guidance_scale` above which a step has two passes."""
+    padded_to: int = 0
+    """Where a picture's tokens lie alike beside prompts of any length: to which multiple the model
+    pads pictures and prompts (1: it pads none). 0: how they lie, and so what entries hold, depends
+    on a prompt's length, or all prompts are equally long."""
+    caches: bool = True
+    """Whether entries hold all that its blocks read of other tokens; else its edits compute all of
+    them, and caching is to be off."""
+    mask_latents: int = 1
+    """Latents along a side for which its pipeline samples the mask once, where it blends."""
+    skips_steps: bool = False
+    """Whether `first_block_threshold` is served."""
+    dense_sides: bool = False
+    """Whether an edit that computes a whole side of the picture computes all of it (docs/adr/0023):
+    cached it would miss the bars of quality."""
+    dense_steps: DenseSteps = NO_DENSE_STEPS
+    """First steps of cached edits that compute all tokens (docs/adr/0028)."""
+    keeps_placed: bool = False
+    """Whether a batch keeps keys and values placed from step to step (`[cache] placed_bytes`)."""
+    strength_rounds_up: bool = True
+    """Whether a part of a step that `strength` leaves is run, by the pipeline's own rule."""
+    zeros_for_empty_prompt: bool = False
+    """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
+    tokenizer_length: int | None = None
+    """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
+    text_besides: int = 0
+    """Tokens that a prompt has besides, however many it may have by the configuration."""
+    t5: bool = False
+    """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
+    shown: Shown | None = None
+    """What its text encoder is shown of the source: each prompt is then about a picture."""
+    least_steps: int = 1
+    """Fewer are refused: the sampler's stretch to `shift_terminal` divides 0 by 0 at one step."""
+    sigmas: tuple[float, ...] = ()
+    """Of a distilled model with a schedule of its own, before its sampler shifts them: its edits
+    have as many steps. Empty: they have as many as they ask for."""
+
+    @property
+    def primed_by_prompt(self) -> bool:
+        """Whether entries serve the prompt alone that they were made with. References that see the
+        prompt follow it: of entries made without a word, edits keep 11 dB (docs/adr/0048).
+        """
+        return self.semantics.context
+
+    def text_tokens(self, configured: int) -> int:
+        """Text tokens of a prompt, given `[model] max_sequence_length`."""
+        return (self.tokenizer_length or configured) + self.text_besides
+
+    def shown_tokens(self, height: int, width: int) -> int:
+        """Of a prompt's tokens, the first ones that are the source's: equal for all prompts.
+
+        Args:
+            height: of its latents.
+            width: likewise.
+        """
+        if self.shown is None:
+            return 0
+        return self.shown.tokens(height * self.vae_scale_factor, width * self.vae_scale_factor)
+
+    def key_text(self, words: int, tokens: int) -> int:
+        """Of a prompt's words, as many as what entries hold of a picture of so many tokens depends
+        on: 0 where it does not, since no pads stand among them.
+        """
+        if not self.padded_to:
+            return words
+        return 0 if tokens % self.padded_to == 0 else words + -words % self.padded_to
+
+    def guidance_default(self, configured: float) -> float:
+        """The scale of an edit that names none, given `[model] guidance_scale`."""
+        return configured or self.defaults.guidance_scale
+
+    def steps_default(self, configured: int) -> int:
+        """The steps of an edit that names none, given `[model] num_inference_steps`."""
+        return configured or self.defaults.num_inference_steps
+
+    @property
+    def skipping(self) -> str:
+        """Name of the semantics where steps may be left out; empty: they may not."""
+        return self.semantics.name if self.skips_steps else ""
+
+    @property
+    def vae_scale_factor(self) -> int:
+        """Pixels per latent, along one side."""
+        return self.latents.pixels
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents that are denoised."""
+        return self.latents.channels
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether an edit may run the model twice a step, with a negative prompt."""
+        return self.guidance == "cfg" or self.true_cfg
+
+    @property
+    def token_pixels(self) -> int:
+        """Pixels per token along one side, at the finest level."""
+        return self.vae_scale_factor * self.patch
+
+    @property
+    def micro_conditioning(self) -> bool:
+        """Whether the model takes sizes and a pooled prompt beside the prompt (SDXL)."""
+        return self.denoiser.get("addition_embed_type") == "text_time"
+
+
+def one_scale(folder: Path) -> LatentSpace:
+    """The latents of a folder whose pipeline knows one scale for all channels.
+
+    Raises:
+        ConfigError: its VAE has a mean and deviation of each channel. Diffusers' inpaint pipelines
+            take them off where they decode and not where they encode.
+    """
+    space = latent_space(read_json(folder / "vae" / "config.json"))
+    if not space.one_scale:
+        raise ConfigError(f"[model] path: {folder}/vae: latents_mean and latents_std: not served")
+    return space
+
+
+def check_served(*asked: tuple[str, Any, Any]) -> None:
+    """Refuse a folder that says what no model of its family is served with.
+
+    Args:
+        asked: (what, as the folder has it, as it is served) each.
+
+    Raises:
+        ConfigError: the two differ.
+    """
+    for name, given, served in asked:
+        if given != served:
+            raise ConfigError(
+                f"[model] path: {name}: {given} is not served of such models; served: {served}"
+            )
+
+
+def least_steps(sampler: Mapping[str, Any]) -> int:
+    """`ModelFacts.least_steps` of a sampler's scheduler_config.json."""
+    return 2 if sampler.get("shift_terminal") else 1
+
+
+def no_recorded_rows(config: Config) -> int:
+    """Of families whose steps are not CUDA graphs (`FamilyFacts.recorded_rows`)."""
+    return 0
+
+
+def own_stride(config: Config, facts: ModelFacts) -> float:
+    """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
+
+    Args:
+        config: of the worker.
+        facts: of its model.
+    """
+    if facts.own_stride is None:
+        return 0.0
+    asked = config.cache.own_anchors
+    return asked if asked >= 0 else facts.own_stride
+
+
+def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:
+    """How the worker's rows keep what is their own: anchors (docs/adr/0044), or, beside a template,
+    what ControlNets find.
+
+    Args:
+        config: of the worker.
+        facts: of its model.
+        device: type of its device.
+    """
+    cache, control = config.cache, facts.control
+    text = cache.own_text == "frozen" and facts.leaves_text
+    ring, fmt = text and facts.own_ring is not None, cache.own_format_on(device)
+    rule = OWN_RULE if control is None else OwnRule(control.stride, power=control.power)
+    stride = cache.own_anchors if cache.own_anchors > 0 else rule.stride
+    return rule._replace(stride=stride, format=fmt, text=text, ring=ring)
+
+
+class TextShares(NamedTuple):
+    """Of a row's steps that read something, those that compute its text."""
+
+    template: float
+    own: float
+    """Of the steps between its own anchors."""
+    ahead: float = 0.0
+    """As of `RingShares`."""
+
+
+ALL_TEXT = TextShares(1.0, 1.0)
+
+
+def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) -> TextShares:
+    """What a worker's rows have, on average.
+
+    Args:
+        config: of the worker.
+        facts: of the model.
+        steps: of an edit.
+        shared: whether several devices may take a step together; then rows that read a template
+            compute their text.
+    """
+    anchors = own_count(steps, own_stride(config, facts))
+    if not anchors or not own_rule(config, facts).text:
+        return ALL_TEXT
+    if shared or facts.shown is not None:  # of which the template has most of the text
+        return TextShares(1.0, 0.0)
+    return TextShares(anchors / steps, 0.0, (anchors - 1) / steps)
+
+
+def anchor_stride(configured: int, facts: ModelFacts) -> int:
+    """Steps that share an anchor (docs/adr/0007).
+
+    Args:
+        configured: `[cache] stride`; 0: what the model needs.
+        facts: of the model.
+    """
+    return configured or facts.stride

@@ -1,0 +1,162 @@
+"""The space of latents between a VAE and a denoiser, by the VAE's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maskserve_common.config import ConfigError
+from maskserve_common.files.safetensors_header import BadHeader, header_of
+
+_PLAIN = "AutoencoderKL"
+"""The class of a VAE whose config.json names none."""
+_TILE = 32
+"""diffusers' own `sample_size`, where a VAE's config.json names none."""
+_SIDE, _RGBA = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpace:
+    """Latents as the denoiser takes them: (VAE's - shift) * scale."""
+
+    pixels: int
+    """Per latent, along one side."""
+    channels: int
+    shift: tuple[float, ...] = (0.0,)
+    """One number, or one for each channel; `scale` likewise."""
+    scale: tuple[float, ...] = (1.0,)
+    widths: tuple[int, ...] = ()
+    """Channels of the VAE's layers, from full resolution down."""
+    patch: int = 1
+    """Above 1 shift and scale are of channels that are patches of so many latents a side,
+    [C · patch · patch], a channel's own together."""
+    vae: str = _PLAIN
+    """Its class in diffusers."""
+    frames: bool = False
+    """Whether the VAE takes pictures as films of one frame: its tensors have an axis more."""
+    alpha: bool = False
+    """Whether its pictures have an alpha; they are opaque as they come in."""
+    unfolds: bool = False
+    """Whether one latent of the VAE's is such a patch: its channels become so many latents."""
+    tile: int = _TILE
+    """Pixels along a tile's side, where it takes large pictures in tiles."""
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether all channels have the same shift and scale."""
+        return len(self.shift) == len(self.scale) == 1
+
+
+def _kl(vae: Mapping[str, Any]) -> LatentSpace:
+    widths = tuple(int(width) for width in vae["block_out_channels"])
+    side, scale = vae.get("sample_size"), float(vae.get("scaling_factor", 0.18215))
+    mean, std = (vae.get(f"latents_{name}") for name in ("mean", "std"))
+    return LatentSpace(
+        pixels=2 ** (len(widths) - 1),
+        channels=int(vae["latent_channels"]),
+        shift=tuple(map(float, mean)) if mean else (float(vae.get("shift_factor") or 0.0),),
+        scale=tuple(scale / float(each) for each in std) if std else (scale,),
+        widths=widths,
+        tile=int(side[0] if isinstance(side, list) else side or _TILE),
+    )
+
+
+def _qwen_image(vae: Mapping[str, Any]) -> LatentSpace:
+    return LatentSpace(
+        pixels=2 ** len(vae["temperal_downsample"]),
+        channels=int(vae["z_dim"]),
+        shift=tuple(map(float, vae["latents_mean"])),
+        scale=tuple(1.0 / float(each) for each in vae["latents_std"]),
+        widths=tuple(int(vae["base_dim"]) * int(each) for each in vae["dim_mult"]),
+        vae="AutoencoderKLQwenImage",
+        frames=True,
+        tile=256,
+    )
+
+
+def _qwen_image21(vae: Mapping[str, Any]) -> LatentSpace:
+    """Its latents, of which one is a token, are taken as patches of four of a quarter of the
+    channels each: so they lie as those of other models.
+    """
+    own = _qwen_image(vae)
+    return replace(
+        own,
+        pixels=int(vae["scale_factor_spatial"]) // _SIDE,
+        channels=own.channels // _SIDE**2,
+        patch=_SIDE,
+        vae="AutoencoderKLQwenImage21",
+        alpha=int(vae["in_channels"]) == _RGBA,
+        unfolds=True,
+    )
+
+
+_STATISTICS = ("bn.running_mean", "bn.running_var")
+"""Of a VAE whose latents, in patches, go through a batch norm: they lie among its weights."""
+
+
+def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentSpace:
+    """The latents of a VAE whose shift and scale are a batch norm's; plain ones of a folder that
+    tells shapes alone, without weights.
+
+    Args:
+        space: without them.
+        folder: of the VAE.
+        epsilon: of the norm.
+
+    Raises:
+        ConfigError: its weights lack the statistics.
+    """
+    found: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not any(folder.glob("*.bin")):
+        none = (0.0,) * (4 * space.channels)
+        return replace(space, shift=none, scale=(1.0,) * len(none), patch=2)
+    for file in files:
+        try:
+            tensors = header_of(file).tensors
+        except (OSError, BadHeader) as error:
+            raise ConfigError(f"[model] path: {file} {error}") from error
+        for name in found.keys() ^ set(_STATISTICS) & tensors.keys():
+            place = tensors[name]
+            raw = np.fromfile(file, np.uint8, place.nbytes, offset=place.begin)
+            if place.dtype == "BF16":  # the upper half of a float32
+                found[name] = (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(float)
+            else:
+                found[name] = raw.view({"F16": "<f2", "F32": "<f4"}[place.dtype]).astype(float)
+    if len(found) < len(_STATISTICS):
+        raise ConfigError(f"[model] path: {folder} has no {' and '.join(_STATISTICS)}")
+    mean, variance = (found[name] for name in _STATISTICS)
+    scale = 1.0 / np.sqrt(variance + epsilon)
+    return replace(space, shift=tuple(mean.tolist()), scale=tuple(scale.tolist()), patch=2)
+
+
+def _flux2(vae: Mapping[str, Any]) -> LatentSpace:
+    return replace(_kl({**vae, "scaling_factor": 1.0}), vae="AutoencoderKLFlux2")
+
+
+VAES: dict[str, Callable[[Mapping[str, Any]], LatentSpace]] = {
+    _PLAIN: _kl,
+    "AutoencoderKLQwenImage": _qwen_image,
+    "AutoencoderKLQwenImage21": _qwen_image21,
+    "AutoencoderKLFlux2": _flux2,
+}
+"""Readers of a config.json, by the VAE's class."""
+
+
+def latent_space(vae: Mapping[str, Any]) -> LatentSpace:
+    """What a VAE's config.json says, with the class's defaults.
+
+    Raises:
+        ConfigError: of a class that is not known, or without what tells its space.
+    """
+    name = vae.get("_class_name", _PLAIN)
+    if name not in VAES:
+        raise ConfigError(f"[model] path: vae: {name} is not served; served: {', '.join(VAES)}")
+    try:
+        return VAES[name](vae)
+    except KeyError as error:
+        raise ConfigError(f"[model] path: vae/config.json: {error.args[0]} is missing") from error

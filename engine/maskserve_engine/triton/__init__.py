@@ -1,1 +1,0 @@
-"""The denoiser's Triton side."""

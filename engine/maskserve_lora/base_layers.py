@@ -1,0 +1,397 @@
+"""The layers of the served model, and whether an adapter was made for them.
+
+Read from the headers of the model's own safetensors files: no weight is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from maskserve_common.files.safetensors_header import BadHeader, read_header, reader_of
+from maskserve_lora.lora_header import BadAdapter, Layer
+
+_FOLDERS = {
+    "denoiser": ("transformer", "unet"),
+    "text_encoder": ("text_encoder",),
+    "text_encoder_2": ("text_encoder_2",),
+}
+_FLUX = {
+    "double_blocks.{}.img_attn.qkv": (
+        "transformer_blocks.{}.attn.to_q",
+        "transformer_blocks.{}.attn.to_k",
+        "transformer_blocks.{}.attn.to_v",
+    ),
+    "double_blocks.{}.txt_attn.qkv": (
+        "transformer_blocks.{}.attn.add_q_proj",
+        "transformer_blocks.{}.attn.add_k_proj",
+        "transformer_blocks.{}.attn.add_v_proj",
+    ),
+    "double_blocks.{}.img_attn.proj": ("transformer_blocks.{}.attn.to_out.0",),
+    "double_blocks.{}.txt_attn.proj": ("transformer_blocks.{}.attn.to_add_out",),
+    "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.net.0.proj",),
+    "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.net.2",),
+    "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.net.0.proj",),
+    "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.net.2",),
+    "double_blocks.{}.img_mod.lin": ("transformer_blocks.{}.norm1.linear",),
+    "double_blocks.{}.txt_mod.lin": ("transformer_blocks.{}.norm1_context.linear",),
+    "single_blocks.{}.linear1": (
+        "single_transformer_blocks.{}.attn.to_q",
+        "single_transformer_blocks.{}.attn.to_k",
+        "single_transformer_blocks.{}.attn.to_v",
+        "single_transformer_blocks.{}.proj_mlp",
+    ),
+    "single_blocks.{}.linear2": ("single_transformer_blocks.{}.proj_out",),
+    "single_blocks.{}.modulation.lin": ("single_transformer_blocks.{}.norm.linear",),
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+"""Names that FLUX's publisher gave its layers (kohya's files and ComfyUI's have them), and the
+layers of diffusers that each is, one behind the other.
+"""
+_FLUX |= {
+    "double_blocks.{}.qkv_lora1": _FLUX["double_blocks.{}.img_attn.qkv"],
+    "double_blocks.{}.qkv_lora2": _FLUX["double_blocks.{}.txt_attn.qkv"],
+    "double_blocks.{}.proj_lora1": _FLUX["double_blocks.{}.img_attn.proj"],
+    "double_blocks.{}.proj_lora2": _FLUX["double_blocks.{}.txt_attn.proj"],
+    "single_blocks.{}.qkv": _FLUX["single_blocks.{}.linear1"][:3],
+    "single_blocks.{}.proj": _FLUX["single_blocks.{}.linear2"],
+}  # x-flux, but for `.processor` (`_modern`)
+_FLUX2 = {
+    "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.linear_in",),
+    "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.linear_out",),
+    "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.linear_in",),
+    "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.linear_out",),
+    "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
+    "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
+    "time_in.in_layer": ("time_guidance_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_guidance_embed.timestep_embedder.linear_2",),
+    "single_stream_modulation.lin": ("single_stream_modulation.linear",),
+    "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
+    "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
+}
+"""The same of FLUX.2, where its layers are others."""
+_CHROMA = {
+    f"distilled_guidance_layer.layers.{{}}.{published}": (
+        f"distilled_guidance_layer.layers.{{}}.{layer}",
+    )
+    for published, layer in {"in_layer": "linear_1", "out_layer": "linear_2"}.items()
+}
+"""The same of Chroma, beside those of FLUX.1."""
+_Z_IMAGE = {
+    **{
+        f"{stack}.{{}}.attention.{name}": tuple(f"{stack}.{{}}.attention.{part}" for part in parts)
+        for stack in ("layers", "noise_refiner", "context_refiner")
+        for name, parts in {"qkv": ("to_q", "to_k", "to_v"), "out": ("to_out.0",)}.items()
+    },
+    "x_embedder": ("all_x_embedder.2-1",),
+    "final_layer.linear": ("all_final_layer.2-1.linear",),
+    "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
+}
+"""The same of Z-Image, where they differ from those of diffusers."""
+_QWEN_IMAGE_21 = {
+    "transformer_blocks.{}.img_mlp.gate_up": (
+        "transformer_blocks.{}.img_mlp.gate_layer",
+        "transformer_blocks.{}.img_mlp.proj",
+    ),
+}
+"""The same of Qwen-Image-2.1, as ComfyUI has it."""
+_SD3 = {
+    **{
+        f"joint_blocks.{{}}.{published}": tuple(
+            f"transformer_blocks.{{}}.{layer}" for layer in layers
+        )
+        for published, layers in {
+            "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "x_block.attn.proj": ("attn.to_out.0",),
+            "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+            "x_block.attn2.proj": ("attn2.to_out.0",),
+            "x_block.mlp.fc1": ("ff.net.0.proj",),
+            "x_block.mlp.fc2": ("ff.net.2",),
+            "x_block.adaLN_modulation.1": ("norm1.linear",),
+            "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "context_block.attn.proj": ("attn.to_add_out",),
+            "context_block.mlp.fc1": ("ff_context.net.0.proj",),
+            "context_block.mlp.fc2": ("ff_context.net.2",),
+            "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+        }.items()
+    },
+    "x_embedder.proj": ("pos_embed.proj",),
+    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+"""The same of Stable Diffusion 3.5."""
+_TRANSFORMERS = tuple(
+    names
+    for table in (_FLUX, _FLUX2, _CHROMA, _Z_IMAGE, _QWEN_IMAGE_21, _SD3)
+    for names in table.items()
+)
+"""All of these. A model has those whose layers it has."""
+_SWAPPED = ("norm_out.linear", "norm1_context.linear")
+"""How the names of layers end whose outputs may be scale and shift: their publishers have shift and
+scale. The second is one where it has no more outputs than these, as in Stable Diffusion 3.5's last
+block. (Diffusers exchanges them in FLUX.2's checkpoints, too, and forgets it in its LoRAs.)
+"""
+_RESNET = {
+    "conv1": "in_layers.2",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+_UNET = {
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+"""Layers of diffusers' UNets, and the names that Stability gave them."""
+_TABLES = re.compile(r"(.*\.)?((token|position|class)_embedding|shared|embed_tokens|.*_bias)")
+"""Tables that are looked up: weights of two dimensions, and no layers that multiply."""
+_PACKED = ".quant_state.bitsandbytes__"
+"""Behind the name of a weight in 4 bits: the tensor that says what it is."""
+_CLIP = re.compile(r"(text_model\.)?encoder\.layers\.\d+\.self_attn\.q_proj")
+"""A layer that CLIP's text models have, and no other text encoder of those served."""
+_ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+
+
+class Meant(NamedTuple):
+    """What a name in a LoRA file stands for."""
+
+    layers: tuple[str, ...]
+    """Dotted names in the served model; of several the outputs lie one behind the other."""
+    published: bool = False
+    """Whether it is a name of the model's first publisher."""
+    swapped: bool = False
+    """Whether the halves of the outputs have changed places since."""
+
+
+class BaseLayers:
+    """Shapes of the served model's layers, by part.
+
+    Args:
+        shapes: of the weights, by part (of `lora_header.PARTS`) and the layer's dotted name.
+        denoiser: the name of its folder.
+        fixed: parts that the model has, and to which diffusers applies no LoRA.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+        denoiser: str = "transformer",
+        fixed: Collection[str] = (),
+    ) -> None:
+        self._shapes = shapes
+        self.denoiser = denoiser
+        self.fixed = frozenset(fixed)
+        self._spellings = {part: _spellings(layers) for part, layers in shapes.items()}
+        own = self._spellings["denoiser"]
+        published = _of_transformer if denoiser == "transformer" else _of_unet
+        self.published = published(shapes["denoiser"])
+        """Layers by the names that the model's first publisher gave them."""
+        for name, layers in self.published.items():
+            meant = Meant(layers, published=True, swapped=self._is_swapped(name, layers))
+            for spelled in (name, name.replace(".", "_")):
+                own.setdefault(spelled, meant)
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> BaseLayers | None:
+        """Those of a model in diffusers format; None if its weights are no safetensors files.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        denoiser, fixed = "", []
+        for part, names in _FOLDERS.items():
+            for name in names:
+                files = sorted(Path(folder, name).glob("*.safetensors"))
+                layers = {layer: shape for file in files for layer, shape in _shapes(file).items()}
+                if not files:
+                    continue
+                if part == "denoiser":
+                    denoiser = name
+                elif not any(_CLIP.fullmatch(layer) for layer in layers):
+                    fixed.append(part)  # a T5, or a language model
+                    continue
+                shapes.setdefault(part, {}).update(layers)
+        return cls(shapes, denoiser, fixed) if denoiser else None
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The parts of the model that have layers."""
+        return frozenset(self._shapes)
+
+    def _is_swapped(self, name: str, layers: Sequence[str]) -> bool:
+        """Whether the halves of a layer's outputs have changed places since it was published."""
+        if "adaLN_modulation" not in name or not layers[0].endswith(_SWAPPED):
+            return False
+        outputs, inputs, *_ = self._shapes["denoiser"][layers[0]]
+        return layers[0].endswith(_SWAPPED[0]) or outputs == 2 * inputs
+
+    def meant(self, part: str, module: str) -> Meant | None:
+        """The layers that a LoRA file spells in one of the usual ways; None: the model has none.
+
+        Args:
+            part: one of `parts`.
+            module: as `lora_header.split_part` gives it.
+        """
+        return self._spellings[part].get(_modern(part, module))
+
+    def shape(self, part: str, name: str) -> tuple[int, ...]:
+        """[out, in], or [out, in, kh, kw], of the weight of the layer of this dotted name."""
+        return self._shapes[part][name]
+
+    def check_layer(self, part: str, meant: Meant, layer: Layer) -> None:
+        """Refuse an update that does not fit the layers that it is meant for.
+
+        FLUX's are also taken with fewer inputs, as diffusers takes them: others are 0 then. So
+        LoRAs of FLUX.1-dev change the wider first layer of Fill.
+
+        Raises:
+            BadAdapter: naming the layer.
+        """
+        first, *_ = shapes = [self._shapes[part][name] for name in meant.layers]
+        inputs, *kernel = first[1:]
+        outputs, shown = sum(shape[0] for shape in shapes), " and ".join(meant.layers)[:80]
+        if layer.inputs > inputs and layer.outputs == outputs:
+            raise BadAdapter(
+                f"widens the inputs of {shown} from {inputs} to {layer.inputs}, which is not served"
+            )
+        narrow = (
+            layer.inputs < inputs
+            and part == "denoiser"
+            and self.denoiser == "transformer"
+            and not kernel
+        )
+        # A linear layer may be kept as a convolution of side 1, and the other way round.
+        same_kernel = list(layer.kernel) == kernel or {*layer.kernel, *kernel} == {1}
+        fits = layer.outputs == outputs and (layer.inputs == inputs or narrow) and same_kernel
+        if not fits:
+            raise BadAdapter(
+                f"is for another model: {shown} takes {_words(inputs, kernel)} to {outputs} in the "
+                f"served one's {part}, and {_words(layer.inputs, layer.kernel)} to {layer.outputs} "
+                "in the adapter"
+            )
+
+
+def _words(inputs: int, kernel: Sequence[int]) -> str:
+    return f"{inputs} numbers" + (f" of {kernel[0]}x{kernel[1]} places" if kernel else "")
+
+
+def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
+    """Layers by the ways to spell them: kohya's files have underscores, and text models have lost
+    the first part of their names in the course of time.
+    """
+    spelled = {}
+    for name in layers:
+        for own in (name, name.removeprefix("text_model.")):
+            spelled[own] = spelled[own.replace(".", "_")] = Meant((name,))
+    return spelled
+
+
+def _of_transformer(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Published names of a transformer's layers."""
+    blocks = {number for name in layers for number in re.findall(r"(?<=\.)\d+(?=\.)", name)}
+    found: dict[str, tuple[str, ...]] = {}
+    for published, names in _TRANSFORMERS:
+        for number in blocks if "{}" in published else ("",):
+            placed = tuple([name.format(number) for name in names])
+            if all(name in layers for name in placed):
+                found.setdefault(published.format(number), placed)
+    return found
+
+
+def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Published names of a UNet's layers.
+
+    Its way down is numbered layer by layer, each with what attends behind it and each downsampler
+    by itself; on the way up an upsampler stands beside the last layer of its block.
+    """
+    found: dict[str, tuple[str, ...]] = {
+        published: (own,) for own, published in _UNET.items() if own in layers
+    }
+    layers_of = re.compile(r"down_blocks\.0\.resnets\.(\d+)\.conv1")
+    depth = sum(layers_of.fullmatch(name) is not None for name in layers)
+    form = re.compile(
+        r"(?P<way>down|mid|up)_blocks?\.((?P<block>\d+)\.)?"
+        r"(?P<kind>resnets|attentions|downsamplers|upsamplers)\.(?P<layer>\d+)\.(?P<rest>.+)"
+    )
+    for name in layers:
+        parts = form.fullmatch(name)
+        if parts is None:
+            continue
+        way, kind, rest = parts["way"], parts["kind"], parts["rest"]
+        block, layer = int(parts["block"] or 0), int(parts["layer"])
+        inner = _RESNET.get(rest, rest) if kind == "resnets" else rest
+        at = block * (depth + 1) + layer
+        if way == "mid":
+            published = f"middle_block.{2 * layer + (kind == 'attentions')}.{inner}"
+        elif kind == "downsamplers":
+            published = f"input_blocks.{(block + 1) * (depth + 1)}.0.op"
+        elif kind == "upsamplers":
+            attends = any(each.startswith(f"up_blocks.{block}.attentions.") for each in layers)
+            published = f"output_blocks.{at + depth}.{2 if attends else 1}.conv"
+        else:
+            stage, first = ("input_blocks", 1) if way == "down" else ("output_blocks", 0)
+            published = f"{stage}.{first + at}.{int(kind == 'attentions')}.{inner}"
+        found[published] = (name,)
+    return found
+
+
+def _modern(part: str, module: str) -> str:
+    """A layer's name by today's spelling: it was once that of an attention processor's own."""
+    if part == "denoiser":
+        module = re.sub(r"^sformer_blocks(?=[._])", "transformer_blocks", module)
+        module = re.sub(r"\bto\.(?=[qkv]$)", "to_", module)
+        if ".processor." in module:
+            module = module.replace(".processor.", ".")
+            module = f"{module}.0" if module.endswith(".to_out") else module
+        return module
+    module = module.removeprefix("text_model.").removeprefix("text_model_")
+    for once, now in _ONCE.items():
+        module = re.sub(rf"(?<=self_attn.){once}$", now, module)
+    return module
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of linear layers and convolutions."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        with file.open("rb") as opened:
+            read = reader_of(opened)
+            tensors = read_header(read, os.fstat(opened.fileno()).st_size).tensors
+            for name, place in tensors.items():
+                layer, _, what = name.rpartition(".weight")
+                if not what and layer and _TABLES.fullmatch(layer) is None:
+                    shapes.setdefault(layer, place.shape)
+                elif what.startswith(_PACKED):
+                    state = msgspec.json.decode(read(place.begin, place.end), type=_QuantState)
+                    shapes[layer] = state.shape
+    except (BadHeader, msgspec.MsgspecError) as error:
+        raise OSError(f"{file} {error}") from error
+    return {layer: shape for layer, shape in shapes.items() if len(shape) >= 2}
+
+
+class _QuantState(msgspec.Struct):
+    """What bitsandbytes says of a layer's weights of 4 bits, which lie packed in one column."""
+
+    shape: tuple[int, ...]

@@ -1,0 +1,260 @@
+"""Which adapters there are, and what each is: kept in one file that a host's workers share.
+
+Listing thousands of adapters and reading their headers takes a storage seconds or minutes. So one
+process of the host does it for all, in the background, and each header is read once, whatever the
+names and the versions of the files that have it. Looking up a name touches no storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from maskserve_common.config import Config
+from maskserve_common.errors import AdapterNotFound, InvalidRequest, Overloaded
+from maskserve_common.files.safetensors_header import head_of
+from maskserve_common.files.store import FileStore
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.header_process import Bounds, Described, HeaderProcess
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.storage import Storage, StorageFailed, Stored
+
+log = logging.getLogger("maskserve")
+
+_FORMAT = 4
+
+
+class KnownAdapter(msgspec.Struct, frozen=True):
+    """An adapter as the storage has it."""
+
+    name: str
+    path: str
+    """In the storage."""
+    version: str
+    """32 hexadecimal digits, others after the file has been replaced. Names the adapter's bytes
+    before anybody has read them; their sha256 is known once they are on the host.
+    """
+    nbytes: int
+    rank: int = 0
+    """The largest of its layers'."""
+    parts: tuple[str, ...] = ()
+    """What it changes, of `lora_header.PARTS`."""
+    problem: str = ""
+    """Why it is not served; empty if it is."""
+    notes: tuple[str, ...] = ()
+    """What of it is left out, or taken for granted (`lora_plan.LoraPlan.notes`)."""
+    config: str = ""
+    """PEFT's configuration beside it, in the storage; empty: there is none."""
+    config_bytes: int = 0
+    header: str = ""
+    """Digest of all that `described` goes by: another file with the same is what this one is."""
+
+    def check(self, field: str) -> None:
+        """Refuse one that is not served.
+
+        Raises:
+            InvalidRequest: naming `field`.
+        """
+        if self.problem:
+            raise InvalidRequest(field, f"adapter {self.name} {self.problem}")
+
+
+class _Page(msgspec.Struct, frozen=True):
+    """What the file holds."""
+
+    adapters: dict[str, KnownAdapter]
+    whole: bool
+    """Whether the storage has been listed to its end."""
+    problem: str = ""
+    """Why it could not be listed the last time."""
+    format: int = _FORMAT
+
+
+class Catalogue:
+    """The adapters of `[adapters] store`.
+
+    Args:
+        config: of the worker.
+        folder: of the file, shared by processes that serve the same model.
+        storage: of the adapters.
+        save_every_s: how often the file is written while the storage is read.
+    """
+
+    def __init__(
+        self, config: Config, folder: Path, storage: Storage, save_every_s: float = 1.0
+    ) -> None:
+        self._save_every_s = save_every_s
+        self._config = config
+        self._storage = storage
+        asked = config.adapters
+        served = (config.model.path, asked.store, asked.max_bytes, asked.max_rank, asked.host_bytes)
+        name = hashlib.sha256(repr(served).encode()).hexdigest()[:16]
+        self._store, self._file = FileStore(folder), folder / f"catalogue-{name}.json"
+        self._page = _Page({}, whole=False)
+        self._read: tuple[int, int] | None = None
+        self._base: BaseLayers | None = None
+        self._base_read = False
+        bounds = Bounds(config.model.path, asked.max_bytes, asked.max_rank)
+        self._headers = HeaderProcess(bounds)
+
+    def all(self) -> Mapping[str, KnownAdapter]:
+        """By name, as of the last scan of any process."""
+        return self._current().adapters
+
+    @property
+    def problem(self) -> str:
+        """Why the storage could not be listed; empty if it could."""
+        return self._current().problem
+
+    def find(self, name: str, field: str = "SETTINGS.loras") -> KnownAdapter:
+        """The adapter of this name; touches no storage.
+
+        Raises:
+            AdapterNotFound: there is none.
+            InvalidRequest: it is not served, or adapters are not.
+            Overloaded: the storage has not been listed yet, or does not answer.
+        """
+        if not self._config.adapters.store:
+            raise InvalidRequest(field, "adapters are not served here", "no adapters")
+        page = self._current()
+        found = page.adapters.get(name)
+        if found is None:
+            if page.problem:
+                raise Overloaded(f"{field}: the adapters' storage does not answer: {page.problem}")
+            if not page.whole:
+                raise Overloaded(f"{field}: the adapters' storage is still being listed")
+            raise AdapterNotFound(f"{field}: there is no adapter {name}")
+        found.check(field)
+        return found
+
+    def scan(self, *, at_once: bool = False, wait: bool = True) -> None:
+        """List the storage anew, unless another process has done so just now; blocks.
+
+        Args:
+            at_once: whether or not another has.
+            wait: for another process that is at it; else that is enough.
+        """
+        with (
+            contextlib.suppress(TimeoutError),
+            self._store.bringing(self._file.name, math.inf if wait else 0.0),
+        ):
+            # A clock that was set back has the last scan lie ahead; that is no reason to wait.
+            age = time.time() - self._written_at()
+            if not at_once and 0 <= age < self._config.adapters.rescan_s:
+                return
+            known = self._current().adapters
+            try:
+                files = self._storage.files()
+            except StorageFailed as error:
+                if not self._current().problem:
+                    log.warning("the adapters' storage cannot be listed: %s", error)
+                self._write(_Page(dict(known), self._current().whole, str(error)))
+                return
+            try:
+                self._write_up(files, known)
+            finally:
+                self._headers.close()
+
+    def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, KnownAdapter]) -> None:
+        """Read the headers that are new, and keep what is known meanwhile."""
+        adapters = {
+            name: known[name]
+            for name, stored in files.items()
+            if name in known and known[name].version == stored.version
+        }
+        by_header = {each.header: each for each in known.values() if each.header}
+        saved, problem = time.monotonic(), ""
+        for name, stored in files.items():
+            if name in adapters:
+                continue
+            try:
+                found = adapters[name] = self._described(stored, by_header)
+                by_header[found.header] = found
+            except StorageFailed as error:
+                problem = f"{name}: {error}"
+                continue  # the next scan tries again
+            if time.monotonic() - saved > self._save_every_s:
+                self._write(_Page({**adapters}, whole=False))
+                saved = time.monotonic()
+        self._write(_Page(adapters, whole=not problem, problem=problem))
+
+    def _described(self, stored: Stored, by_header: Mapping[str, KnownAdapter]) -> KnownAdapter:
+        """What the header of a file says, or why it is refused; those that were read are not read
+        again, so that a bad one costs its time once.
+        """
+        asked = self._config.adapters
+        plain = KnownAdapter(
+            stored.name,
+            stored.path,
+            stored.version,
+            stored.nbytes,
+            config=stored.config,
+            config_bytes=stored.config_bytes,
+        )
+        try:
+            if stored.problem:
+                raise BadAdapter(stored.problem)
+            if stored.nbytes > asked.host_bytes:
+                raise BadAdapter(
+                    f"is {stored.nbytes} bytes long; [adapters] host_bytes is {asked.host_bytes}"
+                )
+        except BadAdapter as error:
+            return msgspec.structs.replace(plain, problem=str(error))
+        config = b""
+        if stored.config:
+            config = self._storage.read(stored.config, 0, stored.config_bytes)
+        head = head_of(
+            lambda begin, end: self._storage.read(stored.path, begin, end), stored.nbytes
+        )
+        digest = hashlib.sha256(msgspec.msgpack.encode((head, stored.nbytes, config))).hexdigest()
+        if (same := by_header.get(digest)) is not None:
+            found = Described(same.rank, same.parts, same.notes, same.problem)
+        else:
+            found = self._headers.describe(head, stored.nbytes, config)
+        return msgspec.structs.replace(plain, header=digest, **msgspec.structs.asdict(found))
+
+    def base_layers(self) -> BaseLayers | None:
+        """Of the served model; None: its weights are no safetensors files.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        if not self._base_read:
+            self._base = BaseLayers.of_folder(self._config.model.path)
+            self._base_read = True
+        return self._base
+
+    def _current(self) -> _Page:
+        """The file's page, read again if another process has written it."""
+        try:
+            about = self._file.stat()
+            read = (about.st_mtime_ns, about.st_ino)
+            if read != self._read:
+                page = _decode(self._file.read_bytes())
+                if page.format == _FORMAT:
+                    self._page, self._read = page, read
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("%s cannot be read: %s", self._file, error)
+        return self._page
+
+    def _written_at(self) -> float:
+        """Of the last scan; 0: there was none."""
+        try:
+            return self._file.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def _write(self, page: _Page) -> None:
+        self._store.write(self._file.name, msgspec.json.encode(page))
+
+
+_decode = msgspec.json.Decoder(_Page).decode

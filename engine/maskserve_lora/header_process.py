@@ -1,0 +1,150 @@
+"""Headers of LoRA files, read in a process of its own.
+
+Files come from anybody, and who lists them also answers edits. Everything that a header may hold is
+bounded; but what is not thought of costs this process, for as long as one header may take, and then
+its file is not served.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from maskserve_common.child import start_child
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter, read_header
+from maskserve_lora.lora_plan import plan_of
+
+log = logging.getLogger("maskserve")
+
+_LIMIT_S = 10.0
+"""For one header; the longest that is taken needs a tenth of it."""
+_START_S = 120.0
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """What the process is told first."""
+
+    model: str
+    """Folder of the served model."""
+    max_bytes: int
+    max_rank: int
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    head: bytes
+    nbytes: int
+    config: bytes
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What a header says."""
+
+    rank: int = 0
+    parts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+    """Why the file is not served; empty if it is."""
+
+
+class HeaderProcess:
+    """Started with the first header, and anew where one has been its end.
+
+    Args:
+        bounds: of files.
+        limit_s: that a header may take.
+        module: to run; a test's is slow.
+    """
+
+    def __init__(self, bounds: Bounds, limit_s: float = _LIMIT_S, module: str = __name__) -> None:
+        self._bounds, self._limit_s, self._module = bounds, limit_s, module
+        self._door = threading.Lock()
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def describe(self, head: bytes, nbytes: int, config: bytes) -> Described:
+        """What a file is, by its header.
+
+        Args:
+            head: the file's first bytes, with its header.
+            nbytes: of the file.
+            config: PEFT's adapter_config.json, or nothing.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        with self._door:
+            _, pipe = self._running or self._started()
+            try:
+                pipe.send_bytes(msgspec.msgpack.encode(_Asked(head, nbytes, config)))
+                if pipe.poll(self._limit_s):
+                    return msgspec.msgpack.decode(pipe.recv_bytes(), type=Described)
+                why = f"takes longer than {self._limit_s:g} s to read"
+            except (OSError, EOFError):
+                why = "ends the process that reads it"
+            self._end()
+        log.warning("a header of %d bytes %s", len(head), why)
+        return Described(problem=f"has a header that {why}")
+
+    def close(self) -> None:
+        """End it; with the next header it is started again."""
+        with self._door:
+            self._end()
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._running = process, pipe = start_child(self._module, threads)
+        pipe.send_bytes(msgspec.msgpack.encode(self._bounds))
+        if not pipe.poll(_START_S) or pipe.recv_bytes() != b"ready":
+            self._end()
+            raise OSError("the process that reads headers does not start")
+        return process, pipe
+
+    def _end(self) -> None:
+        if self._running is not None:
+            process, pipe = self._running
+            self._running = None
+            pipe.close()
+            process.kill()
+            process.wait()
+
+
+def described(
+    head: bytes, nbytes: int, config: bytes, bounds: Bounds, base: BaseLayers | None
+) -> Described:
+    """See `HeaderProcess.describe`."""
+    try:
+        header = read_header(
+            lambda begin, end: head[begin:end],
+            nbytes,
+            max_bytes=bounds.max_bytes,
+            max_rank=bounds.max_rank,
+            config=config,
+        )
+        plan = plan_of(header, base)
+    except BadAdapter as error:
+        return Described(problem=str(error))
+    return Described(header.rank, plan.parts, plan.notes)
+
+
+def main() -> None:
+    """Answer until the pipe ends."""
+    pipe = Connection(int(sys.argv[1]))
+    bounds = msgspec.msgpack.decode(pipe.recv_bytes(), type=Bounds)
+    base = BaseLayers.of_folder(bounds.model)
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            asked = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Asked)
+        except EOFError:
+            return
+        found = described(asked.head, asked.nbytes, asked.config, bounds, base)
+        pipe.send_bytes(msgspec.msgpack.encode(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""What a LoRA file says of itself before any weight of it is read.
+
+Files are safetensors only: other formats may run code when they are read.
+
+    module.lora_A.weight   A, [rank, in] or [rank, in, k, k]      also lora_down, lora.down
+    module.lora_B.weight   B, [out, rank] or [out, rank, 1, 1]    also lora_up, lora.up
+    module.alpha           scalar: the update is B A · alpha / rank; without it B A
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from maskserve_common.files import safetensors_header
+from maskserve_common.files.safetensors_header import (
+    BadHeader,
+    Header,
+    TensorPlace,
+    encode_header,
+    reader_of,
+    short,
+)
+
+PEFT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+"""What PEFT's `save_pretrained` writes into a folder; alphas are in the second alone."""
+CONFIG_KEY = "adapter_config"
+"""The second's key in the metadata of a file that was brought here: there it is one file."""
+MAX_CONFIG_BYTES = 2**20
+MAX_TENSORS = 2**14
+"""Of all SDXL's layers, with alphas, there are 8,000."""
+PARTS = ("denoiser", "text_encoder", "text_encoder_2")
+
+_EXPONENTS = {
+    "F8_E4M3": ("u1", 0x7F),  # has no infinity, and one NaN of either sign
+    "F8_E5M2": ("u1", 0x7C),
+    "F16": ("u2", 0x7C00),
+    "BF16": ("u2", 0x7F80),
+    "F32": ("u4", 0x7F800000),
+    "F64": ("u8", 0x7FF0000000000000),
+}
+"""Of each dtype that matrices may have: its words, and bits that are all set in a number that is
+infinite or NaN.
+"""
+_ENDS = {
+    "down": (".lora_A", ".lora_down", ".lora.down", ".lora_linear_layer.down", "_lora.down"),
+    "up": (".lora_B", ".lora_up", ".lora.up", ".lora_linear_layer.up", "_lora.up"),
+    "alpha": (".alpha", ".lora_alpha"),
+}
+"""What the names of an update's tensors end with, but for `.weight`."""
+_OTHER_TENSORS = {
+    "biases": tuple([f"{end}.bias" for role in ("down", "up") for end in _ENDS[role]]),
+    "differences of biases": (".diff_b",),
+    "differences of weights": (".diff",),
+}
+"""What else there may be, by what its names end with."""
+# Other kinds of adapters, by what their tensors' names hold, or end with where that begins with $.
+_OTHER_KINDS = {
+    "DoRA": ("dora_scale", "lora_magnitude_vector"),
+    "LoKr": (".lokr_",),
+    "LoHa": (".hada_",),
+    "OFT": (".oft_",),
+    "GLoRA": ("$.a1.weight", "$.a2.weight", "$.b1.weight", "$.b2.weight"),
+    "IA3": ("$.on_input",),
+    "Tucker-decomposed LoRA": (".lora_mid.",),
+    "new weights": ("$.set_weight",),
+    "LoRA with norms": ("$.w_norm", "$.b_norm"),
+}
+_PREFIXES = (
+    (
+        "text_encoder_2",
+        ("text_encoder_2.", "lora_te2_", "text_encoders.clip_g.transformer."),
+    ),
+    (
+        "text_encoder",
+        ("text_encoder.", "lora_te_", "lora_te1_", "text_encoders.clip_l.transformer."),
+    ),
+    ("t5", ("text_encoder_3.", "lora_te3_", "text_encoders.t5xxl.transformer.")),
+    (
+        "denoiser",
+        (
+            "base_model.model.transformer.",
+            "base_model.model.unet.",
+            "base_model.model.",
+            "transformer.",
+            "unet.",
+            "model.diffusion_model.",
+            "diffusion_model.",
+            "lora_transformer_",
+            "lora_unet__",
+            "lora_unet_",
+            "lycoris_",
+        ),
+    ),
+)
+
+
+class BadAdapter(ValueError):
+    """A file that is not served as an adapter; the text is one sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraHeader:
+    """The checked header of a LoRA file."""
+
+    layers: Mapping[tuple[str, str], Layer]
+    """By part (of PARTS) and the layer's name there, as the file spells it without its prefix."""
+    names: Mapping[tuple[str, str], Names]
+    others: Mapping[str, str]
+    """Tensors that are no matrices of an update, and what each is."""
+    tensors: Mapping[str, TensorPlace]
+    nbytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers'."""
+        return max(layer.rank for layer in self.layers.values())
+
+
+class Names(NamedTuple):
+    """Tensors of one layer's update; the alpha may be missing."""
+
+    down: str = ""
+    up: str = ""
+    alpha: str = ""
+
+
+class Layer(NamedTuple):
+    """What an adapter adds to one layer."""
+
+    rank: int
+    inputs: int
+    outputs: int
+    kernel: tuple[int, ...]
+    """Of a convolution: its sides; of a linear layer: ()."""
+
+
+def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
+    """`safetensors_header.read_header`.
+
+    Raises:
+        BadAdapter: it is no safetensors file, or cut short.
+    """
+    try:
+        return safetensors_header.read_header(read, nbytes)
+    except BadHeader as error:
+        raise BadAdapter(str(error)) from error
+
+
+def read_header(
+    read: Callable[[int, int], bytes],
+    nbytes: int,
+    *,
+    max_bytes: int = sys.maxsize,
+    max_rank: int = sys.maxsize,
+    config: bytes = b"",
+) -> LoraHeader:
+    """What a LoRA file changes, by its header alone.
+
+    Args:
+        read: gives the file's bytes [begin, end).
+        nbytes: of the file.
+        max_bytes: that it may have.
+        max_rank: that its layers may have.
+        config: PEFT's adapter_config.json, where one lies beside the file.
+
+    Raises:
+        BadAdapter: it cannot be served.
+    """
+    if nbytes > max_bytes:
+        raise BadAdapter(f"is {nbytes} bytes long; at most {max_bytes} are served")
+    tensors, metadata, _ = read_tensors(read, nbytes)
+    if len(tensors) > MAX_TENSORS:
+        raise BadAdapter(f"holds {len(tensors)} tensors; at most {MAX_TENSORS} are served")
+    if config:
+        metadata[CONFIG_KEY] = config.decode("utf-8", "replace")
+    _refuse_other_kinds(tensors)
+    named, others = by_module(tensors)
+    layers = {}
+    for (part, module), names in named.items():
+        down, up = tensors[names.down], tensors[names.up]
+        layer = _layer(module, down.shape, up.shape)
+        if layer.rank > max_rank:
+            raise BadAdapter(f"has rank {layer.rank} in {short(module)}; at most {max_rank} served")
+        for name, place in ((names.down, down), (names.up, up)):
+            if place.dtype not in _EXPONENTS:
+                raise BadAdapter(
+                    f"holds {short(name)} in {place.dtype}; served: {', '.join(_EXPONENTS)}"
+                )
+        if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
+            raise BadAdapter(f"holds an alpha for {short(module)} that is no single number")
+        layers[part, module] = layer
+    return LoraHeader(layers, named, others, tensors, nbytes, metadata)
+
+
+def header_of_file(path: Path, **bounds: int) -> LoraHeader:
+    """`read_header` of a file on this host, with PEFT's configuration if it lies beside it.
+
+    Raises:
+        BadAdapter: as `read_header`.
+        OSError: it cannot be read.
+    """
+    config = config_beside(path)
+    with path.open("rb") as opened:
+        nbytes = os.fstat(opened.fileno()).st_size
+        return read_header(reader_of(opened), nbytes, config=config, **bounds)
+
+
+def config_beside(path: Path) -> bytes:
+    """PEFT's adapter_config.json beside its file; empty: there is none.
+
+    Raises:
+        BadAdapter: it is too long.
+        OSError: it cannot be read.
+    """
+    beside = path.with_name(CONFIG_FILE)
+    if path.name != PEFT_FILE or not beside.is_file():
+        return b""
+    with beside.open("rb") as opened:
+        config = opened.read(MAX_CONFIG_BYTES + 1)
+    if len(config) > MAX_CONFIG_BYTES:
+        raise BadAdapter(f"has an {CONFIG_FILE} of more than {MAX_CONFIG_BYTES} bytes")
+    return config
+
+
+def with_config(header: Header, config: bytes) -> bytes:
+    """What stands before the tensors of a file that has PEFT's adapter_config.json in its metadata.
+
+    Args:
+        header: of the file as it is.
+        config: what the other file holds.
+    """
+    metadata = {**header.metadata, CONFIG_KEY: config.decode("utf-8", "replace")}
+    placed = sorted(header.tensors.items(), key=lambda item: item[1][2:])
+    tensors = {name: (place.dtype, place.shape, place.nbytes) for name, place in placed}
+    return encode_header(tensors, metadata)
+
+
+def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dict[str, str]]:
+    """The tensors of each module that a LoRA file changes, by part and the module's name there; and
+    those that are no matrices of an update, with what each is.
+
+    Raises:
+        BadAdapter: there are no matrices, or one of a pair is missing.
+    """
+    found: dict[str, Names] = {}
+    others: dict[str, str] = {}
+    for name in tensors:
+        module, role = _taken_apart(name)
+        if not role:
+            others[name] = _what_else(name)
+            continue
+        before = found.get(module, Names())
+        if getattr(before, role):
+            raise BadAdapter(f"holds the matrices of {short(module)} twice")
+        found[module] = before._replace(**{role: name})
+    for module, names in list(found.items()):
+        if names.alpha and not names.down and not names.up:
+            others[names.alpha] = "an alpha without matrices"
+            del found[module]
+        elif not names.down or not names.up:
+            missing = "up" if names.down else "down"
+            raise BadAdapter(f"is not whole: {short(module)} has no {missing} matrix")
+    if not found:
+        raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
+    parts = {split_part(module): names for module, names in found.items()}
+    if len(parts) != len(found):
+        raise BadAdapter("holds the matrices of one layer twice, under two spellings")
+    return parts, others
+
+
+def _taken_apart(name: str) -> tuple[str, str]:
+    """A tensor's module and its role (of `Names`); an empty role: it is no part of an update."""
+    stem = name.removesuffix(".weight")
+    for role, ends in _ENDS.items():
+        for end in ends:
+            if stem.endswith(end) and len(stem) > len(end):
+                return stem[: -len(end)], role
+    module, _, last = stem.rpartition(".")
+    if last in ("down", "up") and module.endswith(("_lora1", "_lora2")):  # x-flux: image and text
+        return module, last
+    if stem is not name and module.endswith((".lora_A", ".lora_B")):  # PEFT's, with its own name
+        return module[: -len(".lora_A")], "down" if module.endswith("A") else "up"
+    return name, ""
+
+
+def _what_else(name: str) -> str:
+    for what, mark in _OTHER_TENSORS.items():
+        if name.endswith(mark):
+            return what
+    return "no part of a LoRA"
+
+
+def split_part(module: str) -> tuple[str, str]:
+    """The part (of PARTS) that a module of a LoRA file belongs to, and its name there."""
+    for part, prefixes in _PREFIXES:
+        for prefix in prefixes:
+            if module.startswith(prefix):
+                return part, module[len(prefix) :]
+    return "denoiser", module
+
+
+def check_values(
+    data: npt.NDArray[np.uint8],
+    tensors: Mapping[str, TensorPlace],
+    numbers: Iterable[str],
+    zeros: Iterable[str] = (),
+) -> None:
+    """Refuse weights that are no finite numbers.
+
+    Args:
+        data: [bytes of the file], such as a memory map.
+        tensors: of its header.
+        numbers: tensors that are used.
+        zeros: those that are left out because they change nothing.
+
+    Raises:
+        BadAdapter: naming the tensor.
+    """
+    for name in numbers:
+        place = tensors[name]
+        if place.dtype not in _EXPONENTS:
+            continue  # an alpha in integers
+        word, exponent = _EXPONENTS[place.dtype]
+        words = np.frombuffer(data[place.begin : place.end], word)  # they may lie askew
+        if bool(((words & exponent) == exponent).any()):
+            raise BadAdapter(f"holds NaN or infinity in {short(name)}")
+    for name in zeros:
+        place = tensors[name]
+        raw: npt.NDArray[Any] = data[place.begin : place.end]
+        if place.dtype in _EXPONENTS:  # but for the sign
+            raw = np.frombuffer(raw, _EXPONENTS[place.dtype][0]) << 1
+        if bool(raw.any()):
+            raise BadAdapter(f"holds {short(name)}, which is not served unless it is all zero")
+
+
+def _refuse_other_kinds(tensors: Iterable[str]) -> None:
+    for name in tensors:
+        kind = next((kind for kind, marks in _OTHER_KINDS.items() if _has(name, marks)), "")
+        module, _, last = name.rpartition(".")
+        if last in ("scale", "weight", "bias") and "norm" in module.rpartition(".")[2]:
+            kind = "LoRA with norms"
+        if kind:
+            raise BadAdapter(f"is of a kind that is not served: {kind} ({short(name)})")
+
+
+def _has(name: str, marks: Iterable[str]) -> bool:
+    return any(name.endswith(mark[1:]) if mark[0] == "$" else mark in name for mark in marks)
+
+
+def _layer(name: str, down: tuple[int, ...], up: tuple[int, ...]) -> Layer:
+    """The update's form, if the matrices fit one another."""
+    if len(down) != len(up) or len(down) not in (2, 4):
+        raise BadAdapter(f"has matrices of other forms in {short(name)}: {down}, {up}")
+    rank, inputs, *kernel = down
+    outputs, inner, *sides = up
+    if min(down) < 1 or min(up) < 1 or inner != rank or any(side != 1 for side in sides):
+        raise BadAdapter(f"has matrices that do not fit in {short(name)}: {list(down)}, {list(up)}")
+    return Layer(rank, inputs, outputs, tuple(kernel))

@@ -1,0 +1,349 @@
+"""What of a LoRA file goes where in the served model, by its header alone.
+
+Whoever looks at a file follows this plan: `adapters check`, the catalogue, and what reads it for an
+edit. Diffusers' own loader is its oracle. What that leaves out of a file is left out here, too, and
+said; what it cannot read is served where its meaning is plain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from maskserve_common.files.safetensors_header import short
+from maskserve_lora.base_layers import BaseLayers, Meant
+from maskserve_lora.lora_header import (
+    CONFIG_FILE,
+    CONFIG_KEY,
+    PARTS,
+    BadAdapter,
+    LoraHeader,
+    Names,
+    check_values,
+    header_of_file,
+)
+
+_DIFFUSERS_KEY = "lora_adapter_metadata"
+_OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+"""Ways to begin a training that change the base's weights, too."""
+_NEEDED = {
+    "use_dora": "DoRA",
+    "lora_bias": "LoRA with biases",
+    "modules_to_save": "LoRA with whole layers (modules_to_save)",
+    "layer_replication": "LoRA of a model with layers repeated (layer_replication)",
+}
+"""Keys of PEFT's configuration that say the adapter is more than factors."""
+
+
+class LayerUpdate(NamedTuple):
+    """What the file adds to one layer: `scale` times the rows of B times A."""
+
+    part: str
+    """Of `lora_header.PARTS`."""
+    layer: str
+    """Its dotted name in the served model."""
+    names: Names
+    scale: float | None
+    """As the metadata have it; None: alpha over rank if there is an alpha, else 1."""
+    rows: tuple[tuple[int, int], ...]
+    """[begin, end) of B's, one behind the other; none: all."""
+    inputs: int
+    """Of the layer. A may have fewer columns: the others are 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """All of a file that is served."""
+
+    updates: tuple[LayerUpdate, ...]
+    notes: tuple[str, ...]
+    """A sentence for each sort of what is left out, or taken for granted."""
+    zeros: tuple[str, ...]
+    """Tensors that are left out if they are all zero; else the file is not served."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the model that it changes."""
+        changed = {update.part for update in self.updates}
+        return tuple(part for part in PARTS if part in changed)
+
+    @property
+    def tensors(self) -> set[str]:
+        """Names of those that are read."""
+        return {name for update in self.updates for name in update.names if name}
+
+
+def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
+    """What of a file goes where.
+
+    Args:
+        header: of the file.
+        base: layers of the model that it is for; None: whether it fits is not looked at.
+
+    Raises:
+        BadAdapter: it is for another model, or says what is not served.
+    """
+    if base is None:
+        return _unplaced(header)
+    transformer, alphas = base.denoiser == "transformer", _Alphas(header)
+    left: dict[str, list[str]] = {}
+    meant: dict[tuple[str, str], Meant] = {}
+    unknown: dict[str, list[str]] = {}
+    for (part, module), names in header.names.items():
+        found = base.meant(part, module) if part in base.parts else None
+        if found is not None:
+            meant[part, module] = found
+        else:
+            known = part in base.parts
+            fixed = part in base.fixed
+            reason = _why_not(part, module, transformer=transformer, known=known, fixed=fixed)
+            sort = left if reason else unknown
+            sort.setdefault(reason or part, []).append(names.down)
+    own = {(part, each.layers[0]) for (part, _), each in meant.items() if not each.published}
+    updates: dict[tuple[str, str], LayerUpdate] = {}
+    for (part, module), meaning in meant.items():
+        if meaning.published and {(part, name) for name in meaning.layers} <= own:
+            left.setdefault("the same layers are there under another name", []).append(
+                header.names[part, module].down
+            )
+            continue
+        base.check_layer(part, meaning, header.layers[part, module])
+        for update in _updates(part, module, meaning, header, base, alphas):
+            if (part, update.layer) in updates:
+                raise BadAdapter(
+                    f"holds the matrices of {short(update.layer)} twice, under two spellings"
+                )
+            updates[part, update.layer] = update
+    if not updates:
+        _refuse(unknown, left)
+    for part, tensors in unknown.items():
+        left[f"the served {part} has no such layer"] = tensors
+    zeros = []
+    for name, what in header.others.items():
+        if transformer and _dropped(name, what):
+            left.setdefault(f"{what}; diffusers drops them", []).append(name)
+        else:
+            left.setdefault(f"{what}, all zero", []).append(name)
+            zeros.append(name)
+    notes = [*_told(left), *alphas.notes]
+    return LoraPlan(tuple(updates.values()), tuple(notes), tuple(zeros))
+
+
+def check_file(path: Path, base: BaseLayers | None, **bounds: int) -> tuple[LoraHeader, LoraPlan]:
+    """What a file on this host is, checked to its last weight.
+
+    Args:
+        path: of a LoRA.
+        base: layers of the model that it is for; None: whether it fits is not looked at.
+        bounds: as of `read_header`.
+
+    Raises:
+        BadAdapter: it would not be served.
+        OSError: it cannot be read.
+    """
+    header = header_of_file(path, **bounds)
+    plan = plan_of(header, base)
+    data = np.memmap(path, np.uint8, mode="r")
+    check_values(data, header.tensors, sorted(plan.tensors), plan.zeros)
+    return header, plan
+
+
+def _unplaced(header: LoraHeader) -> LoraPlan:
+    """Of a model that nobody knows."""
+    updates = [
+        LayerUpdate(part, module, names, None, (), header.layers[part, module].inputs)
+        for (part, module), names in header.names.items()
+    ]
+    return LoraPlan(tuple(updates), (), ())
+
+
+def _why_not(part: str, module: str, *, transformer: bool, known: bool, fixed: bool) -> str:
+    """Why diffusers passes over a module that the served model has not; empty: no special reason.
+
+    Args:
+        part: that the module belongs to.
+        module: as the file spells it.
+        transformer: whether the served denoiser is one, and no UNet.
+        known: whether adapters may change the part of the served model.
+        fixed: whether the served model has it, and diffusers applies none to it.
+    """
+    if part == "t5" or (part == "text_encoder_2" and transformer and not known):
+        return "T5's; diffusers applies no LoRA to T5"
+    if fixed:
+        return f"diffusers applies no LoRA to the served model's {part}"
+    if not known:
+        return f"the served model has no {part}"
+    if part != "denoiser" and ("text_projection" in module or "_embedding" in module):
+        return "diffusers applies none to this part of the text encoder"
+    if part == "denoiser" and transformer and "guidance" in module:
+        return "the served model has no guidance embedding"
+    return ""
+
+
+def _dropped(name: str, what: str) -> bool:
+    """Whether diffusers' loaders of transformers pass over such a tensor."""
+    return what != "biases" and (what != "differences of weights" or "norm" in name)
+
+
+def _refuse(unknown: Mapping[str, list[str]], left: Mapping[str, list[str]]) -> None:
+    for part, [name, *_] in unknown.items():
+        raise BadAdapter(
+            f"is for another model: the served one's {part} has no layer {short(name)}"
+        )
+    raise BadAdapter(f"changes nothing that is served: it {'; '.join(_told(left))}")
+
+
+def _told(left: Mapping[str, list[str]]) -> Iterator[str]:
+    for reason, [name, *others] in left.items():
+        more = f" and {len(others)} more" if others else ""
+        yield f"leaves out {short(name)}{more} ({reason})"
+
+
+def _updates(
+    part: str,
+    module: str,
+    meant: Meant,
+    header: LoraHeader,
+    base: BaseLayers,
+    alphas: _Alphas,
+) -> Iterator[LayerUpdate]:
+    names, layer = header.names[part, module], header.layers[part, module]
+    end = 0
+    for name in meant.layers:
+        outputs, inputs, *_ = base.shape(part, name)
+        begin, end = end, end + outputs
+        rows: tuple[tuple[int, int], ...] = ()
+        if meant.swapped:
+            rows = (outputs // 2, outputs), (0, outputs // 2)
+        elif len(meant.layers) > 1:
+            rows = ((begin, end),)
+        scale = alphas.scale(part, module, layer.rank, own=bool(names.alpha))
+        yield LayerUpdate(part, name, names, scale, rows, inputs)
+
+
+class _Alphas:
+    """What a file says of its strength beside its tensors.
+
+    `lora_adapter_metadata` is what diffusers writes: PEFT's configuration of each part, with a
+    prefix. `adapter_config` is PEFT's own. `lora_alpha` and `ss_network_alpha` say how a trainer
+    was set: who has multiplied the alpha into the matrices since has left them there. So diffusers
+    reads neither, and they are noted alone.
+    """
+
+    def __init__(self, header: LoraHeader) -> None:
+        said = header.metadata
+        self._by_part = _decoded(said.get(_DIFFUSERS_KEY, ""))
+        self._config = _decoded(said.get(CONFIG_KEY, ""))
+        kind = self._config.get("peft_type", "LORA")
+        if kind != "LORA":
+            raise BadAdapter(f"is of a kind that is not served: {short(str(kind))}")
+        for prefix in ("transformer.", "unet.", "text_encoder.", "text_encoder_2."):
+            _check_config(self._by_part, prefix)
+        _check_config(self._config, "")
+        self.notes: list[str] = []
+        self._known: dict[str, _Patterns] = {}
+        if self._config or self._by_part:
+            return
+        bare = [key for key, names in header.names.items() if not names.alpha]
+        for key in ("lora_alpha", "ss_network_alpha"):
+            text = said.get(key, "").removesuffix(".0")
+            if bare and text not in ("", "None", "null", str(header.rank)):
+                self.notes.append(
+                    f"is taken at alpha = rank, as its tensors say: {key} in its metadata is "
+                    f"{short(said[key])} and tells how it was trained"
+                )
+        if any(header.names[key].down.startswith("base_model.model.") for key in bare):
+            self.notes.append(
+                f"is taken at alpha = rank: it is PEFT's file without its {CONFIG_FILE}, which "
+                "says its alpha"
+            )
+
+    def scale(self, part: str, module: str, rank: int, *, own: bool) -> float | None:
+        """What B A is multiplied by; None: nothing is said.
+
+        Args:
+            part: of `lora_header.PARTS`.
+            module: as the file spells it.
+            rank: of its matrices.
+            own: whether a tensor says the module's alpha.
+
+        Raises:
+            BadAdapter: what is said has another form, or is said twice.
+        """
+        prefixes = ("transformer.", "unet.") if part == "denoiser" else (f"{part}.",)
+        for values, prefix in [*((self._by_part, each) for each in prefixes), (self._config, "")]:
+            alpha = values.get(f"{prefix}lora_alpha")
+            if alpha is None:
+                continue
+            if own:
+                raise BadAdapter(f"says the alpha of {short(module)} twice")
+            try:
+                alpha = float(self._patterns(values, prefix).value(module, alpha))
+            except BadAdapter:
+                raise
+            except (TypeError, ValueError, AttributeError, OverflowError) as error:
+                raise BadAdapter(
+                    f"has metadata about {prefix}lora_alpha of another form"
+                ) from error
+            if not math.isfinite(alpha):
+                raise BadAdapter(f"has an alpha for {short(module)} that is no finite number")
+            rooted = values.get(f"{prefix}use_rslora")
+            return alpha / (math.sqrt(rank) if rooted else rank)
+        return None
+
+    def _patterns(self, values: Mapping[str, Any], prefix: str) -> _Patterns:
+        if (known := self._known.get(prefix)) is None:
+            known = self._known[prefix] = _Patterns(values.get(f"{prefix}alpha_pattern") or {})
+        return known
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict) if text else {}
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadAdapter("has metadata that cannot be read") from error
+
+
+def _check_config(values: Mapping[str, Any], prefix: str) -> None:
+    """Refuse what PEFT's configuration says an adapter is beyond its factors. Ranks are the
+    tensors' own, and fan_in_fan_out means nothing to layers that are no Conv1D (PEFT's words).
+    """
+    for key, what in _NEEDED.items():
+        if values.get(f"{prefix}{key}"):
+            raise BadAdapter(f"is of a kind that is not served: {what} (its metadata say so)")
+    if values.get(f"{prefix}bias", "none") != "none":
+        raise BadAdapter("is of a kind that is not served: LoRA with biases (bias in its metadata)")
+    begun = str(values.get(f"{prefix}init_lora_weights", ""))
+    if begun.lower().startswith(_OTHER_WEIGHTS):
+        raise BadAdapter(
+            f"changes the base's own weights (init_lora_weights is {short(begun)}), which is not "
+            "served; save it as a plain LoRA"
+        )
+
+
+class _Patterns:
+    """PEFT's rule: the value of the first pattern that the name ends with. PEFT takes regular
+    expressions; files hold names, and others are refused, as matching may take for ever.
+    """
+
+    def __init__(self, patterns: Mapping[str, Any]) -> None:
+        self._known: dict[str, tuple[int, Any]] = {}
+        for order, (pattern, value) in enumerate(patterns.items()):
+            name = pattern.removeprefix("^")
+            if not name.replace(".", "").replace("_", "").isalnum():
+                raise BadAdapter(
+                    f"has a pattern in its metadata that is no layer's name: {short(name)}"
+                )
+            self._known.setdefault(pattern, (order, value))
+
+    def value(self, module: str, otherwise: Any) -> Any:
+        parts = module.split(".")
+        ends = [f"^{module}", *(".".join(parts[n:]) for n in range(len(parts)))]
+        found = [self._known[end] for end in ends if end in self._known]
+        return min(found, key=lambda each: each[0])[1] if found else otherwise

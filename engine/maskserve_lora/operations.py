@@ -1,0 +1,126 @@
+"""What operators may do with adapters on a worker's host (`control`, design §3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import ADAPTER_NAME
+from maskserve_common.errors import InvalidRequest
+from maskserve_lora.catalogue import KnownAdapter
+from maskserve_lora.store import AdapterStore
+
+_FIELD = "OP.name"
+
+
+class AdapterOperations:
+    """Operations on the adapters of `[adapters] store`; each looks at the storage anew.
+
+    Args:
+        config: of the worker.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._store = AdapterStore(config)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def overview(self) -> dict[str, Any]:
+        """All adapters, with what each is and where it lies on this host."""
+        if not self._config.adapters.store:
+            return {"adapters": [], "problem": ""}
+        self._store.catalogue.scan(at_once=True, wait=False)
+        pinned = self._store.host.pinned()
+        held = self._held()
+        return {
+            "adapters": [
+                _shown(adapter, held, name in pinned)
+                for name, adapter in sorted(self._store.catalogue.all().items())
+            ],
+            "problem": self._store.catalogue.problem,
+        }
+
+    def check(self, name: str) -> dict[str, Any]:
+        """What an adapter is, checked to its last weight; where it lies stays as it is.
+
+        Raises:
+            MaskserveError: as AdapterStore.fetch.
+        """
+        adapter = self._known(name)
+        digest = self._store.checked(adapter, _FIELD)
+        about = _shown(adapter, self._held(), name in self._store.host.pinned())
+        return {**about, "digest": digest}
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Have an adapter checked to its last weight, and brought to this host's memory.
+
+        Raises:
+            MaskserveError: as AdapterStore.fetch.
+        """
+        adapter = self._known(name)
+        file = self._store.fetch(name, adapter.version, _FIELD)
+        held = {(name, adapter.version, "host"): file.digest}
+        return _shown(adapter, held, name in self._store.host.pinned())
+
+    def pin(self, name: str, *, pinned: bool) -> dict[str, Any]:
+        """Bring an adapter to this host's memory and keep it there; or let it be evicted again.
+
+        Raises:
+            MaskserveError: as `load`.
+        """
+        if not pinned:
+            self._check_name(name)
+            self._store.host.pin(name, pinned=False)
+            return {"name": name, "pinned": False}
+        found = self.load(name)
+        self._store.host.pin(name, pinned=True)
+        return {**found, "pinned": True}
+
+    def evict(self, name: str) -> dict[str, Any]:
+        """Remove an adapter's files from this host; the storage keeps it."""
+        self._check_name(name)
+        self._store.host.pin(name, pinned=False)
+        return {"name": name, "freed_bytes": self._store.forget(name)}
+
+    def _held(self) -> dict[tuple[str, str, str], str]:
+        """Digests of the files on this host, by name, version and tier."""
+        folders = {"host": self._store.host}
+        if self._store.disk is not None:
+            folders["disk"] = self._store.disk
+        return {
+            (each.name, each.version, tier): each.digest
+            for tier, folder in folders.items()
+            for each in folder.held()
+        }
+
+    def _known(self, name: str) -> KnownAdapter:
+        self._check_name(name)
+        self._store.catalogue.scan(at_once=True, wait=False)
+        return self._store.catalogue.find(name, _FIELD)
+
+    def _check_name(self, name: str) -> None:
+        if not self._config.adapters.store:
+            raise InvalidRequest("OP.op", "adapters are not served here", "[adapters] store")
+        if ADAPTER_NAME.fullmatch(name) is None:
+            raise InvalidRequest(_FIELD, "has another form", "the name of an adapter")
+
+
+def _shown(
+    adapter: KnownAdapter, held: dict[tuple[str, str, str], str], pinned: bool
+) -> dict[str, Any]:
+    found = {tier: held.get((adapter.name, adapter.version, tier)) for tier in ("host", "disk")}
+    digests = [digest for digest in found.values() if digest]
+    return {
+        "name": adapter.name,
+        "bytes": adapter.nbytes,
+        "rank": adapter.rank,
+        "parts": list(adapter.parts),
+        "notes": list(adapter.notes),
+        "problem": adapter.problem,
+        "version": adapter.version,
+        "digest": digests[0] if digests else "",
+        "tiers": [tier for tier, digest in found.items() if digest],
+        "pinned": pinned,
+    }

@@ -1,0 +1,247 @@
+"""Where adapters come from: a folder, or a URL that fsspec takes (s3://, gs://, https://, ...).
+
+    NAME.safetensors                             NAME; the suffix in any case
+    NAME/pytorch_lora_weights.safetensors        NAME, as diffusers' and PEFT's folders
+    A/NAME.safetensors                           A--NAME, and so on, as the hub's client has it
+    A/NAME/pytorch_lora_weights.safetensors      likewise
+
+No call waits for the storage longer than its time: it runs on a thread of its own, which is left
+behind if the storage is silent. Few such threads may be stuck at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
+
+from maskserve_common.contracts.keys import ADAPTER_NAME
+from maskserve_common.files.safetensors_header import short
+from maskserve_lora.lora_header import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    PEFT_FILE,
+    read_tensors,
+    with_config,
+)
+
+CHUNK_BYTES = 8 * 2**20
+
+JOINT = "--"
+"""Between the folders in a name."""
+DEPTH = 4
+"""Names of a path in the storage, at most; what lies deeper is not looked for."""
+FOLDER_FILES = ("pytorch_lora_weights.safetensors", PEFT_FILE)
+"""Of a folder that is an adapter; the first of these that is there."""
+SUFFIX = ".safetensors"
+# What file systems say of a file that is another after the file has been replaced.
+_STAMPS = ("ETag", "etag", "checksum", "md5", "md5Hash", "generation", "version_id", "crc32c")
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified")
+_MOST_STUCK = 16
+
+_R = TypeVar("_R")
+
+
+class StorageFailed(Exception):
+    """The storage does not answer, or not as it should; the text says how."""
+
+
+class Stored(NamedTuple):
+    """A file of the storage."""
+
+    name: str
+    """Of the adapter."""
+    path: str
+    nbytes: int
+    version: str
+    """32 hexadecimal digits: others after the file has been replaced."""
+    config: str = ""
+    """PEFT's configuration beside it; empty: there is none."""
+    config_bytes: int = 0
+    problem: str = ""
+    """Why it is not served, as far as its name tells; else empty."""
+
+
+class Storage:
+    """A folder of adapters, seen from outside.
+
+    Args:
+        url: of the folder; the file system's own options come from its usual environment.
+        timeout_s: for each call, and for each 8 MiB of a file.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._opened: tuple[Any, str] | None = None
+        self._calls = threading.BoundedSemaphore(_MOST_STUCK)
+
+    def files(self) -> dict[str, Stored]:
+        """All adapters, by name.
+
+        Raises:
+            StorageFailed: they cannot be listed in time.
+        """
+        return {stored.name: stored for stored in self._within("listing", self._list)}
+
+    def stat(self, path: str) -> Stored | None:
+        """A file of `files` as it is now; None: it is gone.
+
+        Raises:
+            StorageFailed: no answer in time.
+        """
+
+        def look() -> Stored | None:
+            files, root = self._files()
+            files.invalidate_cache()
+            try:
+                beside = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
+                about = {path: files.info(path)}
+                if path.endswith(f"/{PEFT_FILE}") and files.exists(beside):
+                    about[beside] = files.info(beside)
+            except FileNotFoundError:
+                return None
+            return _stored(path, root, about)
+
+        return self._within("looking at a file", look)
+
+    def read(self, path: str, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of a file.
+
+        Raises:
+            StorageFailed: they do not come in time, or there are fewer.
+        """
+        files, _ = self._files()
+        data: bytes = self._within("reading", lambda: files.cat_file(path, start=begin, end=end))
+        if len(data) != end - begin:
+            raise StorageFailed(f"it gave {len(data)} of {end - begin} bytes")
+        return data
+
+    def whole(
+        self, path: str, nbytes: int, config: str = "", config_bytes: int = 0
+    ) -> tuple[int, Iterator[bytes]]:
+        """Bytes of a file and its pieces, with PEFT's configuration in its header where one lies
+        beside it: so it is one file on this host. Arguments are as `Stored` has them.
+
+        Raises:
+            StorageFailed: as `read`.
+            BadAdapter: it is no safetensors file.
+        """
+        if not config:
+            return nbytes, self.chunks(path, nbytes)
+        header = read_tensors(lambda begin, end: self.read(path, begin, end), nbytes)
+        head = with_config(header, self.read(config, 0, config_bytes))
+        tensors = self.chunks(path, nbytes, header.begin)
+        return len(head) + nbytes - header.begin, itertools.chain((head,), tensors)
+
+    def chunks(self, path: str, nbytes: int, begin: int = 0) -> Iterator[bytes]:
+        """A file from a byte on, piece by piece.
+
+        Raises:
+            StorageFailed: as `read`.
+        """
+        for first in range(begin, nbytes, CHUNK_BYTES):
+            yield self.read(path, first, min(first + CHUNK_BYTES, nbytes))
+
+    def _files(self) -> tuple[Any, str]:
+        """Fsspec's file system and the folder in it."""
+        if self._opened is None:
+            # Workers have it; the client, which imports this package's other modules, may not.
+            import fsspec
+
+            self._opened = fsspec.core.url_to_fs(self.url)
+        return self._opened
+
+    def _list(self) -> list[Stored]:
+        files, root = self._files()
+        files.invalidate_cache()
+        found: dict[str, dict[str, Any]] = files.find(root, maxdepth=DEPTH, detail=True)
+        if not found and not files.exists(root):
+            raise StorageFailed(f"there is no folder {self.url}")
+        for path, about in found.items():
+            if about.get("islink"):  # a listing tells the link's time, not that of its file
+                with contextlib.suppress(FileNotFoundError):
+                    found[path] = files.info(path)
+        each = (_stored(path, root, found) for path in sorted(found, key=_precedence))
+        return [stored for stored in each if stored is not None]
+
+    def _within(self, doing: str, call: Callable[[], _R]) -> _R:
+        """What `call` returns, if it does so in time."""
+        if not self._calls.acquire(blocking=False):
+            raise StorageFailed(f"{_MOST_STUCK} calls wait for it already")
+        ended: list[tuple[_R | None, Exception | None]] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                ended.append((call(), None))
+            except Exception as error:  # each file system has errors of its own
+                ended.append((None, error))
+            finally:
+                self._calls.release()
+                done.set()
+
+        threading.Thread(target=run, name="adapter-storage", daemon=True).start()
+        if not done.wait(self._timeout_s):
+            raise StorageFailed(f"no answer within {self._timeout_s:g} s ({doing})")
+        result, error = ended[0]
+        if isinstance(error, StorageFailed):
+            raise error
+        if error is not None:
+            raise StorageFailed(f"{type(error).__name__}: {error} ({doing})") from error
+        return result  # type: ignore[return-value]
+
+
+def why_no_name(name: str) -> str:
+    """What is wrong with the name of an adapter's file or folder."""
+    return (
+        f"has a name that is not served: {short(name)!r}; rename it to letters of A to Z, digits, "
+        "'.', '_' and '-', up to 128"
+    )
+
+
+def _precedence(path: str) -> tuple[int, str]:
+    """NAME.safetensors comes last, and wins over a folder NAME."""
+    file = path.rpartition("/")[2]
+    return -FOLDER_FILES.index(file) if file in FOLDER_FILES else 1, path
+
+
+def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Stored | None:
+    """The adapter that a file is; None: another file.
+
+    Args:
+        path: one of `found`.
+        root: of the storage.
+        found: what the file system says of its files.
+    """
+    about = found[path]
+    inside = unquote(f"/{path.lstrip('/')}").removeprefix(f"/{root.strip('/')}").strip("/")
+    *folders, file = inside.split("/")
+    if about.get("type") == "directory" or any(part.startswith(".") for part in (*folders, file)):
+        return None
+    stem, suffix = file[: -len(SUFFIX)], file[-len(SUFFIX) :]
+    if not stem or suffix.lower() != SUFFIX:
+        return None
+    name = JOINT.join(folders if folders and file in FOLDER_FILES else (*folders, stem))
+    nbytes, said = int(about.get("size") or 0), [inside, *_stamps(about)]
+    beside = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
+    config = beside if file == PEFT_FILE and beside in found else ""
+    config_bytes = int(found[config].get("size") or 0) if config else 0
+    if config:
+        said += _stamps(found[config])
+    problem = why_no_name(name) if ADAPTER_NAME.fullmatch(name) is None else ""
+    if config_bytes > MAX_CONFIG_BYTES:
+        problem = f"has an {CONFIG_FILE} of {config_bytes} bytes; at most {MAX_CONFIG_BYTES}"
+    version = hashlib.sha256("\0".join(said).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return Stored(name, path, nbytes, version, config, config_bytes, problem)
+
+
+def _stamps(about: Mapping[str, Any]) -> list[str]:
+    """What is another after the file has been replaced."""
+    stamp = [str(about[key]) for key in _STAMPS if about.get(key)]
+    stamp = stamp or [str(about[key]) for key in _TIMES if about.get(key)]
+    return [str(int(about.get("size") or 0)), *stamp]

@@ -1,0 +1,300 @@
+"""Bringing adapters to this host: storage, disk folder, folder in memory.
+
+A file comes once, whoever asks: the others wait for who is at it. It is written whole or not at
+all, its values are looked at, and its sha256 is taken on the way and compared whenever it is
+copied again. What goes wrong with an adapter goes wrong for its own edits only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from maskserve_common.config import AdaptersConfig, Config
+from maskserve_common.contracts.keys import ADAPTER_NAME
+from maskserve_common.errors import AdapterNotFound, InvalidRequest, MaskserveError, Overloaded
+from maskserve_common.files.adapter_folder import AdapterFile, AdapterFolder, NoRoom
+from maskserve_common.files.safetensors_header import reader_of
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.catalogue import Catalogue, KnownAdapter
+from maskserve_lora.lora_header import BadAdapter, config_beside, read_tensors, with_config
+from maskserve_lora.lora_plan import check_file
+from maskserve_lora.storage import (
+    CHUNK_BYTES,
+    FOLDER_FILES,
+    SUFFIX,
+    Storage,
+    StorageFailed,
+    why_no_name,
+)
+
+log = logging.getLogger("maskserve")
+
+_AT_ONCE = 4
+"""Files on their way at the same time, per process."""
+
+
+class AdapterStore:
+    """The adapters that edits may name, and those of them that lie on this host.
+
+    Args:
+        config: of the worker.
+        storage: by default that of `[adapters] store`.
+    """
+
+    def __init__(self, config: Config, storage: Storage | None = None) -> None:
+        asked = config.adapters
+        self._config = config
+        self._storage = storage or Storage(asked.store, asked.timeout_s)
+        self.host = AdapterFolder(host_folder(config), asked.host_bytes)
+        self.disk = AdapterFolder(asked.disk_dir, asked.disk_bytes) if asked.disk_dir else None
+        self.catalogue = Catalogue(config, self.host.folder, self._storage)
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "adapter-fetch")
+        self._under_way: set[str] = set()
+        self._closing = threading.Event()
+        self._scanner: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Keep the catalogue up to date in the background; without a store nothing is done."""
+        if self._config.adapters.store and self._scanner is None:
+            self._scanner = threading.Thread(target=self._scan, name="adapter-scan", daemon=True)
+            self._scanner.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, name: str, version: str) -> None:
+        """Have an adapter fetched in the background, as `fetch`; who needs it asks for it there."""
+        if version not in self._under_way:
+            self._under_way.add(version)
+            self._pool.submit(self._fetch_ahead, name, version)
+
+    def fetch(self, name: str, version: str, field: str = "SETTINGS.loras") -> AdapterFile:
+        """The file of an adapter in the host's memory; blocks until it is there.
+
+        Args:
+            name: of the adapter.
+            version: the one that the edit was accepted with.
+            field: to name in errors.
+
+        Raises:
+            AdapterNotFound: it is gone.
+            InvalidRequest: the file is bad.
+            Overloaded: the storage does not answer, the file is being replaced, or there is no
+                room for it.
+        """
+        found = self.host.find(name, version)
+        if found is not None:
+            return found
+        try:
+            with self.host.bringing(name, version, self._patience_s(name)):
+                return self.host.find(name, version) or self._bring(name, version, field)
+        except TimeoutError:
+            raise Overloaded(f"{field}: adapter {name} has been on its way for too long") from None
+        except (StorageFailed, NoRoom) as error:
+            log.warning("adapter %s cannot be had: %s", name, error)
+            raise Overloaded(f"{field}: adapter {name} cannot be had now: {error}") from error
+        except BadAdapter as error:
+            raise InvalidRequest(field, f"adapter {name} {error}") from error
+
+    def checked(self, adapter: KnownAdapter, field: str) -> str:
+        """The sha256 of a file whose every weight has been looked at, wherever it lies: it comes to
+        no folder of this host, and none that is here counts as used.
+
+        Raises:
+            MaskserveError: as `fetch`.
+        """
+        for each in self.host.held():
+            if (each.name, each.version) == (adapter.name, adapter.version):
+                return each.digest  # looked at as it came
+        digest = hashlib.sha256()
+        try:
+            _, chunks = self._whole(adapter)
+            with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:
+                for chunk in chunks:
+                    copy.write(chunk)
+                    digest.update(chunk)
+                copy.flush()
+                self._check(Path(copy.name))
+        except (StorageFailed, OSError) as error:
+            raise Overloaded(f"{field}: adapter {adapter.name} cannot be had: {error}") from error
+        except BadAdapter as error:
+            raise InvalidRequest(field, f"adapter {adapter.name} {error}") from error
+        return digest.hexdigest()
+
+    def forget(self, name: str) -> int:
+        """Remove an adapter's files from this host; returns the bytes that were freed."""
+        return self.host.remove(name) + (0 if self.disk is None else self.disk.remove(name))
+
+    def _bring(self, name: str, version: str, field: str) -> AdapterFile:
+        """From the disk, or else from the storage."""
+        on_disk = None if self.disk is None else self.disk.find(name, version)
+        if on_disk is not None:
+            brought = self._from_disk(on_disk)
+            if brought is not None:
+                return brought
+        adapter = self.catalogue.find(name, field)
+        if adapter.version != version:
+            raise _replaced(name, field)
+        self._check_unchanged(adapter, field)
+        nbytes, chunks = self._whole(adapter)
+        found = self.host.write(name, version, nbytes, chunks, self._check)
+        try:
+            self._check_unchanged(adapter, field)  # else its pieces may be of two files
+        except (MaskserveError, StorageFailed):
+            found.path.unlink(missing_ok=True)
+            raise
+        if self.disk is not None:
+            try:
+                with self.disk.bringing(name, version, 0.0):
+                    self.disk.write(name, version, found.nbytes, _pieces(found.path))
+            except (NoRoom, TimeoutError) as error:
+                log.warning("adapter %s is not kept on disk: %s", name, error)
+        return found
+
+    def _whole(self, adapter: KnownAdapter) -> tuple[int, Iterator[bytes]]:
+        """Its bytes on this host, and its pieces."""
+        return self._storage.whole(
+            adapter.path, adapter.nbytes, adapter.config, adapter.config_bytes
+        )
+
+    def _check(self, path: Path) -> None:
+        check_file(path, self.catalogue.base_layers())
+
+    def _from_disk(self, on_disk: AdapterFile) -> AdapterFile | None:
+        """Copied to memory; None: the file on disk is damaged, and dropped."""
+
+        def same(path: Path) -> None:
+            digest = hashlib.sha256()
+            for piece in _pieces(path):
+                digest.update(piece)
+            if digest.hexdigest() != on_disk.digest:
+                raise ValueError("its digest is another")
+
+        try:
+            return self.host.write(
+                on_disk.name, on_disk.version, on_disk.nbytes, _pieces(on_disk.path), same
+            )
+        except (ValueError, FileNotFoundError) as error:
+            log.warning("%s is dropped: %s", on_disk.path, error)
+            on_disk.path.unlink(missing_ok=True)
+            return None
+
+    def _check_unchanged(self, adapter: KnownAdapter, field: str) -> None:
+        stored = self._storage.stat(adapter.path)
+        if stored is not None and stored.version == adapter.version:
+            return
+        self.catalogue.scan(at_once=True, wait=False)
+        if stored is None:
+            raise AdapterNotFound(f"{field}: adapter {adapter.name} is gone")
+        raise _replaced(adapter.name, field)
+
+    def _patience_s(self, name: str) -> float:
+        """How long another may take to bring a file, if its storage answers each call in time."""
+        known = self.catalogue.all().get(name)
+        pieces = 1 + (known.nbytes // CHUNK_BYTES if known else 0)
+        return (pieces + 4) * self._config.adapters.timeout_s
+
+    def _fetch_ahead(self, name: str, version: str) -> None:
+        try:
+            self.fetch(name, version)
+        except MaskserveError:
+            pass  # the edit that needs it is told
+        except Exception:
+            log.exception("adapter %s could not be fetched", name)
+        finally:
+            self._under_way.discard(version)
+
+    def _scan(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self.catalogue.scan()
+            except Exception:
+                log.exception("the adapters could not be listed")
+            self._closing.wait(self._config.adapters.rescan_s)
+
+
+def host_folder(config: Config) -> Path:
+    """Where files of adapters are ready for use."""
+    return Path(config.adapters.host_dir or Path(config.runtime_dir) / "adapters")
+
+
+def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
+    """What a file is that nobody serves yet, checked to its last weight.
+
+    Args:
+        path: of a LoRA, or PEFT's or diffusers' folder of one.
+        model: folder of the model that it is for; None: that is not looked at.
+
+    Raises:
+        BadAdapter: it would not be served.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        path = _file_in(path)
+    in_folder = path.name in FOLDER_FILES
+    name = path.resolve().parent.name if in_folder else path.name
+    if name.lower().endswith(SUFFIX):
+        name = name[: -len(SUFFIX)]
+    if ADAPTER_NAME.fullmatch(name) is None:
+        raise BadAdapter(why_no_name(name))
+    limits = AdaptersConfig()
+    base = None if model is None else BaseLayers.of_folder(model)
+    header, plan = check_file(path, base, max_bytes=limits.max_bytes, max_rank=limits.max_rank)
+    return {
+        "name": name,
+        "bytes": header.nbytes,
+        "rank": header.rank,
+        "parts": list(plan.parts),
+        "notes": list(plan.notes),
+        "digest": _digest_here(path),
+    }
+
+
+def _file_in(folder: Path) -> Path:
+    """The adapter that a folder is.
+
+    Raises:
+        BadAdapter: it is none, or holds several.
+    """
+    for name in FOLDER_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(each.name for each in folder.iterdir() if each.suffix.lower() == SUFFIX)
+    if len(found) == 1:
+        return folder / found[0]
+    if not found:
+        raise BadAdapter(f"is a folder without {' or '.join(FOLDER_FILES)}")
+    shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    raise BadAdapter(f"is a folder of several files, each an adapter of its own: {shown}")
+
+
+def _digest_here(path: Path) -> str:
+    """The sha256 that a file will have on a host (`Storage.whole`)."""
+    digest, config = hashlib.sha256(), config_beside(path)
+    with path.open("rb") as opened:
+        if config:
+            header = read_tensors(reader_of(opened), path.stat().st_size)
+            digest.update(with_config(header, config))
+            opened.seek(header.begin)
+        while piece := opened.read(CHUNK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _replaced(name: str, field: str) -> MaskserveError:
+    return Overloaded(f"{field}: adapter {name} has just been replaced; send the edit again")
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with contextlib.closing(path.open("rb")) as opened:
+        while piece := opened.read(CHUNK_BYTES):
+            yield piece

@@ -1,0 +1,279 @@
+"""What a model and its configuration allow an edit to ask, pictures aside.
+
+A front refuses here what the model cannot do; it never ignores it: a client that asks for a
+negative prompt and gets a picture must be able to believe that the prompt was used.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+
+from msgspec.structs import asdict, replace
+
+from maskserve_common.config import Config, model_name
+from maskserve_common.contracts.request import (
+    AcceptedEdit,
+    Lora,
+    ResolvedControl,
+    check_prompt,
+    check_text,
+    steps_run,
+)
+from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
+from maskserve_common.errors import InvalidRequest
+from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_lora.catalogue import Catalogue
+
+_SEED_BITS = 32
+"""Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
+
+
+def accept_edit(
+    asked: EditSettings,
+    prompt: bytes,
+    facts: ModelFacts,
+    config: Config,
+    catalogue: Catalogue | None = None,
+    nets: ControlNets | None = None,
+) -> AcceptedEdit:
+    """Check all of an edit but its pictures, fill in the worker's defaults, and note the time.
+
+    Args:
+        asked: what the client's SETTINGS say (`parse_settings`).
+        prompt: PROMPT.
+        facts: of the served model.
+        config: of this worker.
+        catalogue: of the adapters; None where none are served.
+        nets: ControlNets; None where none are served.
+
+    Raises:
+        InvalidRequest: naming PROMPT or `SETTINGS.<key>`.
+        AdapterNotFound: naming `SETTINGS.loras[i].name` or `SETTINGS.controls[i].name`.
+        Overloaded: the adapters' storage does not answer.
+    """
+    check_settings(asked, facts, config)
+    text = check_prompt(prompt, config)
+    loras = _versions(asked.loras, catalogue) if asked.loras else ()
+    controls = _resolved(asked.controls, nets) if asked.controls else ()
+    settings = with_defaults(asked, facts, config)
+    return AcceptedEdit(text, settings, time.time_ns(), loras=loras, controls=controls)
+
+
+def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    """Refuse what this model or worker cannot do.
+
+    Raises:
+        InvalidRequest: naming `SETTINGS.<key>`.
+    """
+    served = model_name(config)
+    if settings.model is not None and settings.model != served:
+        raise InvalidRequest("SETTINGS.model", "is not served here", served)
+    if settings.mask_from is not None:
+        told = "is given, and a worker finds no masks"
+        raise InvalidRequest("SETTINGS.mask_from", told, "a router with a node server that does")
+    _check_guidance(settings, facts, config)
+    _check_steps(settings, facts, config)
+    _check_skipping(settings, facts)
+    _check_reuse(settings, facts)
+    if settings.reproducible and settings.adapters == "fast":
+        raise InvalidRequest(
+            "SETTINGS.adapters", "is fast, and the edit is to be reproducible", "exact"
+        )
+    if settings.output_quality is not None and settings.output_format == "png":
+        raise InvalidRequest("SETTINGS.output_quality", "is no setting of PNG", "jpeg or webp")
+    if settings.background == "transparent" and settings.output_format == "jpeg":
+        raise InvalidRequest(
+            "SETTINGS.background", "is transparent, but JPEG has no alpha", "png or webp"
+        )
+    if settings.cache == "require" and not config.cache.enabled:
+        raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
+
+
+def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tuple[Lora, ...]:
+    """The same, with the files that the names stand for now."""
+    if catalogue is None:
+        raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
+    found = []
+    for index, lora in enumerate(loras):
+        adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
+        text = any(part.startswith("text_encoder") for part in adapter.parts)
+        found.append(
+            Lora(
+                name=lora.name,
+                scale=lora.scale,
+                version=adapter.version,
+                text=text,
+                notes=adapter.notes,
+            )
+        )
+    return tuple(found)
+
+
+def _resolved(
+    controls: tuple[ControlSetting, ...], nets: ControlNets | None
+) -> tuple[ResolvedControl, ...]:
+    """The same, with the ControlNets that the names stand for now, and each with its picture."""
+    if nets is None:
+        raise InvalidRequest("SETTINGS.controls", "ControlNets are not served here", "no controls")
+    found = []
+    for index, control in enumerate(controls):
+        field = f"SETTINGS.controls[{index}]"
+        net = nets.find(control.name, f"{field}.name")
+        if net.modes and (control.mode is None or control.mode >= net.modes):
+            said = "is missing" if control.mode is None else f"is {control.mode}"
+            raise InvalidRequest(f"{field}.mode", said, f"0 to {net.modes - 1}")
+        if not net.modes and control.mode is not None:
+            raise InvalidRequest(f"{field}.mode", f"is no setting of {control.name}", "no mode")
+        picture = index if control.image is None else control.image
+        asked = {**asdict(control), "image": picture, "version": net.version}
+        found.append(ResolvedControl(**asked))
+    return tuple(found)
+
+
+def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    if settings.guidance_scale is not None and facts.guidance == "none":
+        raise InvalidRequest(
+            "SETTINGS.guidance_scale", "is no input of this model", "no guidance_scale"
+        )
+    if facts.guidance == "cfg":
+        _check_cfg(settings, facts, config)
+    else:
+        _check_true_cfg(settings, facts, config)
+
+
+def _check_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    """`guidance_scale` is the scale of classifier-free guidance."""
+    if settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
+        raise InvalidRequest(
+            "SETTINGS.true_cfg_scale", "is called guidance_scale with this model", "1"
+        )
+    if settings.negative_prompt is not None:
+        if not facts.negative_prompts:
+            raise _no_negative_prompt()
+        check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
+        if not _two_passes(settings, facts, config):
+            raise InvalidRequest(
+                "SETTINGS.negative_prompt",
+                "has no effect at this guidance_scale",
+                f"a guidance_scale above {facts.guides_above:g} beside it",
+            )
+
+
+def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    """A second scale, beside embedded guidance or none."""
+    if settings.negative_prompt is not None:
+        if not facts.true_cfg:
+            raise _no_negative_prompt()
+        check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
+        if settings.true_cfg_scale is None or settings.true_cfg_scale <= 1:
+            raise InvalidRequest(
+                "SETTINGS.negative_prompt",
+                "has no effect without SETTINGS.true_cfg_scale",
+                "a true_cfg_scale above 1 beside it",
+            )
+    elif settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
+        if not facts.true_cfg:
+            raise InvalidRequest("SETTINGS.true_cfg_scale", "cannot be used by this model", "1")
+        raise InvalidRequest(
+            "SETTINGS.true_cfg_scale",
+            "has no effect without SETTINGS.negative_prompt",
+            "a negative_prompt beside it (it may be empty)",
+        )
+
+
+def _no_negative_prompt() -> InvalidRequest:
+    return InvalidRequest(
+        "SETTINGS.negative_prompt", "cannot be used by this model", "no negative_prompt"
+    )
+
+
+def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    steps = _steps(settings, facts, config)
+    least, most = facts.least_steps, config.limits.max_steps
+    if not least <= steps <= most:
+        raise InvalidRequest("SETTINGS.num_inference_steps", f"is {steps}", f"{least} to {most}")
+    if facts.sigmas and steps != len(facts.sigmas):
+        raise InvalidRequest(
+            "SETTINGS.num_inference_steps",
+            f"is {steps}, and this model has a schedule of its own",
+            f"{len(facts.sigmas)}",
+        )
+    if steps_run(steps, settings.strength, rounds_up=facts.strength_rounds_up) < 1:
+        raise InvalidRequest(
+            "SETTINGS.strength",
+            f"{settings.strength:g} of {steps} steps runs none of them",
+            "a strength that leaves at least one step",
+        )
+
+
+def _check_skipping(settings: EditSettings, facts: ModelFacts) -> None:
+    if not settings.first_block_threshold:
+        return
+    if not facts.skips_steps:
+        raise InvalidRequest("SETTINGS.first_block_threshold", "is no setting of this model", "0")
+    if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
+        raise InvalidRequest(
+            "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"
+        )
+
+
+def _check_reuse(settings: EditSettings, facts: ModelFacts) -> None:
+    if settings.reuse != "elastic":
+        if settings.reuse_floor is not None:
+            raise InvalidRequest(
+                "SETTINGS.reuse_floor", "has no effect where reuse is exact", "reuse elastic"
+            )
+        return
+    if not facts.skips_steps:
+        raise InvalidRequest("SETTINGS.reuse", "elastic is no setting of this model", "exact")
+    if settings.reproducible:  # what is left out depends on the load
+        raise InvalidRequest(
+            "SETTINGS.reuse", "elastic does not go with SETTINGS.reproducible", "exact"
+        )
+    if settings.reuse_floor is None:
+        raise InvalidRequest(
+            "SETTINGS.reuse", "elastic names no floor", "reuse_floor in dB beside it"
+        )
+
+
+def _steps(settings: EditSettings, facts: ModelFacts, config: Config) -> int:
+    given = settings.num_inference_steps
+    return facts.steps_default(config.model.num_inference_steps) if given is None else given
+
+
+def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> float:
+    given = settings.guidance_scale
+    return facts.guidance_default(config.model.guidance_scale) if given is None else given
+
+
+def _two_passes(settings: EditSettings, facts: ModelFacts, config: Config) -> bool:
+    """Of an edit with classifier-free guidance: whether it is led away from a negative prompt."""
+    return _guidance(settings, facts, config) > facts.guides_above
+
+
+def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> EditSettings:
+    """`settings` with every default that is the worker's to choose filled in.
+
+    Steps, ring and threshold are never None afterwards, nor are the seed and the request id;
+    guidance_scale is None only for models that have none.
+    """
+    guidance = None if facts.guidance == "none" else _guidance(settings, facts, config)
+    threshold = settings.first_block_threshold
+    if threshold is None:
+        threshold = 0.0 if settings.reproducible else config.model.first_block_threshold
+    negative = settings.negative_prompt
+    if negative is None and facts.guidance == "cfg" and _two_passes(settings, facts, config):
+        negative = ""  # classifier-free guidance leads away from it
+    return replace(
+        settings,
+        negative_prompt=negative,
+        num_inference_steps=_steps(settings, facts, config),
+        guidance_scale=guidance,
+        mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,
+        first_block_threshold=threshold,
+        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
+        request_id=settings.request_id or uuid.uuid4().hex,
+    )

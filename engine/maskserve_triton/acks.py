@@ -1,0 +1,224 @@
+"""Acks: a front tells the denoiser which event it has taken, so that the next may be sent.
+
+TRITON-2.51: the stub locks up for good when two responses of one call come close upon each other,
+both after the first. A thread that waits for responses wakes up holding their lock and waits for
+Python's; the stub's thread that brings the second waits for the former lock, holding one of all
+calls; and a thread that holds Python's lock and comes back from a new call waits for the latter
+(docs/adr/0011-acks.md). So of a call that has more responses than one, the next is sent only
+when the last was taken.
+
+Acks are lines in a named pipe of the worker's runtime folder: each names a call by its key.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from maskserve_triton.answer import Answer
+
+log = logging.getLogger("maskserve")
+
+ACKS = "acks"
+"""Parameter of a request to the pipeline: the key under which acks for its events come."""
+
+_NAME = "acks"
+_FINAL = "final"
+_READ_BYTES = 65536
+_OVER = " over"
+_CLOSE = b"\n"
+_LOOK_EVERY_S = 1.0
+_LOST_S = 30.0
+
+
+class FlowControl:
+    """Sends an event once the last one was taken; what is newer then replaces what still waits.
+
+    So a call never has two responses under way. Where the way is slower than the steps, the newest
+    events are shown instead of a queue of old ones. The final event replaces all that waits; the
+    end of the responses comes after it, apart, when it was taken too.
+
+    Args:
+        answer: of the request.
+        ended: called once, when the request has ended.
+    """
+
+    def __init__(self, answer: Answer, ended: Callable[[], None]) -> None:
+        self._answer, self._ended = answer, ended
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[str, Any]] = {}
+        """Kind of event -> the newest of it, in the order in which they go."""
+        self._under_way = False
+        self._sealed = False
+        """The final event was given; nothing more is taken."""
+        self._released = False
+        self._over = False
+        self._sent = time.monotonic()
+        """When the newest event was."""
+
+    def event(self, kind: str, outputs: dict[str, Any]) -> None:
+        """Send an event that others follow, now or later or, if a newer one comes, never."""
+        self._put(kind, outputs)
+
+    def finish(self, outputs: dict[str, Any]) -> None:
+        """Send the final event; later ones are dropped."""
+        self._put(_FINAL, outputs)
+
+    def taken(self) -> None:
+        """The event under way has arrived: send the next."""
+        with self._lock:
+            self._under_way = False
+        self._go_on()
+
+    def waits_s(self) -> float:
+        """Seconds for which the event under way has not been taken; 0 if there is none."""
+        with self._lock:
+            waits = self._under_way and not self._released
+            return time.monotonic() - self._sent if waits else 0.0
+
+    def release(self) -> None:
+        """Nobody takes events any more: from now on none waits, so that the request ends."""
+        with self._lock:
+            self._released = True
+        self._go_on()
+
+    def _put(self, kind: str, outputs: dict[str, Any]) -> None:
+        with self._lock:
+            if self._sealed:
+                return
+            if kind == _FINAL:
+                self._sealed = True
+                self._waiting.clear()
+            self._waiting.pop(kind, None)
+            self._waiting[kind] = outputs
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Send what may go: one event or, when it was released, all; and then the end."""
+        while (event := self._next()) is not None:
+            self._answer.event(*event)
+        with self._lock:
+            ends = self._sealed and not self._over and not self._holds()
+            self._over = self._over or ends
+        if ends:
+            self._answer.end()
+            self._ended()
+
+    def _next(self) -> tuple[str, dict[str, Any]] | None:
+        with self._lock:
+            if not self._waiting or (self._under_way and not self._released):
+                return None
+            self._under_way, self._sent = True, time.monotonic()
+            kind = next(iter(self._waiting))
+            return kind, self._waiting.pop(kind)
+
+    def _holds(self) -> bool:
+        return bool(self._waiting) or (self._under_way and not self._released)
+
+
+class AckSender:
+    """What a front says of one call."""
+
+    def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
+        self.key = uuid.uuid4().hex
+        self._pipe = Path(runtime_dir) / _NAME
+
+    def taken(self) -> None:
+        """The newest event has arrived. Waits while the pipe is full."""
+        self._write(self.key)
+
+    def over(self) -> None:
+        """The call has ended: what is still to come of it is not waited for."""
+        self._write(self.key + _OVER)
+
+    def _write(self, line: str) -> None:
+        try:
+            pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENXIO):
+                return  # the denoiser is gone
+            raise
+        try:
+            os.set_blocking(pipe, True)
+            os.write(pipe, f"{line}\n".encode())  # short lines are written whole
+        except BrokenPipeError:
+            pass
+        finally:
+            os.close(pipe)
+
+
+class AckReceiver:
+    """The denoiser's end: tells what is kept under an ack's key, in a thread of its own.
+
+    Args:
+        runtime_dir: of the worker.
+        look_every_s: seconds between two looks for events that were lost on their way.
+    """
+
+    def __init__(
+        self, runtime_dir: str | os.PathLike[str], look_every_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._look_every_s = look_every_s
+        path = Path(runtime_dir) / _NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of a denoiser that was killed
+        os.mkfifo(path, 0o600)
+        # Open for both ways, it has no end when no front has it open.
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._kept: dict[str, FlowControl] = {}
+        self._thread = threading.Thread(target=self._run, name="acks", daemon=True)
+        self._thread.start()
+
+    def keep(self, key: str, call: FlowControl) -> None:
+        """Tell `call` of each ack for `key`, until it is dropped."""
+        self._kept[key] = call
+
+    def drop(self, key: str) -> None:
+        self._kept.pop(key, None)
+
+    def close(self) -> None:
+        os.write(self._file, _CLOSE)
+        self._thread.join()
+        os.close(self._file)
+
+    def _run(self) -> None:
+        rest, next_look = b"", 0.0
+        while True:
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + self._look_every_s
+                self._release_lost()
+            if not select.select([self._file], [], [], self._look_every_s)[0]:
+                continue
+            *lines, rest = (rest + os.read(self._file, _READ_BYTES)).split(b"\n")
+            for line in lines:
+                if not line:
+                    return
+                self._take(line.decode("ascii", "replace"))
+
+    def _release_lost(self) -> None:
+        """An event that Triton lost on its way is not waited for: its edit would never end."""
+        for call in list(self._kept.values()):
+            if call.waits_s() > _LOST_S:
+                log.warning("an event has not arrived for %g s; its edit goes on", _LOST_S)
+                _tell(call.release)
+
+    def _take(self, line: str) -> None:
+        call = self._kept.get(line.removesuffix(_OVER))
+        if call is not None:  # else it has ended
+            _tell(call.release if line.endswith(_OVER) else call.taken)
+
+
+def _tell(what: Callable[[], None]) -> None:
+    try:
+        what()
+    except Exception:
+        # One call's trouble is no other call's.
+        log.exception("an event could not be sent")

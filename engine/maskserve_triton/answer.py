@@ -1,0 +1,124 @@
+"""The one final answer of an accepted request."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from maskserve_common.errors import MaskserveError, guarded
+from maskserve_triton.tensor_io import error_response, named_tensors
+
+log = logging.getLogger("maskserve")
+
+OnEnd = Callable[[MaskserveError | None, dict[str, Any]], None]
+"""Told, once, what the final answer was: an error, or outputs."""
+
+
+def _nobody(error: MaskserveError | None, outputs: dict[str, Any]) -> None:
+    pass
+
+
+class Answer:
+    """Sends a request's events, exactly one of them final.
+
+    Several threads hold an Answer: one that waits for the pipeline, one that watches for
+    cancels. The first to finish it wins; everything later is dropped.
+
+    TRITON-2.51: asking whether a request was cancelled after its final response was sent crashes
+    the whole server, so sending and asking share a lock with the flag that says so.
+
+    TRITON-2.51: while it sends, the stub drops the tensors that nobody asked for, without Python's
+    lock. Were its reference the last, they would be freed there, and sooner or later the process
+    would die of a corrupted heap: `tensors` is held until the response is out.
+    """
+
+    def __init__(self, api: Any, sender: Any, on_end: OnEnd = _nobody) -> None:
+        self._api = api
+        self._sender = sender
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def event(self, kind: str, outputs: dict[str, Any]) -> bool:
+        """Send an event that others follow, of whatever kind; False when it is too late."""
+        tensors = named_tensors(self._api, outputs)
+        message = self._api.InferenceResponse(tensors)
+        with self._lock:
+            if self._done:
+                return False
+            self._sender.send(message)
+            return True
+
+    def finish(self, outputs: dict[str, Any]) -> bool:
+        """Send the result; False when the request has been answered already."""
+        tensors = named_tensors(self._api, outputs)
+        return self._final(self._api.InferenceResponse(tensors), None, outputs)
+
+    def fail(self, error: MaskserveError) -> bool:
+        """Send an error as the final answer; False when there was one already."""
+        return self._final(error_response(self._api, error), error, {})
+
+    def end(self) -> None:
+        """Say that no response follows those sent; nothing happens when there was a final one."""
+        self._final(None, None, {})
+
+    def cancelled(self) -> bool:
+        """Whether the client has withdrawn the request and nobody has answered it yet.
+
+        False while something is being sent: whoever looks again and again at many requests must
+        not wait for one client's.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return not self._done and bool(self._sender.is_cancelled())
+        finally:
+            self._lock.release()
+
+    def _final(self, message: Any, error: MaskserveError | None, outputs: dict[str, Any]) -> bool:
+        with self._lock:
+            if self._done:
+                return False
+            self._done = True
+            flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            try:
+                if message is None:
+                    self._sender.send(flags=flags)
+                else:
+                    self._sender.send(message, flags=flags)
+            except Exception as problem:
+                error = guarded("", problem)
+                self._told_instead(error)
+        # Without the lock: whoever looks for cancels must not wait for a log's disk.
+        self._on_end(error, outputs)
+        return True
+
+    def _told_instead(self, error: MaskserveError) -> None:
+        """An answer could not be sent, as there was no room for it; an error takes next to none."""
+        flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        try:
+            self._sender.send(error_response(self._api, error), flags=flags)
+        except Exception:
+            log.exception("an answer could not be sent")
+
+
+def answer_each(api: Any, requests: Iterable[Any], take: Callable[[Any, Answer], object]) -> None:
+    """Take requests in, each with its Answer; one that cannot be taken is answered by its error.
+
+    Args:
+        api: triton_python_backend_utils.
+        requests: as `execute` has them.
+        take: a request and its Answer, which may be finished later.
+    """
+    for request in requests:
+        answer = Answer(api, request.get_response_sender())
+        try:
+            take(request, answer)
+        except Exception as error:
+            answer.fail(guarded("", error))

@@ -1,0 +1,138 @@
+"""Edits in flight at a front."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import structs
+
+from maskserve_common.contracts.keys import edit_of
+from maskserve_common.contracts.request import AcceptedEdit
+from maskserve_common.contracts.settings import MAX_DEADLINE_MS, EditSettings
+from maskserve_common.errors import InvalidRequest, MaskserveError
+from maskserve_triton.answer import Answer
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An accepted edit, until it is answered."""
+
+    edit: AcceptedEdit
+    pictures: dict[str, list[bytes]]
+    """Elements of what is handed on unread (`contracts.tensors.PICTURES`)."""
+    answer: Answer
+    limit_name: str = "SETTINGS.deadline_ms"
+    """What the client bounded the edit by."""
+    traceparent: str = ""
+    """The span below which the models record what they do for it."""
+    run: str = ""
+    """Of a workflow, for which its answer is put into a file; empty: it is answered."""
+    accepted: float = field(default_factory=time.monotonic)
+    sent: bool = False
+    """Into the pipeline; until then it waits for a thread."""
+    heard: float = 0.0
+    """When the engine was last seen to hold it, or an event of it came; 0: never."""
+    withdrawn: bool = False
+    """Nobody waits for it; its row is to be freed."""
+    withdrawing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def request_id(self) -> str:
+        assert self.edit.settings.request_id is not None
+        return self.edit.settings.request_id
+
+    def inputs(self) -> dict[str, list[bytes]]:
+        """What the pipeline is given."""
+        return {**self.pictures, "ACCEPTED": [self.edit.to_json()]}
+
+    def too_late(self, now: float) -> bool:
+        limit = self.edit.settings.deadline_ms
+        return limit is not None and now - self.accepted > limit / 1e3
+
+
+class Calls:
+    """The edits of a front by id, until the pipeline has let go of them, answered or not."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __contains__(self, call: Call) -> bool:
+        return self._calls.get(call.request_id) is call
+
+    def tries_of(self, request_id: str) -> list[Call]:
+        """All that are there of an edit."""
+        return [call for call in self.all() if edit_of(call.request_id) == edit_of(request_id)]
+
+    def all(self) -> list[Call]:
+        with self._lock:
+            return list(self._calls.values())
+
+    def add(self, call: Call) -> None:
+        """Take an edit in.
+
+        Raises:
+            InvalidRequest: its id is another's that is in flight.
+        """
+        with self._lock:
+            held = self._calls.get(call.request_id)
+            # A client may send the id again as soon as it has its answer.
+            if held is not None and (held.withdrawn or not held.answer.done):
+                raise InvalidRequest(
+                    "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+                )
+            self._calls[call.request_id] = call
+
+    def remove(self, call: Call) -> None:
+        """The pipeline has let go of it; its id may be another edit's by now."""
+        with self._lock:
+            if call in self:
+                del self._calls[call.request_id]
+
+    def fail_all(self, problem: MaskserveError) -> None:
+        """Answer each that has no answer yet."""
+        for call in self.all():
+            call.answer.fail(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """What a client asked, as a front takes it."""
+
+    settings: EditSettings
+    """Their `deadline_ms` is when the edit is dropped; None: never."""
+    limit_name: str
+    """What the client bounded the edit by."""
+    due_ms: int | None
+    """When it wants the answer."""
+
+
+def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> Bounded:
+    """A client's settings as a front takes them: with an id, the nearer of both time limits, and
+    no events that the client would not see.
+
+    Args:
+        asked: as the client gave them.
+        request: Triton's; its parameter `timeout` comes in microseconds, 0 if there is none.
+        streaming: whether the front sends progress and previews on.
+    """
+    limit_ms, limit_name = asked.limit_ms, "SETTINGS.deadline_ms"
+    timeout_ms = -(-request.timeout() // 1000)
+    if 0 < timeout_ms <= MAX_DEADLINE_MS and (limit_ms is None or timeout_ms < limit_ms):
+        limit_ms, limit_name = timeout_ms, "timeout"
+    taken = structs.replace(
+        asked,
+        request_id=asked.request_id or uuid.uuid4().hex,
+        deadline_ms=limit_ms,
+        progress=asked.progress and streaming,
+        preview_every=asked.preview_every if streaming else 0,
+    )
+    wanted = [ms for ms in (asked.deadline_ms, limit_ms) if ms is not None]
+    return Bounded(taken, limit_name, min(wanted, default=None))

@@ -1,0 +1,352 @@
+"""What `control` does: operations on the worker, JSON in, JSON out.
+
+`status` and `drain` touch files only and are answered at once. `cancel` asks the fronts, those on
+adapters the storage, and the others the denoiser's process, which may be dead: they wait in threads
+that keys share, cancels in some of their own, and are answered with an error when it stays silent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.keys import NO_SCOPE, SHARED, TEMPLATE_ID, entries_id, sharing
+from maskserve_common.contracts.operations import PATIENT, parse_operation
+from maskserve_common.contracts.parameters import parameters
+from maskserve_common.contracts.status_record import WorkerStatus
+from maskserve_common.errors import (
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    TemplateNotFound,
+    guarded,
+)
+from maskserve_common.files.stages import StagesAway
+from maskserve_common.files.values import Values
+from maskserve_common.imaging.images import decode_image
+from maskserve_common.listings import TemplateListings
+from maskserve_common.liveness import silence_limit_s, unwell
+from maskserve_common.shares import Full
+from maskserve_common.status import StatusReader
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_lora.operations import AdapterOperations
+from maskserve_triton.admission import OPEN, Gate
+from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.cancels import cancel_edit
+from maskserve_triton.fair_threads import FairThreads
+from maskserve_triton.pipeline import ask_denoiser, prime_template
+from maskserve_triton.templates import templates_of
+from maskserve_triton.tensor_io import read_bytes
+
+log = logging.getLogger("maskserve")
+
+ORIGIN = "origin"
+"""The header by which a browser names the page that asks."""
+_OF_FILES = ("status", "drain")
+_PATIENT_S = 60.0
+_THREADS, _CANCELS = 8, 4
+_NICE = 5
+"""Edits are in more of a hurry than what is done beside them: a picture of 49 megapixels takes half
+a second of a processor to register."""
+_STRIPES = 64
+_MOST_WAITING = 256
+"""Operations that may wait for a thread."""
+
+
+class _Unlisted(WorkerStatus):
+    """A record whose templates are left as JSON."""
+
+    templates: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
+
+
+class WorkerControl:
+    """The operations of one worker."""
+
+    def __init__(self, api: Any, config: Config) -> None:
+        self._api = api
+        self._config = config
+        self._status = StatusReader(f"{config.runtime_dir}/status")
+        self._admission = Gate(config.runtime_dir)
+        self._stages = StagesAway(config)
+        self._values = Values(config.values)
+        self._templates = templates_of(config, self._values)
+        self._changing = [threading.Lock() for _ in range(_STRIPES)]
+        """Held while a template is put or evicted, by its id."""
+        self._listings = TemplateListings()
+        self._adapters = AdapterOperations(config)
+        self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", _NICE)
+        # A cancel is asked for when things go badly: it waits behind no other operation.
+        self._cancels = FairThreads(_CANCELS, _MOST_WAITING, "control-cancels")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take operations in; each is answered exactly once."""
+        answer_each(self._api, requests, self._take)
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        if _of_a_page(request):
+            accepted = "a program, or the operators' port of a router"
+            raise InvalidRequest("Origin", "is set: a page asks by a browser", accepted)
+        operation = parse_operation(read_bytes(self._api, request, "OP"))
+        if operation["op"] in _OF_FILES:
+            _reply(answer, self._with_files(operation))
+        else:
+            self._with_denoiser(operation, answer)
+
+    def close(self) -> None:
+        self._adapters.close()
+        self._threads.close()
+        self._cancels.close()
+
+    def _with_files(self, operation: dict[str, Any]) -> dict[str, Any]:
+        match operation["op"]:
+            case "status":
+                return self._read_status(operation.get("templates"))
+            case "drain":
+                self._admission.drain()
+                return {"draining": True, "in_flight": self._admission.in_flight()}
+        raise AssertionError(operation)
+
+    def _asking(self, operation: dict[str, Any]) -> dict[str, Any]:
+        """An operation with a part in another process; blocks."""
+        match operation["op"]:
+            case "cancel":
+                found = cancel_edit(self._config.runtime_dir, operation["request_id"])
+                return {"cancelled": found}
+            case "templates":
+                return {"templates": self._list(operation.get("scope", NO_SCOPE))}
+            case "register":
+                return self._register(operation)
+            case "prime":
+                return self._prime(self._named(operation))
+            case "pin" | "unpin":
+                name, scope = self._named(operation), operation.get("scope", NO_SCOPE)
+                return self._pin(operation["op"], name, scope)
+            case "evict":
+                return self._evict(self._named(operation), operation.get("scope", NO_SCOPE))
+            case "adapters":
+                return {**self._adapters.overview(), "controlnets": self._controlnets()}
+            case "adapter_check":
+                return self._adapters.check(operation["name"])
+            case "adapter_load":
+                return self._adapters.load(operation["name"])
+            case "adapter_pin" | "adapter_unpin":
+                return self._adapters.pin(
+                    operation["name"], pinned=operation["op"] == "adapter_pin"
+                )
+            case "adapter_evict":
+                return self._adapters.evict(operation["name"])
+            case _:
+                return ask_denoiser(self._api, operation)
+
+    def _controlnets(self) -> list[dict[str, Any]]:
+        if not self._config.controls.folder:
+            return []
+        model = self._config.model
+        facts = load_facts(model.path, model.native_resolution)
+        status = self._status.read()
+        tiers = {} if status is None else {each.name: each.tier for each in status.controlnets}
+        return [
+            {
+                "name": net.name,
+                "bytes": net.nbytes,
+                "modes": net.modes,
+                "problem": net.problem,
+                "tiers": [tiers[net.name]] if net.name in tiers else [],
+            }
+            for net in ControlNets(self._config, facts).all()
+        ]
+
+    def _read_status(self, known: str | None) -> dict[str, Any]:
+        """The engine's record, with what the engine cannot say: its age, the admission, and stages
+        that a service runs.
+
+        Args:
+            known: version of the templates that the asker knows: it is told changes in place of
+                the list. None: the list.
+        """
+        raw, more = self._status.read_json(), {}
+        try:
+            status = (WorkerStatus if known is None else _Unlisted).from_json(raw or b"")
+        except ValueError:
+            raise EngineFailed("the engine has not started") from None
+        if known is not None:
+            self._listings.take(memoryview(status.templates))  # type: ignore[arg-type]
+            status.templates = {}
+            more = {"template_changes": to_builtins(self._listings.changes(known))}
+        nodes = (*status.nodes, *self._stages.nodes(status.model))
+        held = self._values.held()
+        values: dict[str, Any] = json.loads(replace(status, nodes=nodes, values=held).to_json())
+        age = status.age_s()
+        if self._admission.state() != OPEN:
+            for each in (values, *values["nodes"]):
+                each["state"] = "draining" if each["state"] == "ready" else each["state"]
+        alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
+        return {
+            **values,
+            **more,
+            "age_s": round(age, 4),
+            "alive": alive and unwell(self._config.runtime_dir) is None,
+            "in_flight": self._admission.in_flight(),
+        }
+
+    def _named(self, operation: dict[str, Any]) -> str:
+        """The template that an operation names, if its client may see it.
+
+        Raises:
+            InvalidRequest: it is no id.
+            TemplateNotFound: it is another client's.
+        """
+        name = operation["template_id"]
+        if TEMPLATE_ID.fullmatch(name) is None:
+            raise InvalidRequest(
+                "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
+            )
+        if not self._templates.shows(name, operation.get("scope", NO_SCOPE)):
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return str(name)
+
+    def _list(self, scope: str) -> list[dict[str, Any]]:
+        """Templates by id: whether an image is registered, by whom, and what is cached of each."""
+        self._templates.expire()
+        registered = self._templates.ids()
+        entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
+        shared = {seen: list(names) for seen, names in groupby(registered, entries_id)}
+        for entry in ask_denoiser(self._api, {"op": "templates"})["templates"]:
+            rest = {key: value for key, value in entry.items() if key != "template_id"}
+            first = entry["template_id"]
+            for name in shared.get(entries_id(first), [first]):
+                entries.setdefault(name, []).append(rest)
+        return [
+            {
+                "template_id": name,
+                "registered": name in registered,
+                "owners": self._templates.owners(name),
+                "expires_s": self._templates.expires_s(name, scope),
+                "entries": found,
+            }
+            for name, found in sorted(entries.items())
+            if self._templates.shows(name, scope)
+        ]
+
+    def _register(self, operation: dict[str, Any]) -> dict[str, Any]:
+        image = operation["image"].encode("utf-8", "replace")
+        decoded = decode_image(image, "OP.image", self._config.limits)
+        name = decoded.template_id
+        scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
+        owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
+        with self._changing[int(name[:2], 16) % _STRIPES]:
+            self._templates.put(name, bytes(decoded.encoded), owners)
+        height, width = decoded.size
+        size = {"width": width, "height": height}
+        if not operation.get("prime", True):
+            return {**size, "template_id": name, "state": "absent"}
+        # An image is registered to be edited more than once: its activations are worth having.
+        # It is registered all the same if they cannot be had now.
+        try:
+            primed = self._prime(name)
+        except (MaskserveError, ConfigError) as error:
+            log.warning("template %s is registered but not primed: %s", name, error)
+            primed = {"template_id": name, "state": "absent"}
+        return {**size, **primed}
+
+    def _prime(self, name: str) -> dict[str, Any]:
+        """Have a registered template primed in the background."""
+        encoded = self._templates.get(name)
+        if encoded is None:
+            raise TemplateNotFound(f"OP.template_id: {name} is not registered here")
+        if not self._config.cache.enabled:
+            return {"template_id": name, "state": "absent"}
+        model = self._config.model
+        facts = load_facts(model.path, model.native_resolution)
+        state = prime_template(self._api, encoded, facts, self._config)
+        return {"template_id": name, **state}
+
+    def _pin(self, op: str, name: str, scope: str) -> dict[str, Any]:
+        """Keep what is cached of a template, and will be, from eviction; or no longer. A result
+        that is pinned does not expire.
+        """
+        if op == "pin":
+            self._templates.keep(name)
+        asked = {"op": op, "template_id": name, **({"scope": scope} if op == "pin" else {})}
+        found = ask_denoiser(self._api, asked)["found"]
+        if not found and name not in self._templates.ids():
+            if op == "pin":
+                # The engine pins what is to come, too: a refusal must not leave that behind.
+                ask_denoiser(self._api, {"op": "unpin", "template_id": name})
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return {"template_id": name, "pinned": op == "pin"}
+
+    def _evict(self, name: str, scope: str) -> dict[str, Any]:
+        """Forget a template: the registered image and what is cached of it. A client's own wish
+        ends nobody else's: it stays for as long as another has registered it.
+        """
+        # A registration of the same picture waits until what is cached of it is gone, too: what it
+        # primes is then its own.
+        with self._changing[int(name[:2], 16) % _STRIPES]:
+            if scope:
+                gone = self._templates.disown(name, scope)
+                if gone is None:
+                    raise TemplateNotFound(
+                        f"OP.template_id: {name} was not registered with this key"
+                    )
+                if not gone:
+                    return {"template_id": name, "registered": False, "freed_bytes": 0}
+            registered = bool(scope) or self._templates.remove(name)
+            # Entries stay for as long as a template that shares them.
+            op = "unpin" if sharing(name, self._templates.ids()) else "evict"
+            done = ask_denoiser(self._api, {"op": op, "template_id": name})
+            freed = done.get("freed_bytes", 0)
+        if not registered and not freed:
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return {"template_id": name, "registered": False, "freed_bytes": freed}
+
+    def _with_denoiser(self, operation: dict[str, Any], answer: Answer) -> None:
+        def ask() -> None:
+            try:
+                if not answer.done:  # else the client was told that nothing has been done
+                    _reply(answer, self._asking(operation))
+            except Exception as error:
+                answer.fail(guarded("", error))
+            finally:
+                timer.cancel()
+
+        limit = self._config.engine.heartbeat_timeout_s
+        whom = "the adapters' storage" if operation["op"].startswith("adapter") else "the engine"
+        if operation["op"] in PATIENT:
+            limit = max(limit, _PATIENT_S)
+        timer = threading.Timer(
+            limit,
+            lambda: answer.fail(EngineFailed(f"{whom} did not answer within {limit:g} s")),
+        )
+        timer.daemon = True
+        timer.start()
+        # Patient operations leave threads to the others, whoever asks for either.
+        scope = operation.get("scope", NO_SCOPE)
+        key = (scope, "patient") if operation["op"] in PATIENT else scope
+        threads = self._cancels if operation["op"] == "cancel" else self._threads
+        try:
+            threads.submit(key, ask)
+        except Full:
+            timer.cancel()
+            raise Overloaded("too many operations wait already; try again later") from None
+
+
+def _reply(answer: Answer, result: dict[str, Any]) -> None:
+    answer.finish({"RESULT": json.dumps(result).encode()})
+
+
+def _of_a_page(request: Any) -> bool:
+    """Whether a browser sends it for the sake of a page. Triton answers every page's simple
+    requests; it hands the header on as a parameter (`maskserve_serving.command`).
+    """
+    return any(name.lower() == ORIGIN for name in parameters(request))

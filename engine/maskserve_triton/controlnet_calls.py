@@ -1,0 +1,79 @@
+"""KServe calls of a ControlNet service, as its denoisers make them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from maskserve_common import transport
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import (
+    CODES,
+    AdapterNotFound,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    split_code,
+)
+
+_MODEL = "controlnet"
+_KINDS = {kind.code: kind for kind in (AdapterNotFound, Overloaded, EngineFailed)}
+
+
+class ControlNetCalls:
+    """One connection; from any thread.
+
+    Args:
+        url: HOST:PORT of the service.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._channel = grpc.insecure_channel(url, transport.SERVICE)
+        self._stub = GRPCInferenceServiceStub(self._channel)
+
+    def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
+        """What the service answers.
+
+        Args:
+            op: with its keys.
+            arrays: the ARRAYS tensor; empty: none.
+            limit_s: seconds after which it is given up.
+
+        Raises:
+            MaskserveError: what the service says, or Overloaded where it says nothing.
+        """
+        request = pb.ModelInferRequest(model_name=_MODEL)
+        bytes_tensor.add_input(request, "OP", [json.dumps(op).encode()])
+        if arrays:
+            request.inputs.add(name="ARRAYS", datatype="UINT8", shape=[len(arrays)])
+            request.raw_input_contents.append(arrays)
+        try:
+            said = next(self._stub.ModelStreamInfer(iter([request]), timeout=limit_s), None)
+        except grpc.RpcError as error:
+            raise Overloaded(
+                f"the ControlNet service does not answer ({error.code().name}); try again later"
+            ) from error
+        if said is None:
+            raise Overloaded("the ControlNet service gives no answer; try again later")
+        if said.error_message:
+            raise _error(said.error_message)
+        raw = bytes_tensor.outputs(said.infer_response)["RESULT"]
+        result: dict[str, Any] = json.loads(bytes(raw))
+        return result
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _error(text: str) -> MaskserveError:
+    code, message = split_code(text)
+    assert code in CODES
+    if code == InvalidRequest.code:
+        field, _, problem = message.partition(": ")
+        return InvalidRequest(field, problem)
+    return _KINDS.get(code, EngineFailed)(message)

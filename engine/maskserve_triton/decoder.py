@@ -1,0 +1,194 @@
+"""What the decoder model does with events: all of their latents become pixels, or those round what
+is pasted.
+
+A dense edit is exactly the pipeline's, and reproducible ones are equal on every worker, so these
+are decoded as a whole. A cached edit equals its template outside of its mask, and is decoded in
+pieces with the norms of the template's own decode. That is made when the template's first cached
+edit comes, from the moments that the encoder has left in the runtime folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.meta import with_decoded
+from maskserve_common.contracts.postprocess_context import request_in
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.kept import Kept
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.latents import to_model
+from maskserve_engine.stages.moments_folder import MomentsFolder
+from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
+from maskserve_engine.stages.vae_pieces import CellSums, Pieces, PixelBox
+
+_WHOLE_FROM = 0.7
+"""Share of a picture from which its pieces cost as much as all of it."""
+_FILTER = 3
+"""Pixels beyond a box that are read where it is brought to another size."""
+
+
+class _Event(msgspec.Struct):
+    """What META says of it."""
+
+    event: str = ""
+    cache: str = ""
+    mask_ring: int | None = None
+    """That it was made with, once it has ended."""
+
+
+_read_event = msgspec.json.Decoder(_Event).decode
+
+
+class ToDecode(NamedTuple):
+    """An event with latents."""
+
+    latents: NDArray[np.float32]
+    """[C, h, w]"""
+    meta: bytes
+    context: NDArray[np.uint8]
+    """The tensor."""
+
+
+class _Whole(NamedTuple):
+    """All of an event's latents are decoded."""
+
+    alone: bool
+    """In a call of its own."""
+
+
+class _InPieces(NamedTuple):
+    """What is pasted of an event is."""
+
+    pieces: Pieces
+    template: CellSums
+
+
+class EditDecoder:
+    """The decoder of a worker. One thread decodes at a time.
+
+    Args:
+        decoder: of the served model.
+        facts: of it.
+        config: of the worker.
+    """
+
+    def __init__(self, decoder: Decoder, facts: ModelFacts, config: Config) -> None:
+        self._decoder, self._facts, self._stages = decoder, facts, config.stages
+        self._shares_calls = shares_calls(config.stages, decoder.vae.device.type)
+        self._moments = MomentsFolder(config.runtime_dir)
+        self._sums: Kept[str, CellSums] = Kept(config.stages.decode_bytes, lambda sums: sums.nbytes)
+
+    def decode(
+        self, latents: NDArray[np.float32], meta: bytes, context: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.uint8], bytes]:
+        """Decode one event alone: `decode_all` of it, with its error raised."""
+        [made] = self.decode_all([ToDecode(latents, meta, context)])
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def decode_all(
+        self, events: Sequence[ToDecode]
+    ) -> Iterator[tuple[NDArray[np.uint8], bytes] | Exception]:
+        """Pixels, as of `Decoder.decode`, of final events or previews that came together, and META
+        that says how they were decoded; each as soon as it is done, in this order, or its error.
+
+        Those that are decoded as a whole share calls of the VAE where that pays, but for
+        `reproducible` edits.
+        """
+        plans = [self._plan(event) for event in events]
+        sharing = {
+            number: (event.latents.shape[1], event.latents.shape[2])
+            for number, (event, plan) in enumerate(zip(events, plans, strict=True))
+            if isinstance(plan, _Whole) and not plan.alone and self._shares_calls
+        }
+        factor = self._facts.latents.pixels
+        batches = vae_batches({n: (h * factor, w * factor) for n, (h, w) in sharing.items()})
+        done: dict[int, NDArray[np.uint8]] = {}
+        for number, (event, plan) in enumerate(zip(events, plans, strict=True)):
+            made: tuple[NDArray[np.uint8], bytes] | Exception
+            try:
+                if isinstance(plan, Exception):
+                    raise plan
+                if isinstance(plan, _InPieces):
+                    pixels = self._decoder.decode_pieces(event.latents, plan.pieces, plan.template)
+                    made = pixels, with_decoded(event.meta, share=plan.pieces.share)
+                else:
+                    batch = batches.get(number, (number,))
+                    if number not in done:
+                        pixels_of = self._decoder.decode_all([events[n].latents for n in batch])
+                        done |= zip(batch, pixels_of, strict=True)
+                    made = done.pop(number), with_decoded(event.meta, batch=len(batch))
+            except Exception as error:
+                made = error
+            yield made
+
+    def _plan(self, event: ToDecode) -> _Whole | _InPieces | Exception:
+        """How an event is decoded."""
+        size = event.latents.shape[1], event.latents.shape[2]
+        try:
+            in_pieces = self._stages.decode_halo and self._decoder.takes_pieces(size)
+            if not (in_pieces or self._shares_calls):
+                return _Whole(alone=True)
+            edit = EditRequest.from_json(request_in(event.context))
+            found = self._pieces(_read_event(event.meta), edit, size) if in_pieces else None
+            return found or _Whole(alone=edit.settings.reproducible)
+        except Exception as error:
+            return error
+
+    def _pieces(self, event: _Event, edit: EditRequest, size: tuple[int, int]) -> _InPieces | None:
+        """What to decode, beside what is known of its template; None: everything."""
+        settings = edit.settings
+        cached, shown = event.cache in ("hit", "own"), event.event == "preview"
+        if not (cached or shown) or settings.reproducible or settings.cache == "off":
+            return None
+        if not edit.edit_boxes:
+            return None
+        ring = settings.mask_ring if event.mask_ring is None else event.mask_ring
+        assert ring is not None
+        patch = self._facts.patch
+        pieces = self._decoder.pieces(
+            _latent_boxes(edit, self._facts.vae_scale_factor),
+            size,
+            halo=self._stages.decode_halo,
+            spread=patch * ring + patch - 1,
+        )
+        if pieces.share >= _WHOLE_FROM:
+            return None
+        # To decode all of a picture that may never come again gains nothing.
+        template = self._template(edit.pixels_id, make=event.cache == "hit")
+        return None if template is None else _InPieces(pieces, template)
+
+    def _template(self, pixels_id: str, *, make: bool) -> CellSums | None:
+        """Of a template's decode; where it is not kept, it is decoded if `make`."""
+        held = self._sums.get(pixels_id)
+        if held is not None or not make:
+            return held
+        moments = self._moments.read(pixels_id)
+        if moments is None:
+            return None
+        space = self._facts.latents
+        mean = torch.from_numpy(moments[: len(moments) // 2])
+        sums = self._decoder.sums(to_model(mean, space).numpy())
+        self._sums.put(pixels_id, sums)
+        return sums
+
+
+def _latent_boxes(edit: EditRequest, factor: int) -> list[PixelBox]:
+    """Boxes of latents that cover what an edit pastes.
+
+    Args:
+        edit: the request.
+        factor: pixels per latent, along one side.
+    """
+    margin = 0 if edit.seen_size == edit.model_size else _FILTER
+    grown = (PixelBox(*box).grown(margin, edit.model_size) for box in edit.edit_boxes)
+    return [box.shrunk(factor) for box in grown]

@@ -1,0 +1,242 @@
+"""The denoiser model's Triton side: Triton requests in, the engine's events out.
+
+Takes Triton's API as `api` (maskserve_triton), so it needs no Triton to be tested.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_common.config import Config, model_name
+from maskserve_common.contracts.meta import NEW, event_meta, failed_meta, final_meta
+from maskserve_common.contracts.parameters import parameters
+from maskserve_common.contracts.postprocess_context import NOTHING
+from maskserve_common.contracts.request import EditRequest, ResolvedControl
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
+from maskserve_common.tracing import Tracer, parent_of
+from maskserve_engine.base.job import (
+    ControlInput,
+    EditJob,
+    EngineEvent,
+    Failed,
+    FinalEvent,
+    PreviewEvent,
+    ProgressEvent,
+    Sink,
+)
+from maskserve_engine.base.timeline import RequestTimeline, stages
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.doings import Doings
+from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning
+from maskserve_triton.acks import ACKS, AckReceiver, FlowControl
+from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.tensor_io import read_array, read_array_or_none, read_bytes
+
+T = TypeVar("T")
+
+
+class _Operation(msgspec.Struct):
+    """REQUEST of an operation; that of an edit has no `op`."""
+
+    op: str = ""
+
+
+_read_operation = msgspec.json.Decoder(_Operation).decode
+_NO_LATENTS = np.zeros((0, 0, 0), np.float32)
+
+
+class DenoiserFrontend:
+    """Submits edits to the engine and sends its events; answers operations of `control`."""
+
+    def __init__(
+        self, api: Any, engine: Engine, config: Config, tracer: Tracer | None = None
+    ) -> None:
+        self._api = api
+        self._tracer = tracer or Tracer()
+        self._engine = engine
+        self._config = config
+        self._model = model_name(config)
+        self._acks = AckReceiver(config.runtime_dir)
+        self._doings = Doings()
+
+    def close(self) -> None:
+        """Once the engine has ended: what still waits for an ack is not sent."""
+        self._acks.close()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered later, its final answer exactly once."""
+        answer_each(self._api, requests, self._take)
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        received = time.monotonic()
+        raw = read_bytes(self._api, request, "REQUEST")
+        if _read_operation(raw).op:
+            self._operate(json.loads(raw), request, answer)
+            return
+        edit = EditRequest.from_json(raw)
+        job = self._job(edit, request)
+        encoded = EncodeReport.from_json(read_bytes(self._api, request, "ENCODED"))
+        carried = self._array(request, "CONTEXT", np.uint8, 1)
+        key = parameters(request).get(ACKS, "")
+        events = self._flow(answer, key) if key else answer
+        sink = self._sink(edit, received, encoded, carried, events, parent_of(request))
+        try:
+            self._engine.submit(job, sink)
+        except Exception:
+            self._acks.drop(key)
+            raise
+
+    def _flow(self, answer: Answer, key: str) -> FlowControl:
+        """Events for a front that gives acks for them."""
+        flow = FlowControl(answer, ended=lambda: self._acks.drop(key))
+        self._acks.keep(key, flow)
+        return flow
+
+    def _job(self, edit: EditRequest, request: Any) -> EditJob:
+        packed = self._array(request, "CONDITIONING", np.uint8, 1)
+        conditioning, negative = unpack_conditioning(packed)
+        pictures = read_array_or_none(self._api, request, "CONTROLS", np.uint8, ndim=4)
+        moments = read_array_or_none(self._api, request, "CONTROL_MOMENTS", np.float32, ndim=4)
+        return EditJob(
+            request=edit,
+            edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
+            moments=self._array(request, "MOMENTS", np.float32, 3),
+            masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
+            conditioning=conditioning,
+            negative=negative,
+            controls=tuple([_control(each, pictures, moments) for each in edit.controls]),
+        )
+
+    def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:
+        return read_array(self._api, request, name, dtype, ndim=ndim)
+
+    def _sink(
+        self,
+        edit: EditRequest,
+        received: float,
+        encoded: EncodeReport,
+        carried: NDArray[np.uint8],
+        events: Answer | FlowControl,
+        parent: str,
+    ) -> Sink:
+        """Sends a job's events, and records its spans below `parent` when it has ended.
+
+        What postprocess needs of its beginning goes with every image.
+        """
+        new = self._doings.new_of(edit)
+
+        def sink(event: EngineEvent) -> None:
+            match event:
+                case ProgressEvent(step, steps):
+                    meta = event_meta("progress", step, steps, edit.request_id)
+                    nothing = {"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING}
+                    events.event("progress", nothing)
+                case PreviewEvent(step, steps, latents):
+                    meta = event_meta("preview", step, steps, edit.request_id)
+                    shown = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
+                    events.event("preview", shown)
+                case FinalEvent(latents, engine_meta, timeline):
+                    taken_ms = {"encode": encoded.ms}
+                    if timeline is not None:
+                        taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
+                    warnings = (*edit.warnings, *encoded.warnings)
+                    said = {**encoded.meta, "warnings": warnings, **engine_meta}
+                    if new:
+                        said[NEW] = new
+                    meta = final_meta(edit, self._config.worker, self._model, said, taken_ms)
+                    events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
+                    self._record(parent, received, timeline, None)
+                case Failed(error, timeline):
+                    meta = failed_meta(error, edit.request_id)
+                    events.finish({"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING})
+                    self._record(parent, received, timeline, error)
+
+        return sink
+
+    def _record(
+        self,
+        parent: str,
+        received: float,
+        timeline: RequestTimeline | None,
+        error: MaskserveError | None,
+    ) -> None:
+        if timeline is not None:
+            self._tracer.record(parent, stages(received, timeline, error))
+
+    def _operate(self, values: dict[str, Any], request: Any, answer: Answer) -> None:
+        match values:
+            case {"op": "cancel", "request_id": str(request_id)}:
+                self._engine.cancel(request_id)
+                _reply(answer, {})
+            case {"op": "heartbeat"}:
+                _reply_when_done(self._engine.heartbeat(), answer, lambda beat: beat)
+            case {"op": "templates"}:
+                held = self._engine.templates()
+                _reply_when_done(held, answer, lambda found: {"templates": found})
+            case {"op": "evict", "template_id": str(template_id)}:
+                freed = self._engine.evict(template_id)
+                _reply_when_done(freed, answer, lambda size: {"freed_bytes": size})
+            case {"op": "prime", "request": str(template)}:
+                state = self._engine.prime(
+                    self._job(EditRequest.from_json(template.encode()), request)
+                )
+                _reply_when_done(state, answer, lambda said: {"state": said})
+            case {"op": "pin", "template_id": str(template_id), "scope": str(scope)}:
+                done = self._engine.pin(template_id, scope)
+                _reply_when_done(done, answer, lambda found: {"found": found})
+            case {"op": "unpin", "template_id": str(template_id)}:
+                done = self._engine.unpin(template_id)
+                _reply_when_done(done, answer, lambda found: {"found": found})
+            case _:
+                raise InvalidRequest(
+                    "REQUEST.op",
+                    "is not known",
+                    "cancel, evict, heartbeat, pin, prime, templates, unpin",
+                )
+
+
+def _control(
+    asked: ResolvedControl,
+    pictures: NDArray[np.uint8] | None,
+    moments: NDArray[np.float32] | None,
+) -> ControlInput:
+    """A control with its picture, of CONTROLS and CONTROL_MOMENTS."""
+    if pictures is None or asked.image is None:
+        raise EngineFailed("an edit with controls came without its control pictures")
+    encoded = None if moments is None or not len(moments) else moments[asked.image]
+    return ControlInput(
+        net=asked.version,
+        picture=pictures[asked.image],
+        scale=asked.scale,
+        start=asked.start,
+        end=asked.end,
+        mode=asked.mode,
+        moments=encoded,
+    )
+
+
+def _reply_when_done(
+    future: Future[T], answer: Answer, result: Callable[[T], dict[str, Any]]
+) -> None:
+    """Answer from the engine thread, between two steps: `execute` does not wait for it."""
+
+    def reply(done: Future[T]) -> None:
+        try:
+            _reply(answer, result(done.result()))
+        except Exception as error:
+            answer.fail(guarded("", error))
+
+    future.add_done_callback(reply)
+
+
+def _reply(answer: Answer, result: dict[str, Any]) -> None:
+    meta = json.dumps(result).encode()
+    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING})

@@ -1,0 +1,205 @@
+"""What `edit` and `edit_stream` do: answer for a pipeline that cannot answer for itself.
+
+Neither a cancel nor the death of a model's process crosses a Triton ensemble, so each front
+watches both and answers by itself. Its parts, and their threads:
+
+    EditFront       `execute` takes requests in, without waiting; a pool has one thread per edit
+                    in flight, blocked in the pipeline's responses
+    Calls           the edits in flight, by id
+    Watcher         one thread: cancels, deadlines, the worker's health, probes
+    Withdrawals     one thread hears of cancels by id; a few tell the denoiser to free rows
+    MetricsThread   publishes how edits ended
+    Results         one thread has kept results primed
+    AdapterStore    one thread lists the adapters, a few bring those of accepted edits to the host
+
+A pool thread whose denoiser died stays blocked for good; the watcher has answered its client.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.meta import as_told, with_result, with_slack
+from maskserve_common.contracts.parameters import parameters
+from maskserve_common.contracts.settings import parse_settings
+from maskserve_common.contracts.tensors import PICTURES
+from maskserve_common.errors import EngineFailed, Overloaded, guarded
+from maskserve_common.files.stages import NO_ANSWER, StagesAway
+from maskserve_common.files.values import RUN
+from maskserve_common.observations import Observations
+from maskserve_common.tracing import TRACEPARENT, Tracer, make_tracer
+from maskserve_engine.spec.control_nets import ControlNets
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_lora.store import AdapterStore
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.acks import AckSender
+from maskserve_triton.admission import OPEN, Gate, InFlight
+from maskserve_triton.after_steps import AfterSteps
+from maskserve_triton.answer import Answer
+from maskserve_triton.call import Call, Calls, bounded
+from maskserve_triton.cancels import Withdrawals
+from maskserve_triton.metrics import FrontMetrics, MetricsThread
+from maskserve_triton.pipeline import Event, run_edit
+from maskserve_triton.request_log import RequestLog
+from maskserve_triton.results import Results
+from maskserve_triton.tensor_io import read_bytes, read_elements
+from maskserve_triton.traffic import Traffic, is_probe
+from maskserve_triton.watcher import Watcher
+
+
+class EditFront:
+    """One front model.
+
+    Args:
+        api: triton_python_backend_utils.
+        config: of this worker.
+        facts: of the served model.
+        name: of the front.
+        streaming: whether progress and previews are sent on.
+        tracer: by default, as the configuration says.
+        lost_s: as the watcher's.
+    """
+
+    def __init__(
+        self,
+        api: Any,
+        config: Config,
+        facts: ModelFacts,
+        name: str,
+        *,
+        streaming: bool,
+        tracer: Tracer | None = None,
+        lost_s: float = 60.0,
+    ) -> None:
+        self._api = api
+        self._config = config
+        self._facts = facts
+        self._name = name
+        self._streaming = streaming
+        self._admission = Gate(config.runtime_dir)
+        self._in_flight = InFlight(config.runtime_dir, name)
+        self._stages = StagesAway(config)
+        self._tracer = tracer or make_tracer(config, name)
+        self._observations = Observations()
+        metrics = FrontMetrics(api, config.worker, name, self._observations)
+        self._metrics = MetricsThread(metrics)
+        self._adapters = AdapterStore(config)
+        self._adapters.start()
+        self._nets = ControlNets(config, facts)
+        self._results = Results(api, config, facts)
+        self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
+        self._calls = Calls()
+        self._after_steps = AfterSteps()
+        self._traffic = Traffic()
+        self._withdrawals = Withdrawals(api, config.runtime_dir, name, self._calls)
+        self._watcher = Watcher(config, name, self._calls, self._withdrawals, self._traffic, lost_s)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered later, exactly once."""
+        for request in requests:
+            if is_probe(request):
+                self._watcher.probe(Answer(self._api, request.get_response_sender()))
+                continue
+            self._in_flight.enter()
+            span = self._tracer.open("pipeline", request)
+            request_log = RequestLog(self._name, self._observations, self._in_flight.leave, span)
+            answer = Answer(self._api, request.get_response_sender(), request_log.answered)
+            try:
+                self._accept(request, answer, request_log)
+            except Exception as error:
+                answer.fail(guarded(request_log.request_id, error))
+
+    def close(self) -> None:
+        """Stop the threads; edits still in flight are answered."""
+        self._watcher.close()
+        self._withdrawals.close()
+        self._calls.fail_all(Overloaded("the worker is stopping"))
+        self._adapters.close()
+        self._results.close()
+        self._metrics.close()
+        self._tracer.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _accept(self, request: Any, answer: Answer, request_log: RequestLog) -> None:
+        pictures = {
+            declared.name: read_elements(self._api, request, declared) for declared in PICTURES
+        }
+        prompt, settings = [read_bytes(self._api, request, name) for name in ("PROMPT", "SETTINGS")]
+        asked = bounded(parse_settings(settings), request, streaming=self._streaming)
+        request_log.request_id = asked.settings.request_id or ""
+        request_log.due = asked.due_ms is not None or self._config.slo.enabled
+        catalogue = self._adapters.catalogue
+        edit = accept_edit(asked.settings, prompt, self._facts, self._config, catalogue, self._nets)
+        after = self._after_steps.per_token_s
+        edit = replace(edit, due_ms=asked.due_ms, after_token_s=after)
+        if self._admission.state() != OPEN:
+            raise Overloaded("the worker is draining and takes no new edits")
+        if self._stages.names():
+            raise Overloaded(NO_ANSWER)
+        problem = self._watcher.problem()
+        if problem is not None:
+            answer.fail(problem)
+            return
+        for lora in edit.loras:
+            self._adapters.begin(lora.name, lora.version)
+        run = str(parameters(request).get(RUN, ""))
+        call = Call(edit, pictures, answer, asked.limit_name, request_log.span.traceparent, run)
+        self._calls.add(call)
+        self._watcher.wake()
+        self._pool.submit(self._run, call, request_log)
+
+    def _run(self, call: Call, request_log: RequestLog) -> None:
+        try:
+            for lora in call.edit.loras:
+                if lora.text:
+                    self._adapters.fetch(lora.name, lora.version)
+            if not call.answer.done:
+                self._relay(call, request_log)
+                call.answer.fail(EngineFailed("the pipeline ended without an answer"))
+        except Exception as error:
+            call.answer.fail(guarded(call.request_id, error))
+        finally:
+            if call.sent:
+                self._traffic.ended()
+            self._calls.remove(call)
+
+    def _relay(self, call: Call, request_log: RequestLog) -> None:
+        settings, told = call.edit.settings, {TRACEPARENT: call.traceparent}
+        if call.run:
+            told[RUN] = call.run
+        more = settings.progress or settings.preview_every
+        acks = AckSender(self._config.runtime_dir) if more else None
+        call.sent = True
+        for event in run_edit(self._api, call.inputs(), told, call.request_id, acks):
+            call.heard = time.monotonic()
+            self._traffic.returned()
+            if event.kind == "final":
+                self._finish(call, request_log, event)
+            elif self._streaming:
+                call.answer.event(event.kind, {"IMAGE": event.image, "META": event.meta})
+
+    def _finish(self, call: Call, request_log: RequestLog, event: Event) -> None:
+        settings, kept = call.edit.settings, None
+        if settings.keep_result:  # before it is judged: it takes its time, too
+            kept = self._results.keep(event.image, call.request_id)
+        meta = self._judged(call, request_log, event)
+        if settings.keep_result:
+            meta = with_result(meta, kept)
+        meta = as_told(meta, event.values, insists=settings.insists)
+        answered = call.answer.finish({"IMAGE": event.image, "META": meta})
+        if kept is not None and answered and settings.cache != "off":
+            self._results.prime(kept, call.request_id)
+
+    def _judged(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
+        """META of the final event, with how it stands to its due time if it has one."""
+        taken_s = time.monotonic() - call.accepted
+        self._after_steps.learn(event.values, taken_s)
+        due_ms = event.values.get("due_ms")
+        if due_ms is None:
+            return event.meta
+        request_log.slack_s = due_ms / 1e3 - taken_s
+        return with_slack(event.meta, due_ms, 1e3 * taken_s)

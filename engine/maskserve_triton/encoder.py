@@ -1,0 +1,420 @@
+"""What the encoder model does with edits: what another edit has made already is kept, and what
+several want at once is made in one call.
+
+A prompt's embeddings and a template's moments are functions of their keys alone, so an edit gets
+from what is kept what it would get from the models: the same bits, where the embeddings were not
+computed with those of others (`reproducible` edits have theirs computed and kept apart). A Fill
+model's masked picture differs from its template under the mask only; where the template is kept,
+it is encoded in pieces round the mask, nearly as if whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import scope_of, template_id
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.kept import Kept
+from maskserve_engine.adapters.text_encoders import TextAdapters
+from maskserve_engine.base.job import Conditioning
+from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
+from maskserve_engine.families.encoder import Encoder, TemplateEncoding
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.stages.encoded import (
+    NO_CONTROLS,
+    NO_MOMENTS,
+    Encoded,
+    EncodeReport,
+    TokensRead,
+)
+from maskserve_engine.stages.moments_folder import MomentsFolder
+from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
+from maskserve_engine.stages.vae_pieces import Pieces, PixelBox
+
+log = logging.getLogger("maskserve")
+
+R = TypeVar("R")
+
+_COUNTED = 64
+"""Prompts whose tokens are counted once."""
+_WHOLE_FROM = 0.5
+"""Share of a picture from which its pieces cost as much as all of it."""
+
+
+class ToEncode(NamedTuple):
+    """An edit and its pictures."""
+
+    edit: EditRequest
+    pixels: NDArray[np.uint8]
+    """[H, W, 3] source at model resolution."""
+    edit_mask: NDArray[np.uint8]
+    """[H, W], above 127 = edit."""
+    controls: NDArray[np.uint8] | None = None
+    """[pictures, H, W, 3] control pictures; None: there are none."""
+
+
+class PromptKey(NamedTuple):
+    """All that a prompt's embeddings depend on."""
+
+    model: str
+    length: int
+    """Tokens of a prompt: `[model] max_sequence_length`."""
+    text: str
+    negative: bool
+    """An empty negative prompt may be zeros."""
+    loras: tuple[tuple[str, float], ...]
+    """File and scale of those that change the text encoders, as they are added one by one."""
+    picture: str = ""
+    """Digest of the source's pixels, where they are shown to the text encoder."""
+    owner: str | None = None
+    """The API key's scope, where its prompts are kept for it alone."""
+    alone: bool = False
+    """Never computed together with other prompts: a `reproducible` edit's."""
+
+
+class _Prompts(NamedTuple):
+    """An edit's, encoded."""
+
+    prompt: Conditioning
+    negative: Conditioning | None
+    kept: bool
+    """Nothing had to be computed."""
+    batch: int
+    """Prompts in one call of the text encoders."""
+    tokens: dict[str, dict[str, TokensRead]]
+    """How much of each prompt is read. Counted where prompts are encoded: a tokenizer keeps the
+    padding of a call as its own state, so that two threads would change each other's.
+    """
+
+
+class _Pictures(NamedTuple):
+    """An edit's, encoded."""
+
+    moments: NDArray[np.float32]
+    masked: NDArray[np.float32]
+    kept: bool
+    """The template's moments."""
+    whole: bool
+    """The masked picture was encoded as a whole."""
+    batch: int
+    """Masked pictures in one call of the VAE."""
+
+
+class EditEncoder:
+    """The encoder of a worker. One thread encodes at a time; on a GPU a second one encodes prompts,
+    on a stream of its own, beside the VAE.
+
+    Args:
+        encoder: of the served model.
+        config: of the worker.
+        texts_aside: prompts are encoded in that second thread; None: on a GPU.
+    """
+
+    def __init__(
+        self, encoder: Encoder, config: Config, *, texts_aside: bool | None = None
+    ) -> None:
+        self._encoder, self._model = encoder, config.model
+        device = encoder.vae.device
+        self._shares_calls = shares_calls(config.stages, device.type)
+        aside = device.type == "cuda" if texts_aside is None else texts_aside
+        self._texts = _Aside(device) if aside else None
+        self._adapters = TextAdapters(config, encoder.text_models)
+        self._stages = stages = config.stages
+        self._prompts: Kept[PromptKey, Conditioning] = Kept(stages.prompt_bytes, _nbytes)
+        self._templates: Kept[str, TemplateEncoding] = Kept(
+            stages.template_bytes,
+            lambda encoding: encoding.nbytes,
+            gone=lambda pixels_id, encoding: self._for_decoder.drop(pixels_id),
+        )
+        self._read = lru_cache(_COUNTED)(self._read_of)
+        self._for_decoder = MomentsFolder(config.runtime_dir)
+        self._for_decoder.clear()
+
+    @classmethod
+    def load(cls, config: Config) -> EditEncoder:
+        """The encoder of the folder that `[model] path` names; the denoiser is told how an empty
+        prompt is encoded, as it has no text encoders and primes with it.
+
+        Raises:
+            ConfigError: a part cannot be loaded.
+        """
+        loaded = cls(load_encoder(config), config)
+        empty = loaded._keep(loaded._key(PRIMING_PROMPT), loaded._encoder.priming_prompt())
+        write_priming_prompt(empty, config.runtime_dir)
+        return loaded
+
+    def close(self) -> None:
+        if self._texts is not None:
+            self._texts.close()
+        self._adapters.close()
+
+    def encode(
+        self,
+        edit: EditRequest,
+        pixels: NDArray[np.uint8],
+        edit_mask: NDArray[np.uint8],
+        controls: NDArray[np.uint8] | None = None,
+    ) -> tuple[Encoded, EncodeReport]:
+        """Encode one edit alone: `encode_all` of it, with its error raised."""
+        [made] = self.encode_all([ToEncode(edit, pixels, edit_mask, controls)])
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def encode_all(
+        self, edits: Sequence[ToEncode]
+    ) -> Iterator[tuple[Encoded, EncodeReport] | Exception]:
+        """Encode edits that came together, and give each as soon as it is done, in this order.
+
+        Prompts that are not kept are computed in one call of the text encoders, and masked pictures
+        of one size in one of the VAE where that pays. Rounding depends on who shares a call, so
+        `reproducible` edits share none. In the place of one that fails comes its error:
+
+            InvalidRequest: a LoRA's file does not fit.
+            Overloaded: a LoRA's file has left the host since the edit was accepted.
+        """
+        begin = time.perf_counter()
+        shared: dict[PromptKey, tuple[Conditioning, int]] = {}
+        share = self._aside(lambda: self._share_prompts(edits, shared))
+        prompts = [self._aside(partial(self._prompts_of, each, shared)) for each in edits]
+        masked = _MaskedPictures(self._encoder, edits, self._whole_masks(edits))
+        share()
+        shared_s = time.perf_counter() - begin
+        for number, each in enumerate(edits):
+            begin = time.perf_counter()
+            made: tuple[Encoded, EncodeReport] | Exception
+            try:
+                pictures = self._pictures(number, each, masked)
+                controls = self._control_moments(each.controls)
+                text = prompts[number]()
+                encoded = Encoded(
+                    pictures.moments, pictures.masked, text.prompt, text.negative, controls
+                )
+                report = EncodeReport(
+                    ms=1e3 * (shared_s + time.perf_counter() - begin),
+                    prompt="kept" if text.kept else "made",
+                    template="kept" if pictures.kept else "made",
+                    masked="whole" if pictures.whole else "pieces",
+                    batch=max(text.batch, pictures.batch),
+                    tokens=text.tokens,
+                )
+                made = encoded, report
+            except Exception as error:
+                made = error
+            yield made
+
+    def _read_of(self, text: str) -> dict[str, TokensRead]:
+        encoders = self._encoder.text_encoders.items()
+        return {name: encoder.read_of(text) for name, encoder in encoders}
+
+    # Prompts. On a GPU, all in a thread of their own.
+
+    def _aside(self, work: Callable[[], R]) -> Callable[[], R]:
+        """`work`'s result: computed beside the VAE where the device has room for both, else when it
+        is asked for.
+        """
+        return work if self._texts is None else self._texts.begin(work)
+
+    def _tokens(self, edit: EditRequest) -> dict[str, dict[str, TokensRead]]:
+        texts = {"prompt": edit.prompt, "negative_prompt": edit.settings.negative_prompt}
+        return {name: self._read(text) for name, text in texts.items() if text is not None}
+
+    def _keys(self, each: ToEncode) -> list[PromptKey]:
+        """Of the prompt and, where there is one, of the negative prompt."""
+        edit, settings, picture = each.edit, each.edit.settings, ""
+        if self._encoder.facts.shown:
+            picture = edit.pixels_id or template_id(each.pixels)
+        loras = tuple((lora.version, lora.scale) for lora in edit.loras if lora.text and lora.scale)
+        keys = [self._key(edit.prompt, loras)]
+        if settings.negative_prompt is not None:
+            keys.append(self._key(settings.negative_prompt, loras, negative=True))
+        owner = scope_of(edit.request_id) if settings.private_prompt else None
+        return [
+            key._replace(picture=picture, owner=owner, alone=settings.reproducible) for key in keys
+        ]
+
+    def _key(
+        self, text: str, loras: tuple[tuple[str, float], ...] = (), *, negative: bool = False
+    ) -> PromptKey:
+        return PromptKey(self._model.path, self._model.max_sequence_length, text, negative, loras)
+
+    def _share_prompts(
+        self, edits: Sequence[ToEncode], shared: dict[PromptKey, tuple[Conditioning, int]]
+    ) -> None:
+        """Compute what several edits want of the text encoders in one call, and put it into
+        `shared`, with the number of prompts in it. A lone edit's prompt and negative prompt go one
+        by one, as in diffusers' pipelines: then the bits do not depend on the load.
+        """
+        if len(edits) < 2 or self._encoder.facts.shown:
+            return
+        wanted = dict.fromkeys(
+            key
+            for each in edits
+            for key in self._keys(each)
+            if not key.loras and not key.alone and key not in self._prompts
+        )
+        texts = list(dict.fromkeys(key.text for key in wanted))
+        if len(texts) < 2:
+            return
+        try:
+            encoded = dict(zip(texts, self._encoder.encode_prompts(texts), strict=True))
+        except Exception:
+            log.exception("%d prompts were not encoded together; each goes alone", len(texts))
+            return
+        for key in wanted:
+            shared[key] = self._keep(key, encoded[key.text]), len(texts)
+
+    def _prompts_of(
+        self, each: ToEncode, shared: dict[PromptKey, tuple[Conditioning, int]]
+    ) -> _Prompts:
+        edit, keys = each.edit, self._keys(each)
+        found = {key: shared[key][0] for key in keys if key in shared}
+        batch = max((shared[key][1] for key in found), default=1)
+        kept = {key: held for key in keys if (held := self._prompts.get(key)) is not None}
+        missing = [key for key in keys if key not in kept and key not in found]
+        made = bool(missing or found)
+        if missing:
+            with self._adapters.applied(edit.loras):
+                found |= {key: self._embeddings(key, each.pixels) for key in missing}
+        found = kept | found
+        negative = found[keys[1]] if len(keys) == 2 else None
+        return _Prompts(found[keys[0]], negative, not made, batch, self._tokens(edit))
+
+    def _embeddings(self, key: PromptKey, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
+        """Computed alone. The key's LoRAs are applied by who calls."""
+        return self._keep(key, self._encoder.encode_prompt(key.text, pixels))
+
+    def _keep(self, key: PromptKey, encoded: Conditioning) -> Conditioning:
+        if key.negative:
+            encoded = self._encoder.as_negative(key.text, encoded)
+        self._prompts.put(key, encoded)
+        return encoded
+
+    # Pictures
+
+    def _pictures(self, number: int, each: ToEncode, masked: _MaskedPictures) -> _Pictures:
+        template, kept = self._template(each.edit, each.pixels)
+        if not self._encoder.facts.semantics.masked_picture:
+            return _Pictures(template.moments, NO_MOMENTS, kept, True, 1)
+        if not each.edit_mask.any():  # a template that is primed
+            return _Pictures(template.moments, template.moments, kept, True, 1)
+        pieces = self._pieces(each.edit, template) if kept and number not in masked else None
+        if pieces is None:
+            moments, batch = masked.take(number)
+            return _Pictures(template.moments, moments, kept, True, batch)
+        moments = self._encoder.masked_pieces(each.pixels, each.edit_mask, pieces, template)
+        return _Pictures(template.moments, moments, kept, False, 1)
+
+    def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
+        """Edits whose masked pictures may share a call: none is known to go in pieces."""
+        if not self._shares_calls or not self._encoder.facts.semantics.masked_picture:
+            return []
+        found = []
+        for number, (edit, _, edit_mask, _) in enumerate(edits):
+            template = self._templates.get(edit.pixels_id) if edit.pixels_id else None
+            in_pieces = template is not None and self._pieces(edit, template) is not None
+            if edit_mask.any() and not in_pieces and not edit.settings.reproducible:
+                found.append(number)
+        return found
+
+    def _template(
+        self, edit: EditRequest, pixels: NDArray[np.uint8]
+    ) -> tuple[TemplateEncoding, bool]:
+        """The source's encoding, and whether it was kept."""
+        held = self._templates.get(edit.pixels_id) if edit.pixels_id else None
+        if held is not None:
+            return held, True
+        made = self._encoder.template(pixels)
+        if edit.pixels_id:
+            self._for_decoder.write(edit.pixels_id, made.moments)
+            self._templates.put(edit.pixels_id, made)
+        return made, False
+
+    def _pieces(self, edit: EditRequest, template: TemplateEncoding) -> Pieces | None:
+        """In which to encode the masked picture; None: as a whole."""
+        exact = edit.settings.reproducible or edit.settings.cache == "off"
+        halo = self._stages.encode_halo
+        if exact or not halo or not edit.edit_boxes or template.sums is None:
+            return None
+        factor = self._encoder.facts.vae_scale_factor
+        boxes = [PixelBox(*box).shrunk(factor) for box in edit.edit_boxes]
+        _, height, width = template.moments.shape
+        pieces = self._encoder.pieces(boxes, (height, width), halo)
+        return pieces if pieces.share < _WHOLE_FROM else None
+
+    def _control_moments(self, controls: NDArray[np.uint8] | None) -> NDArray[np.float32]:
+        """[pictures, 2C, h, w], where ControlNets are given latents."""
+        takes = self._encoder.facts.control
+        if takes is None or not takes.latents or controls is None or not len(controls):
+            return NO_CONTROLS
+        return np.stack([self._encoder.moments(picture) for picture in controls])
+
+
+class _MaskedPictures:
+    """Masked pictures that are encoded as a whole, those that share a call when the first of them
+    is wanted.
+
+    Args:
+        encoder: of the model.
+        edits: all that came together.
+        sharing: those of them that may share a call.
+    """
+
+    def __init__(self, encoder: Encoder, edits: Sequence[ToEncode], sharing: Sequence[int]) -> None:
+        self._encoder, self._edits = encoder, edits
+        shapes = {number: edits[number].edit_mask.shape for number in sharing}
+        self._batches = vae_batches({number: (h, w) for number, (h, w) in shapes.items()})
+        self._made: dict[int, tuple[NDArray[np.float32], int]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._batches
+
+    def take(self, number: int) -> tuple[NDArray[np.float32], int]:
+        """One edit's moments, and how many were computed with them."""
+        batch = self._batches.get(number, (number,))
+        if number not in self._made and len(batch) > 1:
+            try:
+                self._compute(batch)
+            except Exception:
+                log.exception("%d pictures were not encoded together; each goes alone", len(batch))
+                self._batches |= {each: (each,) for each in batch}
+        if number not in self._made:
+            self._compute((number,))
+        return self._made.pop(number)
+
+    def _compute(self, batch: Sequence[int]) -> None:
+        pictures = [(self._edits[each].pixels, self._edits[each].edit_mask) for each in batch]
+        moments = self._encoder.all_masked_moments(pictures)
+        self._made |= {each: (m, len(batch)) for each, m in zip(batch, moments, strict=True)}
+
+
+class _Aside:
+    """A thread, with a stream of its own on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "prompts")
+
+    def begin(self, work: Callable[[], R]) -> Callable[[], R]:
+        return self._thread.submit(self._run, work).result
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _run(self, work: Callable[[], R]) -> R:
+        with torch.cuda.stream(self._stream):
+            return work()
+
+
+def _nbytes(encoded: Conditioning) -> int:
+    return sum(array.nbytes for array in encoded.values())

@@ -1,0 +1,70 @@
+"""Threads that several keys share: none of them has all, and none waits behind another's jobs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+
+from maskserve_common.shares import Full, Shares
+
+
+class FairThreads:
+    """Runs jobs by the rules of `core.shares`: a key may have as many threads as it leaves free,
+    and the next free one is the key's that has fewest.
+
+    Args:
+        threads: that there are.
+        most_waiting: jobs that may wait for one; of these, too, each key has a share.
+        name: of the threads.
+        nice: how far they give way to all else where processors are short, 0 to 19.
+    """
+
+    def __init__(self, threads: int, most_waiting: int, name: str, nice: int = 0) -> None:
+        # On Linux a thread has a niceness of its own.
+        self._threads = ThreadPoolExecutor(threads, name, os.nice, (nice,))
+        self._lock = threading.Lock()
+        self._busy, self._queued = Shares(threads), Shares(most_waiting)
+        self._waiting: list[tuple[Hashable, Callable[[], None]]] = []
+
+    def submit(self, key: Hashable, job: Callable[[], None]) -> None:
+        """Run a job when it is its turn; what it raises is lost.
+
+        Raises:
+            Full: no more may wait, in all or of this key.
+        """
+        with self._lock:
+            self._queued.take(key)
+            self._waiting.append((key, job))
+            self._dispatch()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        return not self._busy.total and not self._waiting
+
+    def close(self) -> None:
+        """Begin no more jobs; those that run go on."""
+        with self._lock:
+            self._waiting.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _dispatch(self) -> None:
+        for each in self._busy.in_turn(self._waiting, lambda waiting: waiting[0]):
+            key, job = each
+            try:
+                self._busy.take(key)
+            except Full:
+                continue
+            self._waiting.remove(each)
+            self._queued.give_back(key)
+            self._threads.submit(self._run, key, job)
+
+    def _run(self, key: Hashable, job: Callable[[], None]) -> None:
+        try:
+            job()
+        finally:
+            with self._lock:
+                self._busy.give_back(key)
+                self._dispatch()

@@ -1,0 +1,293 @@
+"""The encoder or the decoder of a worker whose stages a service runs (`[stages] service`).
+
+The service is a Triton with the models `encoder` and `decoder` themselves: what comes here goes on
+to the model of the same name there, tensor by tensor, and its answer comes back. So requests of
+several workers meet in that model's `execute` as those of one worker do (`Contract.together`), and
+what it keeps of one worker's edits serves the others'.
+
+A service that ends is started again by whoever runs it. What it had is asked again: both stages are
+functions of what they are given. Requests are answered late, so that none waits here for another's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from maskserve_common import transport
+from maskserve_common.config import Config, ConfigError, Stage
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
+from maskserve_common.contracts.tensors import CONTRACTS
+from maskserve_common.errors import MaskserveError, Overloaded, guarded, has_code
+from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
+from maskserve_common.files.store import FileStore
+from maskserve_common.tracing import TRACEPARENT, parent_of
+from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
+from maskserve_triton.sync_execute import Outputs, failed_event
+from maskserve_triton.tensor_io import relayed, view_array
+from maskserve_triton.together import batched
+
+log = logging.getLogger("maskserve")
+
+_NO_EDIT = {
+    "PIXELS": NO_PIXELS,
+    "EDIT_MASK": np.zeros((0, 0), np.uint8),
+    "CONTROLS": np.zeros((0, 0, 0, 3), np.uint8),
+}
+_DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "BYTES": np.object_}
+_THREADS = 16
+"""Requests that are with the service at once: twice what it takes together."""
+_AGAIN_S = 0.1
+_PING_EVERY_S = 0.5
+_PING_S = 2.0
+_SAY_EVERY_S = 10.0
+_NOT_THERE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+"""What a server says that is no stage service."""
+
+
+class StageService:
+    """One model of a service; from any thread.
+
+    Args:
+        config: of the worker.
+        stage: name of the model.
+        revision: digest of the stages that the worker is made for.
+    """
+
+    def __init__(self, config: Config, stage: Stage, revision: str) -> None:
+        stages = config.stages
+        self._url, self._stage, self._revision = stages.service, stage, revision
+        self._patience_s, self._limit_s = stages.service_timeout_s, config.engine.stuck_timeout_s
+        self._channel = grpc.insecure_channel(self._url, transport.SERVICE)
+        self._stub = GRPCInferenceServiceStub(self._channel)
+        self._away = StagesAway(config)
+        self._away.say(stage, away=False)
+        self._is_away = False
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name=f"{stage}-service", daemon=True)
+
+    def watch(self) -> None:
+        """From now on, say where it does not answer."""
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Calls under way end with an error."""
+        self._closing.set()
+        self._channel.close()
+        if self._watcher.ident is not None:
+            self._watcher.join()
+
+    def request(self, inputs: Outputs, parent: str = "") -> Any:
+        """A call of the model.
+
+        Args:
+            inputs: as arrays, with their batch dimension.
+            parent: the span that it is made for; empty: none.
+        """
+        made = pb.ModelInferRequest(model_name=self._stage)
+        made.parameters[REVISION].string_param = self._revision
+        if parent:
+            made.parameters[TRACEPARENT].string_param = parent
+        for declared in CONTRACTS[self._stage].inputs:
+            value = inputs[declared.name]
+            made.inputs.add(name=declared.name, datatype=declared.dtype, shape=value.shape)
+            of_bytes = declared.dtype == "BYTES"
+            raw = bytes_tensor.pack(value.reshape(-1)) if of_bytes else value.tobytes()
+            made.raw_input_contents.append(raw)
+        return made
+
+    def call(self, request: Any, *, patiently: bool = False) -> Outputs:
+        """Its outputs, with their batch dimension. Blocks.
+
+        Args:
+            request: made by `request`.
+            patiently: as long as nobody answers, ask again, without end.
+
+        Raises:
+            MaskserveError: what the model answered; Overloaded: nobody answers any more.
+            ConfigError: whoever answers has no such model.
+        """
+        begin, said = 0.0, -_SAY_EVERY_S
+        while not self._closing.is_set():
+            try:
+                return _outputs(self._stub.ModelInfer(request, timeout=self._limit_s))
+            except grpc.RpcError as error:
+                code, details = error.code(), error.details() or ""
+                if has_code(details):
+                    raise relayed(details, "") from None
+                if code in _NOT_THERE:
+                    told = f"[stages] service: {self._url} has no {self._stage} ({details})"
+                    raise ConfigError(told) from None
+                if self._closing.is_set():
+                    break
+                now = time.monotonic()
+                begin = begin or now
+                if patiently and now - said > _SAY_EVERY_S:
+                    said = now
+                    log.warning("waiting for the stage service at %s: %s", self._url, code.name)
+                given_up = self._is_away or now - begin > self._patience_s
+                if not patiently and (given_up or code is grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise Overloaded(NO_ANSWER) from None
+            except ValueError:  # the channel was closed
+                if not self._closing.is_set():
+                    raise
+            self._closing.wait(_AGAIN_S)
+        raise Overloaded("the worker is stopping")
+
+    def _watch(self) -> None:
+        """Ask now and then whether it is there, so that a worker without edits knows it, too."""
+        well, was_there = time.monotonic(), True
+        asked = pb.ModelReadyRequest(name=self._stage)
+        while not self._closing.wait(_PING_EVERY_S):
+            try:
+                there = self._stub.ModelReady(asked, timeout=_PING_S).ready
+            except grpc.RpcError:
+                there = False
+            except ValueError:
+                return  # the channel is closed
+            if there != was_there:
+                was_there = there
+                told = "is back" if there else "does not answer"
+                log.warning("the stage service at %s %s", self._url, told)
+            now = time.monotonic()
+            well = now if there else well
+            away = now - well > self._patience_s
+            if away != self._is_away:
+                self._is_away = away
+                self._away.say(self._stage, away=away)
+
+
+class ForwardedStage(ABC):
+    """A model of a worker that sends on what it is given.
+
+    Args:
+        api: triton_python_backend_utils.
+        config: of the worker.
+        revision: digest of the stages that its model has.
+
+    Raises:
+        ConfigError: the service is none, or has another model's stages.
+    """
+
+    stage: ClassVar[Stage]
+
+    def __init__(self, api: Any, config: Config, revision: str) -> None:
+        self._api = api
+        self._service = StageService(config, self.stage, revision)
+        self._pool = ThreadPoolExecutor(_THREADS, f"{self.stage}-forward")
+        try:
+            self._open(config)
+        except MaskserveError as error:
+            raise ConfigError(f"[stages] service: {error.message}") from None
+        self._service.watch()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered when the service has."""
+        answer_each(self._api, requests, self._take)
+
+    def close(self) -> None:
+        """What is under way is answered by an error."""
+        self._service.close()
+        self._pool.shutdown()
+
+    @abstractmethod
+    def _open(self, config: Config) -> None:
+        """What has to be there before the worker is ready."""
+
+    @abstractmethod
+    def _take(self, request: Any, answer: Answer) -> None:
+        """Take one in."""
+
+    def _inputs(self, request: Any) -> Outputs:
+        """Arrays, where they lie: in Triton's memory, until `execute` returns."""
+        contract = CONTRACTS[self.stage]
+        return {
+            each.name: view_array(
+                self._api, request, each.name, _DTYPES[each.dtype], ndim=1 + len(each.dims)
+            )
+            for each in contract.inputs
+        }
+
+    def _forward(
+        self,
+        request: Any,
+        inputs: Outputs,
+        finish: Callable[[Outputs], object],
+        fail: Callable[[MaskserveError], object],
+    ) -> None:
+        asked = self._service.request(inputs, parent_of(request))
+
+        def forward() -> None:
+            try:
+                finish(self._service.call(asked))
+            except Exception as error:
+                fail(guarded("", error))
+
+        self._pool.submit(forward)
+
+
+class ForwardedEncoder(ForwardedStage):
+    """Waits for the service as it opens, and brings the denoiser its priming prompt."""
+
+    stage = "encoder"
+
+    def _open(self, config: Config) -> None:
+        asked = self._service.request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
+        prompt = self._service.call(asked, patiently=True)["CONDITIONING"]
+        FileStore(config.runtime_dir).write(PRIMING_PROMPT_FILE, prompt.tobytes())
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        self._forward(request, self._inputs(request), answer.finish, answer.fail)
+
+
+class ForwardedDecoder(ForwardedStage):
+    """Events without latents pass through here; of CONTEXT, which has the source's pixels, the
+    request alone is sent on.
+    """
+
+    stage = "decoder"
+
+    def _open(self, config: Config) -> None:
+        """The encoder waits for the service of both."""
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        inputs = self._inputs(request)
+        meta, context = inputs["META"].reshape(-1)[0], np.array(inputs["CONTEXT"])
+        if not inputs["LATENTS"].size:
+            answer.finish({**batched({"PIXELS": NO_PIXELS, "META": meta}), "CONTEXT": context})
+            return
+        asked = PostprocessContext(request_in(context[0]), b"", b"", decoded=False).pack()
+
+        def finish(made: Outputs) -> None:
+            answer.finish({**made, "CONTEXT": context})
+
+        def fail(error: MaskserveError) -> None:
+            made = {"PIXELS": NO_PIXELS, "META": failed_event(meta, error), "CONTEXT": NOTHING}
+            answer.finish(batched(made))
+
+        self._forward(request, {**inputs, "CONTEXT": asked[None]}, finish, fail)
+
+
+def _outputs(answer: Any) -> Outputs:
+    """Of a ModelInferResponse, with their batch dimension."""
+    found: Outputs = {}
+    for declared, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
+        if declared.datatype == "BYTES":
+            elements = bytes_tensor.elements(raw, most=1)
+            found |= batched({declared.name: elements[0]})
+        else:
+            array = np.frombuffer(raw, _DTYPES[declared.datatype])
+            found[declared.name] = array.reshape(declared.shape)
+    return found

@@ -1,0 +1,163 @@
+"""Every metric that a worker adds to Triton's own /metrics page (docs/observability.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maskserve_common.contracts.due_times import OK
+from maskserve_common.errors import CODES, Cancelled, DeadlineExceeded, EngineFailed
+
+PREFIX = "maskserve_"
+_OUTCOMES = {
+    OK: "done",
+    Cancelled.code: "cancelled",
+    DeadlineExceeded.code: "deadline",
+    EngineFailed.code: "failed",
+}
+
+
+def outcome_of(code: str) -> str:
+    """`done`, `cancelled`, `deadline` or `failed`; every other code is a refusal."""
+    return _OUTCOMES.get(code, "refused")
+
+
+ENDS = tuple((outcome_of(code), code) for code in (OK, *CODES))
+"""Outcome and code of every way in which an edit can end."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One metric. Every one has the label `worker` before its own."""
+
+    kind: str
+    """`GAUGE`, `COUNTER` or `HISTOGRAM`."""
+    description: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, without the last one, infinity."""
+    first: str = ""
+    """Label under which the first value of any other is counted, where labels are not known before
+    they come: a rate sees a series from its second value on, and this one from the start."""
+
+
+def _gauge(description: str, *labels: str) -> MetricSpec:
+    return MetricSpec("GAUGE", description, labels)
+
+
+def _counter(description: str, *labels: str) -> MetricSpec:
+    return MetricSpec("COUNTER", description, labels)
+
+
+def _histogram(
+    description: str, buckets: tuple[float, ...], *labels: str, first: str = ""
+) -> MetricSpec:
+    return MetricSpec("HISTOGRAM", description, labels, buckets, first)
+
+
+_SLACK = (-30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_STALL = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_WAIT = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_SHARE = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_DRIFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75, 1.0)
+
+ENGINE_METRICS = {
+    "running_rows": _gauge("Rows in the running batch, those that prime templates included."),
+    "waiting_rows": _gauge("Edits and templates to prime that wait for a row."),
+    "row_capacity": _gauge("Rows that the running batch can hold."),
+    "engine_silence_seconds": _gauge("Seconds since the engine last wrote its status record."),
+    "cache_bytes": _gauge("Bytes of cached activations.", "tier"),
+    "cache_templates": _gauge("Templates whose activations are all there.", "tier"),
+    "adapter_bytes": _gauge("Bytes of adapters.", "tier"),
+    "adapters": _gauge("Adapters at hand.", "tier"),
+    "adapter_load_failures_total": _counter("Adapters that could not be brought to the device."),
+    "adapter_evictions_total": _counter("Adapters that left the device to make room."),
+    "controlnets": _gauge("ControlNets on the device."),
+    "controlnet_bytes": _gauge("Bytes of ControlNets on the device."),
+    "controlnet_load_failures_total": _counter(
+        "ControlNets that could not be brought to the device."
+    ),
+    "controlnet_evictions_total": _counter(
+        "ControlNets that left the device to make room, or with the service that held them."
+    ),
+    "steps_total": _counter("Steps of the batch, each one call of the model."),
+    "edits_total": _counter("Edits whose last step was taken."),
+    "active_tokens_total": _counter("Tokens computed for edits, summed over rows and steps."),
+    "dense_rows_total": _counter("Rows that computed all tokens, summed over steps."),
+    "cached_rows_total": _counter("Rows that computed active tokens only, summed over steps."),
+    "priming_rows_total": _counter("Rows that computed a template's entries, summed over steps."),
+    "skipped_rows_total": _counter(
+        "Rows that left all blocks but the first out (first_block_threshold), summed over steps."
+    ),
+    "primings_total": _counter("Templates primed, or given up for want of room.", "outcome"),
+    "cache_hits_total": _counter("Edits that found their template's activations.", "tier"),
+    "cache_own_total": _counter("Edits that ran with anchors of their own."),
+    "cache_misses_total": _counter("Edits that wanted activations which were not there."),
+    "cache_evictions_total": _counter("Templates whose activations were dropped.", "tier"),
+    "cache_corrupt_total": _counter("Entries dropped: cut off, or with a wrong checksum.", "tier"),
+    "cache_failures_total": _counter("Reads and writes that a tier's medium refused.", "tier"),
+    "cache_loaded_bytes_total": _counter("Bytes of entries brought to rows.", "tier"),
+    "cache_integrity_failures_total": _counter(
+        "Times that an idle worker's cache held what no row reads, or its books did not match."
+    ),
+    "plans_total": _counter("Steps with cached rows, by how their plan was chosen.", "choice"),
+    "plan_blocks_total": _counter("Blocks that cached rows ran, summed over steps.", "kind"),
+    "audits_total": _counter("Cached edits made again without the cache and compared."),
+    "cache_distrusts_total": _counter("Templates that run dense as an edit of them drifted."),
+    "observations_dropped_total": _counter("Values that histograms lack, for want of room."),
+    "step_seconds": _histogram("Seconds of one step of the batch, loading apart.", _STEP),
+    "step_load_stall_seconds": _histogram(
+        "Seconds that a step waited for cached activations; steps that read some.", _STALL
+    ),
+    "adapter_load_seconds": _histogram(
+        "Seconds to bring an adapter to the device, by where its file was.", _EDIT, "source"
+    ),
+    "adapter_wait_seconds": _histogram(
+        "Seconds that an edit waited for its adapters; edits that did.", _WAIT
+    ),
+    "controlnet_stale_steps_total": _counter(
+        "Steps of edits that added what a ControlNet service says of other latents than their own."
+    ),
+    "controlnet_load_seconds": _histogram("Seconds to bring a ControlNet to the device.", _EDIT),
+    "controlnet_wait_seconds": _histogram(
+        "Seconds that an edit waited for its ControlNets; edits that did.", _WAIT
+    ),
+    "controlnet_stall_seconds": _histogram(
+        "Seconds that a step waited for what a ControlNet service adds, each time.", _STALL
+    ),
+    "cache_drift": _histogram(
+        "Difference of cached from dense latents inside the mask, relative, of audited edits; the "
+        "first templates have histograms of their own.",
+        _DRIFT,
+        "template",
+        first="other",
+    ),
+    "step_prediction_error": _histogram(
+        "How far off a plan's predicted step was, as a share of the step.", _SHARE
+    ),
+    "mask_ratio": _histogram("Active tokens over all tokens of an edit that was done.", _RATIO),
+    "queue_seconds": _histogram(
+        "Seconds from the engine's acceptance of an edit to its row.", _WAIT
+    ),
+}
+ADAPTER_SERIES = (
+    *((name, tier) for name in ("adapters", "adapter_bytes") for tier in ("device", "host")),
+    *(("adapter_load_seconds", source) for source in ("host", "storage")),
+)
+"""Metric and label of what is there from the start, in workers without adapters, too."""
+FRONT_METRICS = {
+    "edit_ends_total": _counter(
+        "Edits answered, by outcome and error code.", "model", "outcome", "code"
+    ),
+    "edit_seconds": _histogram(
+        "Seconds from a front's acceptance of an edit to its picture.", _EDIT, "model"
+    ),
+    "slo_total": _counter("Edits with a due time, by how they ended.", "model", "outcome"),
+    "slack_seconds": _histogram(
+        "Seconds that were left when an edit with a due time was answered; below 0: it was late.",
+        _SLACK,
+        "model",
+    ),
+}

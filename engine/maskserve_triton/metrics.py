@@ -1,0 +1,200 @@
+"""A worker's metrics on Triton's own /metrics page.
+
+A thread of its own publishes them: each value costs a message to Triton's process, which has no
+place in a step or before an answer. Levels and totals of the engine come from its status record;
+what histograms need comes, value by value, through `Observations`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from maskserve_common.contracts.due_times import SLO_OUTCOMES
+from maskserve_common.observations import Observations
+from maskserve_common.status import StatusReader, WorkerStatus
+from maskserve_triton.metric_table import (
+    ADAPTER_SERIES,
+    ENDS,
+    ENGINE_METRICS,
+    FRONT_METRICS,
+    PREFIX,
+    MetricSpec,
+)
+
+log = logging.getLogger("maskserve")
+
+_EVERY_S = 0.25
+
+
+class MetricPage:
+    """The metrics of one process. A metric appears, at zero, when it is first named."""
+
+    def __init__(self, api: Any, worker: str, table: Mapping[str, MetricSpec]) -> None:
+        self._api, self._worker, self._table = api, worker, table
+        self._families = {name: self._family(name, spec) for name, spec in table.items()}
+        self._metrics: dict[tuple[str, ...], Any] = {}
+        self._last: dict[tuple[str, ...], float] = {}
+        for name, spec in table.items():
+            if not spec.labels:
+                self.metric(name)
+            elif spec.first:
+                self.metric(name, spec.first)
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Bring a gauge to `value`."""
+        metric, key = self.metric(name, *labels), (name, *labels)
+        if self._last.get(key) != value:
+            metric.set(value)
+            self._last[key] = value
+
+    def total(self, name: str, total: float, *labels: str) -> None:
+        """Bring a counter to `total`; it never goes back."""
+        metric, key = self.metric(name, *labels), (name, *labels)
+        grown = total - self._last.get(key, 0.0)
+        if grown > 0:
+            metric.increment(grown)
+            self._last[key] = total
+
+    def take(self, observations: Observations) -> None:
+        """Enter what was observed into histograms and counters."""
+        for name, value, labels in observations.take():
+            first = self._table[name].first
+            begun = (name, *labels) in self._metrics
+            metric = self.metric(name, *labels)
+            if first and not begun:
+                metric = self.metric(name, first)
+            if self._table[name].kind == "HISTOGRAM":
+                metric.observe(value)
+            else:
+                metric.increment(value)
+
+    def metric(self, name: str, *labels: str) -> Any:
+        """The metric of a family with these values of its labels."""
+        key = (name, *labels)
+        if key not in self._metrics:
+            spec = self._table[name]
+            named = dict(zip(spec.labels, labels, strict=True))
+            more = {"buckets": list(spec.buckets)} if spec.buckets else {}
+            family = self._families[name]
+            self._metrics[key] = family.Metric(labels={"worker": self._worker, **named}, **more)
+        return self._metrics[key]
+
+    def _family(self, name: str, spec: MetricSpec) -> Any:
+        kind = getattr(self._api.MetricFamily, spec.kind)
+        return self._api.MetricFamily(name=PREFIX + name, description=spec.description, kind=kind)
+
+
+class EngineMetrics:
+    """What the denoiser's process publishes."""
+
+    def __init__(self, api: Any, worker: str, observations: Observations, runtime_dir: str) -> None:
+        self._page = MetricPage(api, worker, ENGINE_METRICS)
+        # A rate sees the first load only if there was a zero before it.
+        for name, label in ADAPTER_SERIES:
+            self._page.metric(name, label)
+        self._observations = observations
+        self._reader = StatusReader(Path(runtime_dir) / "status")
+        self._sequence = 0
+
+    def publish(self) -> None:
+        """Bring every metric up to date."""
+        self._page.take(self._observations)
+        self._page.total("observations_dropped_total", self._observations.dropped)
+        status = self._reader.read()
+        if status is None:
+            return
+        self._page.set("engine_silence_seconds", round(status.age_s(), 2))
+        if status.sequence != self._sequence:
+            self._sequence = status.sequence
+            self.update(status)
+
+    def update(self, status: WorkerStatus) -> None:
+        """Bring levels and totals to what the record says."""
+        self._page.set("running_rows", len(status.running))
+        self._page.set("waiting_rows", len(status.waiting))
+        self._page.set("row_capacity", status.max_rows)
+        for tier, size in status.tier_bytes.items():
+            self._page.set("cache_bytes", size, tier)
+        for tier, held in status.templates.items():
+            self._page.set("cache_templates", len(held), tier)
+        for tier, total_held in status.adapter_tiers.items():
+            self._page.set("adapter_bytes", total_held.nbytes, tier)
+            self._page.set("adapters", total_held.count, tier)
+        nets = [net.nbytes for net in status.controlnets if net.tier == "device"]
+        self._page.set("controlnets", len(nets))
+        self._page.set("controlnet_bytes", sum(nets))
+        for key, total in status.counters.items():
+            # A counter with a label is in the record once for each of its values, behind a dot.
+            name, _, label = key.partition(".")
+            labels = (label,) if label else ()
+            if name in ENGINE_METRICS and len(ENGINE_METRICS[name].labels) == len(labels):
+                self._page.total(name, total, *labels)
+
+
+class FrontMetrics:
+    """What a front's process publishes."""
+
+    def __init__(self, api: Any, worker: str, model: str, observations: Observations) -> None:
+        self._page = MetricPage(api, worker, FRONT_METRICS)
+        self._observations = observations
+        # A rate sees the first of its kind only if there was a zero before it.
+        for outcome, code in ENDS:
+            self._page.metric("edit_ends_total", model, outcome, code)
+        for outcome in SLO_OUTCOMES:
+            self._page.metric("slo_total", model, outcome)
+        for name in ("edit_seconds", "slack_seconds"):
+            self._page.metric(name, model)
+
+    def publish(self) -> None:
+        """Bring every metric up to date."""
+        self._page.take(self._observations)
+
+
+class MetricsPublisher(Protocol):
+    """What a MetricsThread calls."""
+
+    def publish(self) -> None: ...
+
+
+class MetricsThread:
+    """Publishes until closed, or its server is gone.
+
+    Args:
+        metrics: to be published.
+        every_s: seconds from one time to the next.
+        server: the process id of who started this one, whoever that is by now.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsPublisher,
+        every_s: float = _EVERY_S,
+        server: Callable[[], int] = os.getppid,
+    ) -> None:
+        self._metrics, self._every_s, self._server = metrics, every_s, server
+        self._started_by = server()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            # TRITON-2.51: a server that was killed takes no metric, and the stub waits for it with
+            # Python's lock in its hands: this process could not even end itself.
+            if self._server() != self._started_by:
+                return
+            try:
+                self._metrics.publish()
+            except Exception as error:
+                # Serving goes on without metrics.
+                log.error("metrics: %s", error, exc_info=error)
+                return

@@ -1,0 +1,98 @@
+"""A node server's Triton side: a task and its values in, what the node made out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from maskserve_common.contracts.tensors import SERVICES
+from maskserve_common.errors import InvalidRequest, guarded
+from maskserve_common.files.values import Values
+from maskserve_common.reading import Misread
+from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.tensor_io import read_bytes, read_elements
+from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.node_models import NodeModels
+from maskserve_workflows.node_types import NodeType
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.wire import (
+    NOT_HOSTED,
+    PLACED,
+    RECORD,
+    NodeResult,
+    NodeTask,
+    Put,
+    laid_out,
+    picked_up,
+    read_all,
+)
+
+
+class NodeFront:
+    """Answers routers; each call when it is done.
+
+    Args:
+        api: Triton's (maskserve_triton).
+        models: that run nodes.
+        values: that pass by name.
+    """
+
+    def __init__(self, api: Any, models: NodeModels, values: Values) -> None:
+        self._api, self._models, self._values = api, models, values
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in."""
+        answer_each(self._api, requests, self._take)
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        raw = read_bytes(self._api, request, "TASK")
+        elements = read_elements(self._api, request, SERVICES["nodes"].input("VALUES"))
+        try:
+            task = msgspec.json.decode(raw, type=NodeTask)
+            inputs = picked_up(task.inputs, elements)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise InvalidRequest("TASK", f"cannot be read ({error})", "a node's task") from None
+        if task.node == RECORD:
+            if PLACED in task.settings:
+                self._models.place(_names(task.settings[PLACED]))
+            record = {**self._models.record(), "values": self._values.held()}
+            answer.finish({"RESULT": msgspec.json.encode(record), "MADE": [b""]})
+            return
+        kind = NODE_TYPES.get(task.node)
+        if kind is None or not self._models.hosts(kind.model):
+            raise InvalidRequest("TASK.node", f"{task.node[:60]!r} {NOT_HOSTED}")
+        given = {laid.name: laid.kind for laid in task.inputs}
+        if given != {name: kind.inputs[name] for name in kind.inputs if name in given}:
+            raise InvalidRequest("TASK.inputs", "are not the node's", ", ".join(kind.inputs))
+        try:
+            settings = kind.settings(**kind.checked(task.settings))
+        except Misread as error:
+            raise InvalidRequest(f"TASK.{error.path}", error.problem, error.accepted) from None
+        every = {name: getattr(settings, name) for name in kind.settings.__struct_fields__}
+        inputs = read_all(inputs, self._values, task.scope)
+        put = partial(self._values.put, scope=task.scope, run=task.run)
+        asked = AskedNode(task.node, inputs, every)
+        self._models.call(kind.model, asked, partial(_answer, answer, kind, put))
+
+
+def _names(told: Any) -> list[str]:
+    try:
+        return msgspec.convert(told, list[str])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"TASK.{PLACED}", str(error), "names of models") from None
+
+
+def _answer(
+    answer: Answer, kind: NodeType, put: Put, made: dict[str, Any] | Exception, seconds: float
+) -> None:
+    if isinstance(made, Exception):
+        answer.fail(guarded("", made))  # raised here it would hold itself, and the call's values
+        return
+    try:
+        layout, parts = laid_out(made, kind.outputs, put)
+        result = msgspec.json.encode(NodeResult(layout, round(seconds, 6)))
+        answer.finish({"RESULT": result, "MADE": parts})
+    except Exception as error:
+        answer.fail(guarded("", error))

@@ -1,0 +1,209 @@
+"""Calls from a front into the worker's other models."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maskserve_common.config import Config
+from maskserve_common.errors import EngineFailed
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_triton.acks import ACKS, AckSender
+from maskserve_triton.preprocess import PreparedTemplate, prepare_template
+from maskserve_triton.tensor_io import named_tensors, output, relayed, tensor
+from maskserve_triton.together import batched
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One response of the pipeline."""
+
+    image: bytes
+    meta: bytes
+    kind: str
+    """`progress`, `preview` or `final`."""
+    values: dict[str, Any]
+    """What `meta` says."""
+
+
+def run_edit(
+    api: Any,
+    inputs: dict[str, list[bytes]],
+    parameters: dict[str, str],
+    request_id: str,
+    acks: AckSender | None = None,
+) -> Iterator[Event]:
+    """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
+
+    TRITON-2.51: it would take `trace=` of the client's request here, and show the ensemble's models
+    in its trace. But a request's trace is freed when `execute` returns, and Triton dies of it.
+
+    Args:
+        api: triton_python_backend_utils.
+        inputs: the elements of its BYTES tensors.
+        parameters: of the request; every model of the pipeline sees them.
+        request_id: for error messages.
+        acks: given for each response, if more than one is to come.
+
+    Raises:
+        MaskserveError: what a model of the pipeline answered.
+    """
+    if acks is not None:
+        parameters = {**parameters, ACKS: acks.key}
+    call = api.InferenceRequest(
+        model_name="edit_pipeline",
+        requested_output_names=["EDITED", "META"],
+        inputs=[tensor(api, name, value) for name, value in inputs.items()],
+        parameters=parameters,
+    )
+    failed = ""
+    answers = responses_of(call)
+    try:
+        for answer in answers:
+            if acks is not None:
+                acks.taken()
+            if answer.has_error():
+                raise relayed(answer.error().message(), request_id)
+            meta = output(api, answer, "META")
+            if not meta:
+                continue  # the empty response that only carries the final flag
+            values = json.loads(meta)
+            if values["event"] == "failed":
+                failed = values["error"]
+            else:
+                if values["event"] == "final":
+                    failed = ""  # it was a preview that could not be made
+                yield Event(output(api, answer, "EDITED"), meta, values["event"], values)
+    finally:
+        if acks is not None:
+            acks.over()
+    if failed:
+        # Made here: an error that its own frame holds is a cycle, and keeps the edit's pictures.
+        raise relayed(failed, request_id)
+
+
+_ENCODED = ("MOMENTS", "MASKED_MOMENTS", "CONDITIONING")
+
+
+def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
+    """What the denoiser needs to prime a template, as its input tensors. Blocks.
+
+    Raises:
+        MaskserveError: what the encoder answered.
+    """
+    inputs = {
+        "PIXELS": prepared.pixels,
+        "EDIT_MASK": prepared.edit_mask,
+        "CONTROLS": np.zeros((0, 0, 0, 3), np.uint8),
+        "REQUEST": prepared.request.to_json(),
+    }
+    call = api.InferenceRequest(
+        model_name="encoder",
+        requested_output_names=list(_ENCODED),
+        inputs=named_tensors(api, batched(inputs)),
+    )
+    answer = call.exec()
+    if answer.has_error():
+        raise relayed(answer.error().message(), prepared.request.request_id)
+    encoded = [tensor(api, each.name(), each.as_numpy()[0]) for each in answer.output_tensors()]
+    return [tensor(api, "EDIT_MASK", prepared.edit_mask), *encoded]
+
+
+def prime_template(api: Any, encoded: bytes, facts: ModelFacts, config: Config) -> dict[str, Any]:
+    """Have a registered image primed in the background. Blocks until that is queued.
+
+    Returns:
+        What the denoiser says of it: its `state`.
+
+    Raises:
+        MaskserveError: the image cannot be used, or what encoder or denoiser answered.
+        ConfigError: the configuration's defaults do not go with the model.
+    """
+    prepared = prepare_template(encoded, facts, config)
+    operation = {"op": "prime", "request": prepared.request.to_json().decode()}
+    return ask_denoiser(api, operation, encode_template(api, prepared))
+
+
+def ask_denoiser(
+    api: Any, operation: dict[str, Any], tensors: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Have the denoiser's process do `operation`. Blocks until it answers, or for ever.
+
+    Args:
+        api: triton_python_backend_utils.
+        operation: JSON values with an `op`.
+        tensors: further inputs of the denoiser.
+
+    Raises:
+        MaskserveError: what it answered.
+    """
+    call = api.InferenceRequest(
+        model_name="denoiser",
+        requested_output_names=["META"],
+        inputs=[tensor(api, "REQUEST", json.dumps(operation).encode()), *tensors],
+    )
+    result: dict[str, Any] | None = None
+    for answer in responses_of(call):
+        if answer.has_error():
+            raise relayed(answer.error().message(), str(operation.get("request_id", "")))
+        raw = output(api, answer, "META")
+        result = json.loads(raw) if raw else result
+    if result is None:
+        raise EngineFailed("the denoiser gave no answer")
+    return result
+
+
+_KEPT_S = 2.0
+"""The stub's thread needs milliseconds; on a busy machine it may be hundreds."""
+
+
+class KeepAlive:
+    """Holds on to things for some time, then lets go of them in a thread of Python's.
+
+    TRITON-2.51: the stub has a reference of its own to a decoupled call's responses, and drops it
+    in a thread of its own soon after the last one was taken. Were that reference the last, their
+    arrays would be freed without Python's lock, and sooner or later the process would die of a
+    corrupted heap. So Python's reference is made the last: responses are kept for some time.
+
+    Args:
+        kept_s: seconds.
+    """
+
+    def __init__(self, kept_s: float) -> None:
+        self._kept_s = kept_s
+        self._held: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, thing: Any) -> None:
+        self._held.put((time.monotonic() + self._kept_s, thing))
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            until, thing = self._held.get()
+            time.sleep(max(0.0, until - time.monotonic()))
+            del thing
+
+
+_KEEPER = KeepAlive(_KEPT_S)
+"""Of this process, as the stub is."""
+
+
+def responses_of(call: Any, keeper: KeepAlive = _KEEPER) -> Iterator[Any]:
+    """The responses of `call` (a pb_utils.InferenceRequest), one after the other. Blocks."""
+    responses = call.exec(decoupled=True)
+    try:
+        yield from responses
+    finally:
+        keeper.keep(responses)

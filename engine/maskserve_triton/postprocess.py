@@ -1,0 +1,146 @@
+"""The last model of the ensemble: lay the edited pixels over the source and encode the answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageChops
+
+from maskserve_common.contracts.postprocess_context import PostprocessContext
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.imaging.canvas import grown
+from maskserve_common.imaging.colour import Colour
+from maskserve_common.imaging.images import (
+    NO_LIMITS,
+    Pixels,
+    as_mode,
+    decode_raster,
+    encode_image,
+    encode_png,
+    resize_part,
+    to_base64,
+)
+from maskserve_common.imaging.metadata import NOTHING, Metadata
+from maskserve_common.imaging.provenance import Mark, Unsigned, has_manifest
+from maskserve_common.imaging.safety import Check, let_pass
+
+_PLAIN = Unsigned()
+_RGB = 3
+Fine: TypeAlias = npt.NDArray[np.uint16]
+"""A picture of 16-bit samples, [H, W, 3 or 4]."""
+
+
+def finish_edit(
+    pixels: npt.NDArray[np.uint8],
+    context: PostprocessContext,
+    mark: Mark = _PLAIN,
+    check: Check | None = None,
+) -> bytes:
+    """The answer's IMAGE bytes.
+
+    Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
+    output format is lossless), its transparency too; where it is 255 it is the model's output,
+    opaque, brought to the source's size by Lanczos and into its colours; between, the two are
+    mixed. A model's own alpha, where it draws one, is multiplied with the weight. The answer says
+    what its numbers mean as the source did, and has its metadata. As PNG it has 16 bits where the
+    source has.
+
+    Args:
+        pixels: RGB uint8 [h, w, 3] at the model's size, or RGBA.
+        context: what preprocess knew of the edit.
+        mark: how the answer says that it was edited.
+        check: whether it may be answered.
+
+    Raises:
+        Refused: it may not.
+        EngineFailed: it cannot be signed.
+    """
+    request = EditRequest.from_json(context.request)
+    out, weights, fine, metadata = source_and_weights(context, request)
+    source = out.copy() if check is not None else out
+    colour, box = Colour.unpack(context.colour), weights.getbbox()
+    if box is not None:  # only what is pasted is resized
+        left, top, right, bottom = box
+        y, x = (0, 0) if request.window is None else request.window[:2]
+        inside = left - x, top - y, right - x, bottom - y
+
+        def drawn(channels: npt.NDArray[np.uint8]) -> Image.Image:
+            return resize_part(Image.fromarray(channels), request.seen_size, inside)
+
+        edited = as_mode(colour.painted(drawn(pixels[..., :3])), out.mode)
+        part = np.asarray(weights)[top:bottom, left:right]
+        if pixels.shape[2] > _RGB:
+            alpha = drawn(pixels[..., _RGB])
+            part = np.asarray(ImageChops.multiply(Image.fromarray(part), alpha))
+        # Pillow's paste mixes in integers, exact at 0 and at 255.
+        out.paste(edited, (left, top), mask=Image.fromarray(part))
+        if fine is not None:
+            _mix(fine[top:bottom, left:right], np.asarray(edited), part)
+    asked = request.settings
+    if check is not None:
+        let_pass(check, source, request.prompt, out)
+    if fine is not None:
+        encoded = encode_png(fine, colour, mark.xmp, metadata)
+    else:
+        encoded = encode_image(
+            np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp, metadata
+        )
+    file = b"" if context.decoded else bytes(context.source)
+    known = file if has_manifest(file) else b""
+    encoded = mark.sign(encoded, asked.output_format, box or (0, 0, *out.size), known)
+    return to_base64(encoded) if asked.output_encoding == "base64" else encoded
+
+
+class OfSource(NamedTuple):
+    """What an edit's answer has of its source."""
+
+    canvas: Image.Image
+    """RGB or RGBA, at the answer's size."""
+    weights: Image.Image
+    """Of what is pasted over it, L."""
+    fine: Fine | None
+    """The canvas with 16 bits, where source and answer have them."""
+    metadata: Metadata
+
+
+def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfSource:
+    """What an edit's answer has of its source, and where."""
+    left, top, right, bottom = margins = request.settings.expand
+    height, width = request.source_size
+    mode = "RGBA" if request.alpha else "RGB"
+    fine: Fine | None = None
+    metadata = NOTHING
+    if context.decoded:
+        size = (width - left - right, height - top - bottom)
+        source = Image.frombytes(mode, size, context.source)
+        weights = Image.frombytes("L", (width, height), context.paste)
+    else:
+        png = request.settings.output_format == "png"
+        raster = decode_raster(bytes(context.source), "source", NO_LIMITS, low=png)
+        source, metadata = raster.image.convert("RGB"), raster.metadata
+        if request.alpha and raster.alpha is not None:
+            source.putalpha(raster.alpha)
+        if raster.low is not None:
+            fine = _samples(np.asarray(source), np.asarray(raster.low))
+        weights = decode_raster(bytes(context.paste), "paste", NO_LIMITS).image
+    if any(margins):
+        source = Image.fromarray(grown(np.asarray(source), margins))
+        fine = None if fine is None else grown(fine, margins)
+    return OfSource(source, weights, fine, metadata)
+
+
+def _samples(high: Pixels, low: Pixels) -> Fine:
+    """16-bit samples [H, W, channels of `high`] of their bytes; an alpha without low bytes is of 8
+    bits.
+    """
+    lows = low if high.shape[2] <= low.shape[2] else np.dstack((low, high[..., 3]))
+    samples: Fine = np.left_shift(high, 8, dtype=np.uint16) | lows[..., : high.shape[2]]
+    return samples
+
+
+def _mix(fine: Fine, edited: Pixels, weights: Pixels) -> None:
+    """Lay 8-bit pixels over a part of the canvas, by weights [h, w]; exact at 0 and at 255."""
+    share = weights[..., None].astype(np.uint32)
+    fine[:] = (fine * (255 - share) + edited * (257 * share) + 127) // 255

@@ -1,0 +1,358 @@
+"""The first model of the ensemble: from an accepted edit's pictures to the model's arrays.
+
+Pictures that cannot be edited are refused here; all else was refused by the front.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+from PIL import Image
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.keys import entries_id, scope_of, template_id
+from maskserve_common.contracts.postprocess_context import PostprocessContext
+from maskserve_common.contracts.request import AcceptedEdit, EditRequest, ResolvedControl
+from maskserve_common.contracts.settings import MAX_CONTROLS, EditSettings
+from maskserve_common.errors import InvalidRequest, TemplateNotFound
+from maskserve_common.imaging.canvas import canvas_size, grown
+from maskserve_common.imaging.colour import SRGB, Colour
+from maskserve_common.imaging.images import (
+    MAX_OUTPUT_SIDE,
+    Decoded,
+    Size,
+    came_as_text,
+    decode_image,
+    encode_png,
+    model_size,
+    resize,
+)
+from maskserve_common.imaging.masks import (
+    component_boxes,
+    edit_mask,
+    paste_weights,
+    select,
+    strongest,
+)
+from maskserve_common.imaging.provenance import has_manifest
+from maskserve_common.imaging.view import View, see
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.shown import LONGEST
+from maskserve_triton.accept import accept_edit
+
+DECODED_PIXELS = 1_500_000
+"""Sources of up to so many pixels travel to postprocess decoded. That takes a fraction of the time
+of decoding them again; of larger ones, edits that wait for a row would hold too much memory.
+"""
+
+FindTemplate = Callable[[str, str], bytes | None]
+"""Reads the encoded image that was registered under an id, as a client of some scope may see it;
+None when the id names nothing, or nothing of that client's.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEdit:
+    """Outputs of the preprocess model (maskserve_common.contracts.tensors)."""
+
+    pixels: npt.NDArray[np.uint8]
+    """PIXELS: RGB [h, w, 3] at the model's size."""
+    edit_mask: npt.NDArray[np.uint8]
+    """EDIT_MASK: [h, w] at the model's size; above 0 edits, below 255 for that share of the steps.
+    """
+    controls: npt.NDArray[np.uint8]
+    """CONTROLS: RGB [pictures, h, w, 3] at the model's size."""
+    request: EditRequest
+    """REQUEST."""
+    context: PostprocessContext
+    """CONTEXT."""
+
+
+def prepare_edit(
+    image: bytes | memoryview,
+    mask: bytes | memoryview,
+    accepted: AcceptedEdit,
+    facts: ModelFacts,
+    config: Config,
+    find_template: FindTemplate | None = None,
+    control: Sequence[bytes | memoryview] = (),
+    *,
+    decoded_pixels: int = DECODED_PIXELS,
+) -> PreparedEdit:
+    """Check an edit's pictures and bring them to the model's resolution.
+
+    Args:
+        image: the IMAGE tensor's bytes; empty when SETTINGS.template_id names a template.
+        mask: MASK.
+        accepted: all else that was asked.
+        facts: of the served model.
+        config: of this worker.
+        find_template: reads a registered template; None when the worker keeps none.
+        control: the elements of CONTROL.
+        decoded_pixels: up to so many a source travels decoded.
+
+    Raises:
+        InvalidRequest: naming the field.
+        TemplateNotFound: SETTINGS.template_id names nothing that is kept.
+    """
+    start, asked = time.perf_counter(), accepted.settings
+    source, source_id = _source(image, asked, config, find_template)
+    canvas = _answer_size(asked, source, config)
+    selection = select(mask, asked, config.limits, source.size)
+    view = see(selection.pixels, asked, facts.native_resolution, facts.size_multiple)
+    _check_shape(view.size, facts)
+    paste = paste_weights(selection.pixels, asked.mask_dilate, asked.mask_feather)
+    assert paste is not None, "something is selected"
+    if selection.strength is None:
+        edit = edit_mask(view.window.of(paste), view.size)
+    else:
+        edit = strongest(view.window.of(selection.strength), view.size)
+    edit = mask_for_model(edit, facts)
+    pixels = _seen(source, asked, view)
+    controls = _control_pictures(control, accepted.controls, view, config)
+    if asked.output_encoding == "auto":
+        sent = mask or image
+        encoding = "base64" if sent and came_as_text(sent) else "raw"
+        asked = structs.replace(asked, output_encoding=encoding)
+    request = replace(
+        _request(replace(accepted, settings=asked), source, source_id, pixels),
+        source_size=canvas,
+        window=view.window if view.is_part else None,
+        alpha=_keeps_alpha(asked, source, paste),
+        edit_boxes=component_boxes(edit, facts.token_pixels),
+        warnings=(*source.warnings, *selection.warnings),
+    )
+    fine = source.low is not None and asked.output_format == "png"
+    signed = bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
+    # What pixels cannot hold travels in the file.
+    decoded = paste.size <= decoded_pixels and not (fine or signed or source.metadata)
+    source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
+    weights = paste.tobytes() if decoded else encode_png(paste)
+    taken_ms = (time.perf_counter() - start) * 1e3
+    request.timings_ms["preprocess"] = round(taken_ms, 3)
+    context = PostprocessContext(
+        request.to_json(), source_bytes, weights, decoded, source.colour.pack()
+    )
+    return PreparedEdit(pixels, edit, controls, request, context)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTemplate:
+    """A template without an edit, as the encoder takes it."""
+
+    pixels: npt.NDArray[np.uint8]
+    """PIXELS: RGB [h, w, 3] at the model's size."""
+    edit_mask: npt.NDArray[np.uint8]
+    """EDIT_MASK: [h, w], empty."""
+    request: EditRequest
+    """REQUEST of an edit with the worker's default settings and an empty prompt."""
+
+
+def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> PreparedTemplate:
+    """A registered image as its edits will see it, so that it can be primed ahead of them.
+
+    Raises:
+        InvalidRequest: the image cannot be used.
+    """
+    source = decode_image(encoded, "OP.image", config.limits)
+    size = model_size(source.size, facts.native_resolution, facts.size_multiple)
+    _check_shape(size, facts)
+    pixels = _at(source.pixels, source.colour, size)
+    accepted = accept_edit(EditSettings(), b"", facts, config)
+    request = _request(accepted, source, source.template_id, pixels)
+    return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
+
+
+def _check_shape(size: Size, facts: ModelFacts) -> None:
+    """See that the text encoder can be shown a picture that the model sees at this size.
+
+    Raises:
+        InvalidRequest: it is too long.
+    """
+    if facts.shown is not None and max(size) > LONGEST * min(size):
+        raise InvalidRequest(
+            "IMAGE",
+            f"is {size[1]}x{size[0]} pixels to the model",
+            f"sides of which none is more than {LONGEST} times as long as the other",
+        )
+
+
+def _control_pictures(
+    encoded: Sequence[bytes | memoryview],
+    controls: Sequence[ResolvedControl],
+    view: View,
+    config: Config,
+) -> npt.NDArray[np.uint8]:
+    """Control pictures [pictures, h, w, 3], as the model sees their source.
+
+    Args:
+        encoded: the elements of CONTROL.
+        controls: each with its `image`.
+        view: of the edit.
+        config: of this worker.
+
+    Raises:
+        InvalidRequest: a picture is missing, not used, unreadable or of another size.
+    """
+    if not encoded and not controls:
+        return np.zeros((0, 0, 0, 3), np.uint8)
+    size = view.canvas
+    shape = f"{size[1]}x{size[0]} pixels, as the answer"
+    if len(encoded) > MAX_CONTROLS:
+        raise InvalidRequest("CONTROL", f"has {len(encoded)} pictures", f"up to {MAX_CONTROLS}")
+    for index, control in enumerate(controls):
+        picture = control.image
+        assert picture is not None, "it was resolved at the front"
+        if picture >= len(encoded):
+            raise InvalidRequest(
+                f"SETTINGS.controls[{index}].image",
+                f"is {picture}, but CONTROL has {len(encoded)} pictures",
+                f"a picture of {shape} in CONTROL for each control",
+            )
+    used = {control.image for control in controls}
+    unused = next((i for i in range(len(encoded)) if i not in used), None)
+    if unused is not None:
+        raise InvalidRequest(
+            f"CONTROL[{unused}]", "is named by no control", "one in SETTINGS.controls for each"
+        )
+    pictures = []
+    for index, raw in enumerate(encoded):
+        found = decode_image(raw, f"CONTROL[{index}]", config.limits)
+        if found.size != size:
+            told = f"is {found.size[1]}x{found.size[0]} pixels"
+            raise InvalidRequest(f"CONTROL[{index}]", told, shape)
+        pictures.append(_at(view.window.of(found.pixels), found.colour, view.size))
+    return np.stack(pictures)
+
+
+def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Size:
+    """(height, width) of the answer.
+
+    Raises:
+        InvalidRequest: it is too large, or the format cannot hold it.
+    """
+    size = canvas_size(source.size, settings.expand, config.limits)
+    longest = MAX_OUTPUT_SIDE[settings.output_format]
+    if source.colour.only_png and settings.output_format != "png":
+        raise InvalidRequest(
+            "SETTINGS.output_format",
+            f"{settings.output_format} cannot say what IMAGE's numbers mean (cICP of HDR)",
+            "png",
+        )
+    if max(size) > longest:
+        raise InvalidRequest(
+            "SETTINGS.output_format",
+            f"{settings.output_format} cannot hold {size[1]}x{size[0]} pixels",
+            "png",
+        )
+    return size
+
+
+def _keeps_alpha(settings: EditSettings, source: Decoded, paste: npt.NDArray[np.uint8]) -> bool:
+    """Whether the answer is transparent somewhere."""
+    opaque = settings.background == "opaque" or settings.output_format == "jpeg"
+    if opaque or source.alpha is None:
+        return False
+    left, top, *_ = settings.expand
+    old = paste[top : top + source.size[0], left : left + source.size[1]]
+    clear = source.alpha < 255
+    if source.low is not None and source.low.shape[2] == 4:
+        clear = clear | (source.low[..., 3] < 255)
+    return bool((clear & (old < 255)).any())
+
+
+def _decoded(source: Decoded, *, alpha: bool) -> bytes:
+    """RGB pixels, or RGBA."""
+    if not alpha:
+        return source.pixels.tobytes()
+    assert source.alpha is not None
+    return np.dstack((source.pixels, source.alpha)).tobytes()
+
+
+def _request(
+    accepted: AcceptedEdit, source: Decoded, source_id: str, pixels: npt.NDArray[np.uint8]
+) -> EditRequest:
+    """REQUEST, but for the time that preparing took.
+
+    Args:
+        accepted: what was asked.
+        source: the image.
+        source_id: its template id.
+        pixels: RGB [h, w, 3] at the model's size.
+    """
+    settings, size = accepted.settings, (pixels.shape[0], pixels.shape[1])
+    assert settings.seed is not None
+    assert settings.request_id is not None
+    return EditRequest(
+        request_id=settings.request_id,
+        prompt=accepted.prompt,
+        settings=settings,
+        seed=settings.seed,
+        template_id=source_id,
+        source_size=source.size,
+        model_size=size,
+        accepted_ns=accepted.accepted_ns,
+        due_ms=accepted.due_ms,
+        after_token_s=accepted.after_token_s,
+        loras=accepted.loras,
+        controls=accepted.controls,
+        pixels_id=entries_id(source_id) if pixels is source.pixels else template_id(pixels),
+    )
+
+
+def _seen(source: Decoded, asked: EditSettings, view: View) -> npt.NDArray[np.uint8]:
+    """RGB [h, w, 3] of a source, as the model sees it."""
+    return _at(view.window.of(grown(source.pixels, asked.expand)), source.colour, view.size)
+
+
+def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArray[np.uint8]:
+    """RGB [h, w, 3] of a picture as models see it: at that size, in sRGB."""
+    if pixels.shape[:2] == size and colour == SRGB:
+        return pixels
+    return np.asarray(colour.shown(resize(Image.fromarray(pixels), size)))
+
+
+def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
+    """The edit mask as the model should be given it.
+
+    Models that blend sample the mask once per latent or token, and would lose what is thinner than
+    one. Theirs is grown to whole ones. What is pasted stays as the client drew it.
+    """
+    if not facts.semantics.blends:
+        return edit
+    side = facts.vae_scale_factor * facts.mask_latents
+    height, width = edit.shape
+    cells = edit.reshape(height // side, side, width // side, side).max(axis=(1, 3))
+    return np.repeat(np.repeat(cells, side, axis=0), side, axis=1)
+
+
+def _source(
+    image: bytes | memoryview,
+    settings: EditSettings,
+    config: Config,
+    find_template: FindTemplate | None,
+) -> tuple[Decoded, str]:
+    """The source and its template id: from IMAGE, or from the template that the settings name."""
+    named = settings.template_id
+    if image or named is None:
+        if not image:
+            raise InvalidRequest(
+                "IMAGE", "is empty", "an image, or SETTINGS.template_id of a registered template"
+            )
+        source = decode_image(image, "IMAGE", config.limits)
+        found = source.template_id
+        if named is not None and named != found:
+            raise InvalidRequest(
+                "SETTINGS.template_id", "is not the digest of IMAGE", f"{found}, or IMAGE empty"
+            )
+        return source, found
+    scope = scope_of(settings.request_id or "")
+    kept = find_template(named, scope) if find_template is not None else None
+    if kept is None:
+        raise TemplateNotFound(f"SETTINGS.template_id: {named} is not registered here")
+    return decode_image(kept, "IMAGE", config.limits), named

@@ -1,0 +1,94 @@
+"""How an edit ended: one log line, one count and the end of its span, whoever answered it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from maskserve_common.contracts.due_times import OK, slo_outcome
+from maskserve_common.errors import MaskserveError, Overloaded
+from maskserve_common.observations import Observations
+from maskserve_common.tracing import OpenSpan
+from maskserve_triton.metric_table import outcome_of
+
+log = logging.getLogger("maskserve.edit")
+
+_FROM_META = (
+    "seed", "template_id", "mask_ratio", "mask_ring", "active_tokens", "total_tokens",
+    "computed_tokens", "steps", "steps_skipped", "cache", "batch_mean", "due_ms", "slack_ms", "slo",
+)  # fmt: skip
+_LEVELS = {
+    "done": logging.INFO,
+    "cancelled": logging.INFO,
+    "refused": logging.INFO,  # the client's doing, but for a full queue
+    "deadline": logging.WARNING,
+    "failed": logging.ERROR,
+}
+
+
+class RequestLog:
+    """Waits for the end of one edit that a front has taken in.
+
+    Args:
+        model: the front.
+        observations: where it is counted.
+        leave: counts it out at the worker's gate.
+        span: of the edit; what is done for it is recorded below.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        observations: Observations,
+        leave: Callable[[], None],
+        span: OpenSpan | None = None,
+    ) -> None:
+        self._model, self._observations, self._leave = model, observations, leave
+        self.span = span or OpenSpan()
+        self._accepted = time.monotonic()
+        self.request_id = ""
+        """Set as soon as it is known."""
+        self.due = False
+        """Whether it has a due time."""
+        self.slack_s = 0.0
+        """What was left of it when the answer was there."""
+
+    def answered(self, error: MaskserveError | None, outputs: dict[str, Any]) -> None:
+        """The final answer has been sent: an error, or `outputs`."""
+        self._leave()
+        taken_s = time.monotonic() - self._accepted
+        code = OK if error is None else error.code
+        outcome = outcome_of(code)
+        self.span.end(error, request_id=self.request_id, outcome=outcome)
+        self._observations.add("edit_ends_total", 1.0, self._model, outcome, code)
+        if error is None:
+            self._observations.add("edit_seconds", taken_s, self._model)
+        self._judge(code)
+        level = logging.WARNING if code == Overloaded.code else _LEVELS[outcome]
+        if not log.isEnabledFor(level):
+            return
+        said = _of_meta(outputs["META"]) if error is None else {"error": error.message}
+        fields = {"outcome": outcome, "code": code, "total_ms": round(1e3 * taken_s, 3), **said}
+        if traceparent := self.span.traceparent:
+            fields["trace_id"] = traceparent.split("-")[1]
+        extra = {"event": "edit", "request_id": self.request_id, "fields": fields}
+        log.log(level, "edit %s", outcome, extra=extra)
+
+    def _judge(self, code: str) -> None:
+        """Count it among those that were to be answered by some time."""
+        outcome = slo_outcome(code, self.slack_s) if self.due else None
+        if outcome is None:
+            return
+        self._observations.add("slo_total", 1.0, self._model, outcome)
+        if code == OK:
+            self._observations.add("slack_seconds", self.slack_s, self._model)
+
+
+def _of_meta(raw: bytes) -> dict[str, Any]:
+    meta = json.loads(raw)
+    fields = {name: meta[name] for name in _FROM_META if name in meta}
+    timings = meta.get("timings_ms", {})
+    return {**fields, **{f"{stage}_ms": taken for stage, taken in timings.items()}}

@@ -1,0 +1,76 @@
+"""Results that edits asked to keep: templates of whoever made them, primed for the next edit."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from maskserve_common.config import Config, ConfigError
+from maskserve_common.contracts.keys import scope_of
+from maskserve_common.errors import MaskserveError
+from maskserve_common.files.values import Values
+from maskserve_common.imaging.images import decode_image
+from maskserve_common.logs import about
+from maskserve_common.shares import Full
+from maskserve_engine.spec.facts import ModelFacts
+from maskserve_triton.fair_threads import FairThreads
+from maskserve_triton.pipeline import prime_template
+from maskserve_triton.templates import templates_of
+
+log = logging.getLogger("maskserve")
+_MAX_QUEUED = 32
+"""Primings that wait. One more is left out: its template is primed as any is that is edited."""
+_NICE = 5
+
+
+class Results:
+    """The results of one front's edits.
+
+    Args:
+        api: triton_python_backend_utils.
+        config: of this worker.
+        facts: of the served model.
+    """
+
+    def __init__(self, api: Any, config: Config, facts: ModelFacts) -> None:
+        self._api, self._config, self._facts = api, config, facts
+        self._templates = templates_of(config, Values(config.values))
+        self._threads = FairThreads(1, _MAX_QUEUED, "results", _NICE)
+
+    def keep(self, image: bytes, request_id: str) -> str | None:
+        """Keep an edit's picture, for the client whose edit it was.
+
+        Args:
+            image: as the client gets it, so that the file that it has is the same template.
+            request_id: of the edit.
+
+        Returns:
+            The template's id; None where it could not be kept, which costs the edit nothing.
+        """
+        try:
+            decoded = decode_image(image, "IMAGE", self._config.limits)
+            name, scope = decoded.template_id, scope_of(request_id)
+            self._templates.put_result(name, bytes(decoded.encoded), [scope] if scope else [])
+        except (MaskserveError, OSError) as error:
+            log.warning("a result is not kept: %s", error, extra=about(request_id))
+            return None
+        return name
+
+    def prime(self, name: str, request_id: str) -> None:
+        """Have a kept result primed in the background, in its client's turn."""
+        if self._config.cache.enabled:
+            with suppress(Full):
+                self._threads.submit(scope_of(request_id), partial(self._prime, name))
+
+    def close(self) -> None:
+        self._threads.close()
+
+    def _prime(self, name: str) -> None:
+        try:
+            encoded = self._templates.get(name)
+            if encoded is not None:
+                prime_template(self._api, encoded, self._facts, self._config)
+        except (MaskserveError, ConfigError, OSError) as error:
+            log.warning("template %s, a result, is not primed: %s", name, error)

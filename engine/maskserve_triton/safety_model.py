@@ -1,0 +1,44 @@
+"""A check of pictures that is a model of the worker's Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from maskserve_common.errors import EngineFailed
+from maskserve_common.imaging.images import as_mode
+from maskserve_common.imaging.safety import Check
+from maskserve_triton.tensor_io import named_tensors
+
+
+def check_by_model(api: Any, name: str) -> Check:
+    """The check that asks a model: SOURCE and MADE (UINT8 [H, W, 3], RGB) and PROMPT (BYTES [1]);
+    its REASON (BYTES [1]) is empty where the picture may pass.
+
+    Args:
+        api: triton_python_backend_utils.
+        name: of the model.
+    """
+
+    def check(source: Image.Image, prompt: str, made: Image.Image) -> str | None:
+        asked: dict[str, npt.NDArray[np.uint8] | bytes] = {
+            "SOURCE": np.asarray(as_mode(source, "RGB")),
+            "PROMPT": prompt.encode(),
+            "MADE": np.asarray(as_mode(made, "RGB")),
+        }
+        call = api.InferenceRequest(
+            model_name=name,
+            requested_output_names=["REASON"],
+            inputs=named_tensors(api, asked),
+        )
+        answer = call.exec()
+        if answer.has_error():
+            raise EngineFailed(answer.error().message())
+        reason = api.get_output_tensor_by_name(answer, "REASON").as_numpy().reshape(-1)
+        # What says nothing is no leave to pass.
+        return bytes(reason[0]).decode(errors="replace") or None
+
+    return check

@@ -1,0 +1,155 @@
+"""The models `encoder` and `decoder`: a worker's own, or those of a stage service, which other
+workers' models of these names ask (core `triton/stages.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maskserve_common.config import Config, beside_denoiser
+from maskserve_common.contracts.meta import with_timing
+from maskserve_common.contracts.postprocess_context import NOTHING
+from maskserve_common.contracts.request import EditRequest
+from maskserve_common.files.stages import PRIMING_PROMPT_FILE
+from maskserve_common.tracing import make_tracer
+from maskserve_engine.families.registry import load_decoder
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.stages.encoded import NO_CONTROLS, NO_MOMENTS, pack_conditioning
+from maskserve_engine.stages.revision import stages_revision
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+from maskserve_triton.decoder import EditDecoder, ToDecode
+from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
+from maskserve_triton.sync_execute import Outputs, failed_event
+from maskserve_triton.tensor_io import read_bytes
+from maskserve_triton.together import Together, view_item
+
+
+class EncoderStage:
+    """VAE moments of the source and embeddings of the prompt.
+
+    Args:
+        api: triton_python_backend_utils.
+        config: of the worker or service.
+
+    Raises:
+        ConfigError: a part cannot be loaded.
+    """
+
+    def __init__(self, api: Any, config: Config) -> None:
+        hide_unused_libraries(config)
+        self._api, self._config = api, config
+        self._encoder = EditEncoder.load(beside_denoiser(config, "encoder"))
+        self._tracer = make_tracer(config, "encoder")
+        self._revision = cache(lambda: stages_revision(config))
+        self._requests = Together(api, self._tracer, "encode", self._read, self._encode)
+
+    def execute(self, requests: list[Any]) -> None:
+        self._requests.execute(requests)
+
+    def close(self) -> None:
+        self._encoder.close()
+        self._tracer.close()
+
+    def _read(self, request: Any) -> ToEncode | None:
+        """None: the priming prompt is asked for."""
+        check_revision(request, self._revision)
+        edit = read_bytes(self._api, request, "REQUEST")
+        if edit == PRIMING_PROMPT:
+            return None
+        return ToEncode(
+            EditRequest.from_json(edit),
+            view_item(self._api, request, "PIXELS", np.uint8, ndim=3),
+            view_item(self._api, request, "EDIT_MASK", np.uint8, ndim=2),
+            view_item(self._api, request, "CONTROLS", np.uint8, ndim=4),
+        )
+
+    def _encode(self, asked: Sequence[ToEncode | None]) -> Iterator[Outputs | Exception]:
+        encoded = self._encoder.encode_all([edit for edit in asked if edit is not None])
+        for edit in asked:
+            made = self._priming_prompt() if edit is None else next(encoded)
+            if isinstance(made, dict | Exception):
+                yield made
+                continue
+            found, report = made
+            yield {
+                "MOMENTS": found.moments,
+                "MASKED_MOMENTS": found.masked_moments,
+                "CONTROL_MOMENTS": found.control_moments,
+                "CONDITIONING": pack_conditioning(found.conditioning, found.negative),
+                "ENCODED": report.to_json(),
+            }
+
+    def _priming_prompt(self) -> Outputs:
+        file = Path(self._config.runtime_dir) / PRIMING_PROMPT_FILE
+        return {
+            "MOMENTS": NO_MOMENTS,
+            "MASKED_MOMENTS": NO_MOMENTS,
+            "CONTROL_MOMENTS": NO_CONTROLS,
+            "CONDITIONING": np.frombuffer(file.read_bytes(), np.uint8),
+            "ENCODED": b"{}",
+        }
+
+
+class DecoderStage:
+    """Latents to pixels; events without latents pass through.
+
+    Args:
+        api: triton_python_backend_utils.
+        config: of the worker or service.
+
+    Raises:
+        ConfigError: a part cannot be loaded.
+    """
+
+    def __init__(self, api: Any, config: Config) -> None:
+        hide_unused_libraries(config, text=False)
+        config = beside_denoiser(config, "decoder")
+        facts = load_facts(config.model.path, config.model.native_resolution)
+        self._api = api
+        self._decoder = EditDecoder(load_decoder(config), facts, config)
+        self._tracer = make_tracer(config, "decoder")
+        self._revision = cache(lambda: stages_revision(config))
+        self._requests = Together(
+            api, self._tracer, "decode", self._read, self._decode, self._failed, output="PIXELS"
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        self._requests.execute(requests)
+
+    def close(self) -> None:
+        self._tracer.close()
+
+    def _read(self, request: Any) -> ToDecode:
+        check_revision(request, self._revision)
+        return ToDecode(
+            view_item(self._api, request, "LATENTS", np.float32, ndim=3),
+            read_bytes(self._api, request, "META"),
+            view_item(self._api, request, "CONTEXT", np.uint8, ndim=1),
+        )
+
+    def _decode(self, events: Sequence[ToDecode]) -> Iterator[Outputs | Exception]:
+        decoded = self._decoder.decode_all([event for event in events if event.latents.size])
+        for event in events:
+            start = time.perf_counter()
+            made = next(decoded) if event.latents.size else (NO_PIXELS, event.meta)
+            if isinstance(made, Exception):
+                yield made
+                continue
+            pixels, meta = made
+            taken_ms = (time.perf_counter() - start) * 1e3
+            yield {
+                "PIXELS": pixels,
+                "META": with_timing(meta, "decode", taken_ms),
+                "CONTEXT": event.context,
+            }
+
+    def _failed(self, request: Any, error: Exception) -> Outputs:
+        meta = failed_event(read_bytes(self._api, request, "META"), error)
+        return {"PIXELS": NO_PIXELS, "META": meta, "CONTEXT": NOTHING}

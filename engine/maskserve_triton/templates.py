@@ -1,0 +1,264 @@
+"""Source images kept so that edits can name them, and whose they are: what clients registered, and
+for some time the results that edits asked to keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterable, Set
+from pathlib import Path
+
+from maskserve_common.config import Config, templates_folder
+from maskserve_common.contracts.keys import NO_SCOPE, SHARED
+from maskserve_common.errors import Overloaded
+from maskserve_common.files.named_files import UNSCOPED, NamedFiles
+from maskserve_common.files.values import Values
+from maskserve_common.shares import EVERYBODY, Shares
+
+_RESULTS = "results"
+
+
+def templates_of(config: Config, values: Values) -> KeptTemplates:
+    """Those of a worker; where its host has a folder of values, results lie there, for all workers
+    of the host.
+    """
+    limits = config.limits
+    return KeptTemplates(
+        templates_folder(config),
+        limits.max_template_bytes,
+        results=Path(config.values.folder) / _RESULTS if values.host else None,
+        max_result_bytes=limits.max_result_bytes,
+        result_expires_s=limits.result_expires_s,
+    )
+
+
+class KeptTemplates:
+    """RegisteredImages images and results. What is both is a result for its owners' sake alone, and
+    registered for those who registered it.
+
+    Args:
+        path: folder of the registered ones, which is made.
+        max_bytes: of all registered images.
+        results: folder of results, which workers may share; None: in `path`.
+        max_result_bytes: of all results.
+        result_expires_s: time after its last use when a result goes.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int = 2**63,
+        *,
+        results: Path | None = None,
+        max_result_bytes: int = 2**63,
+        result_expires_s: float = math.inf,
+    ) -> None:
+        self._registered = RegisteredImages(path, max_bytes)
+        results = results or Path(path) / _RESULTS
+        self._results = KeptResults(results, max_result_bytes, result_expires_s)
+        self._both = self._registered, self._results
+
+    def get(self, template_id: str, scope: str = NO_SCOPE) -> bytes | None:
+        """The encoded image; None if there is none, or none that a client of `scope` may see. A
+        result is used by that.
+        """
+        encoded = self._registered.read(template_id, scope)
+        return self._results.read(template_id, scope) if encoded is None else encoded
+
+    def ids(self) -> list[str]:
+        """Names of all, sorted."""
+        return sorted({name for each in self._both for name in each.ids()})
+
+    def shows(self, template_id: str, scope: str) -> bool:
+        """Whether a client of `scope` may see the template, if it is there."""
+        return any(each.shows(template_id, scope) for each in self._both)
+
+    def owners(self, template_id: str) -> list[str]:
+        """Scopes of those whose it is, SHARED among them if it is for every client; sorted."""
+        return sorted({o for each in self._both for o in each.owners(template_id)} - {UNSCOPED})
+
+    def expires_s(self, template_id: str, scope: str = NO_SCOPE) -> float | None:
+        """Seconds until a result goes if it is not used; None of what a client of `scope` sees
+        registered.
+        """
+        registered = self._registered.has(template_id)
+        if registered and self._registered.shows(template_id, scope):
+            return None
+        return self._results.expires_s(template_id)
+
+    def put(self, template_id: str, encoded: bytes, owners: Iterable[str] = ()) -> None:
+        """Register a template for these owners too; an image that is there already stays as it is.
+
+        Raises:
+            Overloaded: the folder would hold more than its bound, or more of an owner than its
+                share.
+            OSError: the folder cannot be written.
+        """
+        self._registered.put(template_id, encoded, owners)
+
+    def put_result(self, template_id: str, encoded: bytes, owners: Iterable[str] = ()) -> None:
+        """Keep an edit's result for its owners; those that were not used for long make room.
+
+        Raises:
+            Overloaded: it alone is more than the bound.
+            OSError: the folder cannot be written.
+        """
+        self._results.put(template_id, encoded, owners)
+
+    def keep(self, template_id: str) -> None:
+        """What is a result is registered for its owners, too; if its time is over it is gone.
+
+        Raises:
+            Overloaded: as `put`.
+        """
+        self.expire()
+        encoded = self._results.read(template_id, NO_SCOPE)
+        if encoded is not None:
+            self.put(template_id, encoded, self._results.owners(template_id))
+
+    def expire(self) -> None:
+        """Remove the results whose time is over."""
+        self._results.expire()
+
+    def remove(self, template_id: str) -> bool:
+        """Forget a template, whoever owns it; False when there was none."""
+        found = [each.remove(template_id) for each in self._both]
+        return any(found)
+
+    def disown(self, template_id: str, owner: str) -> bool | None:
+        """An owner gives a template up; whether that was the last one, with whom it has gone. None:
+        it was none of that owner's.
+        """
+        found = [each.disown(template_id, owner) for each in self._both]
+        if found == [None, None]:
+            return None
+        return not any(each.has(template_id) for each in self._both)
+
+
+class _Pictures(NamedFiles):
+    """Encoded images, by the digest of their pixels."""
+
+    def has(self, template_id: str) -> bool:
+        return self._file(template_id).exists()
+
+    def read(self, template_id: str, scope: str) -> bytes | None:
+        """The image; None if there is none, or none that a client of `scope` may see."""
+        if self.shows(template_id, scope):
+            with contextlib.suppress(FileNotFoundError):
+                return self._file(template_id).read_bytes()
+        return None
+
+    def owners(self, template_id: str) -> set[str]:
+        """As they are written down."""
+        return self._marks(template_id)
+
+    # Alone
+
+    def _add(self, template_id: str, encoded: bytes, owners: Set[str]) -> None:
+        """Unless it is there, and whose it is; without a name that are all who are not told apart,
+        and so it was before owners were written down.
+        """
+        there = self.has(template_id)
+        if not there:
+            with self._store.aside() as new:
+                new.file.write(encoded)
+                new.keep_as(template_id, durable=True)
+        nameless = (there and not self._marks(template_id)) or not owners - {SHARED}
+        self._own(template_id, owners | {UNSCOPED} if nameless else owners)
+
+
+class RegisteredImages(_Pictures):
+    """Those that stay until they are evicted."""
+
+    what, setting = "registered images", "[limits] max_template_bytes"
+    advice = "; evict templates first"
+
+    def put(self, template_id: str, encoded: bytes, owners: Iterable[str]) -> None:
+        """As `KeptTemplates.put`."""
+        scopes = frozenset(owners)
+        with self._store.alone():
+            if not self.has(template_id):
+                self._check_room(len(encoded), scopes)
+            self._add(template_id, encoded, scopes)
+
+
+class KeptResults(_Pictures):
+    """Those that go some time after their last use, which is their file's time of change; several
+    workers may share the folder.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, expires_s: float) -> None:
+        super().__init__(path, max_bytes)
+        self._expires_s = expires_s
+
+    def expires_s(self, template_id: str) -> float | None:
+        """Seconds until it goes if it is not used; None: it is not there."""
+        used = self._store.marked(template_id)
+        return None if used is None else self._expires_s - (time.time() - used)
+
+    def read(self, template_id: str, scope: str) -> bytes | None:
+        left = self.expires_s(template_id)
+        if left is None or left <= 0:
+            return None
+        encoded = super().read(template_id, scope)
+        if encoded is not None:
+            self._use(template_id)
+        return encoded
+
+    def put(self, template_id: str, encoded: bytes, owners: Iterable[str]) -> None:
+        """As `KeptTemplates.put_result`."""
+        if len(encoded) > self._max_bytes:
+            raise Overloaded(
+                f"{len(encoded)} bytes exceed [limits] max_result_bytes, {self._max_bytes}"
+            )
+        scopes = frozenset(owners)
+        with self._store.alone():
+            if self.has(template_id):
+                self._use(template_id)
+            else:
+                self._make_room(len(encoded), min(scopes, default=EVERYBODY))
+            self._add(template_id, encoded, scopes)
+
+    def expire(self) -> None:
+        """Remove those whose time is over."""
+        with self._store.alone():
+            self._make_room(0, EVERYBODY)
+
+    def _use(self, template_id: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._file(template_id))
+
+    # Alone
+
+    def _make_room(self, more: int, owner: str) -> None:
+        """Remove those whose time is over, and then others until there is room for so many bytes of
+        this owner: its own where its share is used up, else those of who has most, and of these the
+        ones that were not used for longest.
+        """
+        used = {name: self._store.marked(name) or 0.0 for name in self.ids()}
+        owners = self._first_owners()
+        shares, of = Shares(self._max_bytes), dict[str, list[str]]()
+        for name in sorted(used, key=used.__getitem__):
+            if time.time() - used[name] >= self._expires_s:
+                self._remove(name)
+                continue
+            whose = owners.get(name, EVERYBODY)
+            of.setdefault(whose, []).append(name)
+            shares.book(whose, self._size(name))
+        while more > (shares.room(owner) if of.get(owner) else shares.budget - shares.total):
+            whose = owner if more <= shares.budget - shares.total else str(shares.most())
+            name = of[whose].pop(0)
+            shares.give_back(whose, self._size(name))
+            self._remove(name)
+
+    def _first_owners(self) -> dict[str, str]:
+        """Of each that is somebody's by name the first of these names."""
+        found: dict[str, str] = {}
+        for file in self._store.folder.iterdir():
+            name, dot, owner = file.name.partition(".")
+            if name and dot and owner not in (SHARED, UNSCOPED):
+                found[name] = min(owner, found.get(name, owner))
+        return found

@@ -1,0 +1,93 @@
+"""Whether edits come through the pipeline, as a front sees it.
+
+Triton answers for its health while it loses what is inside it, and no process need have died. A
+stuck pipeline and a slow one look alike but for this: of all edits that wait for the same part of
+it, none comes through. An edit that the engine holds waits for nothing here, however long it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from maskserve_common.contracts.parameters import parameters
+from maskserve_common.errors import EngineFailed
+from maskserve_common.liveness import Silence
+from maskserve_triton.call import Call
+
+PROBE = "maskserve_probe"
+"""Parameter of a request that is no edit: its front answers when it has looked at its edits."""
+
+
+def is_probe(request: Any) -> bool:
+    """Whether a Triton request only asks its front whether edits come through."""
+    return PROBE in parameters(request)
+
+
+class Passage:
+    """A part of the pipeline. It is stuck when edits are in it and, for long, none leaves it.
+
+    Only time in which the watcher was awake counts.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._silence = Silence(clock)
+        self._left = 0
+
+    def left(self) -> None:
+        """An edit has come through; for any thread."""
+        self._left += 1
+
+    def stuck_s(self, *, entered: bool) -> float:
+        """Seconds for which edits have been in it and none has left; to be asked again and again.
+
+        `entered`: whether any edit is in it now.
+        """
+        if not entered:
+            self._left += 1
+        return self._silence.silent_s(self._left)
+
+
+class Traffic:
+    """The edits of one front on their way to the engine, and on their way back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._there, self._back = Passage(clock), Passage(clock)
+
+    def arrived(self) -> None:
+        """The engine holds an edit that it did not hold before."""
+        self._there.left()
+
+    def returned(self) -> None:
+        """An event has come back."""
+        self._back.left()
+
+    def ended(self) -> None:
+        """The pipeline has let go of an edit, wherever it was."""
+        self._there.left()
+        self._back.left()
+
+    def stuck(
+        self, calls: Collection[Call], held: Collection[str], limit_s: float
+    ) -> EngineFailed | None:
+        """What is wrong if they are stuck. To be asked again and again.
+
+        Args:
+            calls: that the pipeline has not let go of, answered or not.
+            held: ids of the edits that the engine holds.
+            limit_s: what counts as long.
+        """
+        there = any(call.sent and not call.heard for call in calls)
+        # One alone may be lost by itself (the watcher says so to its client); more of them follow
+        # where all are.
+        back = any(
+            call.heard and not call.answer.done and call.request_id not in held for call in calls
+        )
+        there_s = self._there.stuck_s(entered=there)
+        back_s = self._back.stuck_s(entered=back)
+        if there_s > limit_s:
+            return EngineFailed(f"edits are stuck before the engine, for {there_s:.1f} s")
+        if back_s > limit_s:
+            return EngineFailed(f"edits are stuck behind the engine, for {back_s:.1f} s")
+        return None

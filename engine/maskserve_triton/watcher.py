@@ -1,0 +1,143 @@
+"""The thread of a front that looks at every edit in flight, and at the worker's health.
+
+It is what saves clients from hanging: it answers edits whose client cancels, whose deadline
+passes, or whose worker cannot go on, whatever the pipeline does.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+
+from maskserve_common.config import Config
+from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, MaskserveError
+from maskserve_triton.answer import Answer
+from maskserve_triton.call import Call, Calls
+from maskserve_triton.cancels import Withdrawals
+from maskserve_triton.health import Health
+from maskserve_triton.traffic import Traffic
+
+log = logging.getLogger("maskserve")
+
+_HEALTH_EVERY_S = 0.1
+_IDLE_S = 0.25
+# However long steps are, a client that cancels or whose deadline passes has its answer by then.
+_SELDOM_S = 0.1
+
+
+class Watcher:
+    """Watches the edits of one front until closed.
+
+    Args:
+        config: of this worker.
+        name: of the front.
+        calls: the edits in flight.
+        withdrawals: ends those that nobody waits for.
+        traffic: told by the front what comes back.
+        lost_s: after the engine has let go of an edit, when its answer is held to be lost. What
+            comes then takes a moment, or many on a CPU that decodes for others first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        calls: Calls,
+        withdrawals: Withdrawals,
+        traffic: Traffic,
+        lost_s: float = 60.0,
+    ) -> None:
+        self._lost_s = lost_s
+        self._engine = config.engine
+        self._calls, self._withdrawals, self._traffic = calls, withdrawals, traffic
+        self._health = Health(config)
+        self._stuck: MaskserveError | None = None
+        self._problem: MaskserveError | None = None
+        self._probes: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-watcher", daemon=True)
+        self._thread.start()
+
+    def problem(self) -> MaskserveError | None:
+        """Why the worker cannot take an edit now; None if it can."""
+        if self._problem is not None:
+            # What was last seen may be over, as after the start.
+            self._problem = self._health.problem() or self._stuck
+        return self._problem
+
+    def wake(self) -> None:
+        """There is an edit to watch."""
+        self._wake.set()
+
+    def probe(self, answer: Answer) -> None:
+        """Have the watcher itself answer: a front whose watcher hangs gives no answer."""
+        self._probes.put(answer)
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+        self._answer_probes()
+        self._health.close()
+
+    def _run(self) -> None:
+        next_health = 0.0
+        while not self._closing.is_set():
+            try:
+                now = time.monotonic()
+                if now >= next_health:
+                    next_health = now + _HEALTH_EVERY_S
+                    self._look_at_worker()
+                self._answer_probes()
+                for call in self._calls.all():
+                    self._look_at(call, now)
+                self._withdrawals.repeat(now)
+            except Exception as error:
+                log.error("watcher: %s", error, exc_info=error)
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._calls:
+            # A row is freed between two steps: to look more often is no use and takes from them.
+            often = min(self._health.step_s, _SELDOM_S)
+            self._closing.wait(max(self._engine.watch_interval_s, often))
+        else:
+            self._wake.wait(_IDLE_S)
+            self._wake.clear()
+
+    def _look_at_worker(self) -> None:
+        self._problem = self._health.problem() or self._look_at_traffic()
+        if self._problem is not None:
+            self._calls.fail_all(self._problem)
+
+    def _look_at_traffic(self) -> MaskserveError | None:
+        limit_s = max(self._engine.stuck_timeout_s, self._health.silence_limit_s)
+        self._stuck = self._traffic.stuck(self._calls.all(), self._health.held, limit_s)
+        return self._stuck
+
+    def _look_at(self, call: Call, now: float) -> None:
+        if call.request_id in self._health.held:
+            if not call.heard:
+                self._traffic.arrived()
+            call.heard = now
+        if call.answer.cancelled():
+            self._withdrawals.withdraw(call, Cancelled("the client cancelled the request"))
+        elif call.too_late(now) and not call.answer.done:
+            limit = call.edit.settings.deadline_ms
+            late = f"{call.limit_name}: {limit} ms passed before the edit was done"
+            self._withdrawals.withdraw(call, DeadlineExceeded(late))
+        elif call.heard and now - call.heard > self._lost_s:
+            # TRITON-2.51: an ensemble never ends in which a step fails while others are under way.
+            call.answer.fail(EngineFailed("the edit was lost on its way back from the engine"))
+
+    def _answer_probes(self) -> None:
+        while not self._probes.empty():
+            answer = self._probes.get()
+            if self._stuck is None:
+                answer.finish({"IMAGE": b"", "META": b"{}"})
+            else:
+                answer.fail(self._stuck)

@@ -1,0 +1,46 @@
+"""What every model of a worker does as its process starts and ends."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from maskserve_common.config import Config
+from maskserve_common.config_file import load_config
+from maskserve_common.garbage import what_stays
+from maskserve_common.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_common.logs import start_log
+
+
+class WorkerModel(ABC):
+    """A Triton model's Python class, but for its `execute`."""
+
+    name: ClassVar[str]
+    """Of the Triton model."""
+
+    @abstractmethod
+    def open(self, config: Config) -> None:
+        """Import and load what takes requests."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        os.umask(0o077)  # templates, prompts and entries in files are nobody else's
+        end_with_server()
+        self._config = load_config()
+        start_log(self._config, self.name)
+        with what_stays():
+            self.open(self._config)
+        end_when_stuck()
+        sign_in(self._config.runtime_dir, self.name)
+
+    def finalize(self) -> None:
+        try:
+            self.close()
+        finally:
+            # Now there is nothing more to do here, and who waits for that need not wait for this
+            # interpreter to take itself apart.
+            sign_out(self._config.runtime_dir, self.name)

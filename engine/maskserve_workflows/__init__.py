@@ -1,0 +1,1 @@
+"""Workflows: their language, plans, runs and node models."""

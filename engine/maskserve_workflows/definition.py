@@ -1,0 +1,324 @@
+"""The language of definitions: calling a node inside `with Workflow(…)` records it.
+
+with Workflow("detail", "Repaints everything of a name.") as flow:
+    image, name, prompt = flow.picture("image"), flow.text("name"), flow.text("prompt")
+    with each(split(find(image, name)), most=8, carry=image) as one:
+        one.carried = edit(one.picture, one.mask, prompt)
+    flow.gives(image=one.carried)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, overload
+
+from maskserve_common.reading import Misread
+from maskserve_workflows.node_types import OPEN, NodeType, setting_error
+from maskserve_workflows.plan import (
+    INPUTS,
+    MOST,
+    Each,
+    Input,
+    NodeCall,
+    Repeat,
+    Step,
+    WorkflowPlan,
+    check_plan,
+)
+from maskserve_workflows.ports import (
+    KINDS,
+    MANY,
+    Mask,
+    Picture,
+    Pictures,
+    Port,
+    Regions,
+    Verdict,
+    Verdicts,
+    Words,
+    WorkflowError,
+)
+
+
+class Workflow:
+    """What a `with` block records.
+
+    Args:
+        name: under which a router serves it.
+        about: what it does, for people.
+    """
+
+    def __init__(self, name: str, about: str = "") -> None:
+        self.name, self.about = name, about
+        self.plan: WorkflowPlan
+        """Once the block has ended."""
+        self._inputs: list[Input] = []
+        self._outputs: dict[str, str] = {}
+        self._bodies: list[list[Step]] = [[]]
+        self._counts: Counter[str] = Counter()
+
+    def __enter__(self) -> Workflow:
+        if OPEN.get() is not None:
+            raise WorkflowError(f"{self.name}: stands inside of another workflow; accepted: beside")
+        self._token = OPEN.set(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        OPEN.reset(self._token)
+        if error is None:
+            self.plan = WorkflowPlan(
+                self.name, tuple(self._inputs), tuple(self._bodies[0]), self._outputs, self.about
+            )
+            check_plan(self.plan)
+
+    def picture(self, name: str) -> Picture:
+        """An input."""
+        return Picture(self._input(name, Picture))
+
+    def mask(self, name: str) -> Mask:
+        """An input."""
+        return Mask(self._input(name, Mask))
+
+    def text(self, name: str) -> Words:
+        """An input."""
+        return Words(self._input(name, Words))
+
+    def gives(self, **outputs: Picture | Mask | Words | Verdict) -> None:
+        """What the workflow answers with."""
+        for name, port in outputs.items():
+            self._outputs[name] = _ref(f"{self.name}.{name}", port)
+
+    def _input(self, name: str, kind: type[Port]) -> str:
+        self._inputs.append(Input(name=name, kind=kind.kind))
+        return f"{INPUTS}.{name}"
+
+    # For nodes and loops
+
+    def fresh(self, kind: str) -> str:
+        """A name for a step of this kind."""
+        self._counts[kind] += 1
+        return f"{kind}-{self._counts[kind]}"
+
+    def add(self, step: Step) -> None:
+        """Record a step where the definition is now."""
+        self._bodies[-1].append(step)
+
+    def enter(self) -> None:
+        """A loop's body begins."""
+        self._bodies.append([])
+
+    def leave(self) -> tuple[Step, ...]:
+        """It ends."""
+        return tuple(self._bodies.pop())
+
+    def record(
+        self,
+        kind: NodeType,
+        signature: inspect.Signature,
+        args: Sequence[Any],
+        given: Mapping[str, Any],
+    ) -> Any:
+        """A node as it is called: adds it to the body that is open.
+
+        Returns:
+            The ports that the node's function declares.
+
+        Raises:
+            WorkflowError: the call does not fit the signature.
+        """
+        name = self.fresh(kind.name)
+        try:
+            bound = signature.bind(*args, **given).arguments
+        except TypeError as error:
+            raise WorkflowError(f"{name}: {error}; accepted: {kind.name}{signature}") from None
+        more = next((p for p, x in signature.parameters.items() if x.kind is x.VAR_KEYWORD), None)
+        settings = dict(bound.pop(more, {})) if more else {}
+        inputs, texts = {}, {}
+        for port, value in bound.items():
+            if port not in kind.inputs:
+                settings[port] = value
+            elif isinstance(value, str) and kind.inputs[port] == "text":
+                texts[port] = value
+            elif value is not None:
+                inputs[port] = _ref(f"{name}.{port}", value)
+        try:
+            settings = kind.checked(settings)
+        except (Misread, TypeError) as error:
+            if isinstance(error, Misread):
+                raise setting_error(name, error) from None
+            raise WorkflowError(f"{name}: {error}; accepted: settings as JSON has them") from None
+        self.add(NodeCall(name, kind.name, inputs, texts, settings))
+        if issubclass(kind.returns, Port):
+            return kind.returns(f"{name}.{kind.returns.kind}")
+        return kind.returns(*(KINDS[made](f"{name}.{port}") for port, made in kind.outputs.items()))
+
+
+def _ref(where: str, value: Any) -> str:
+    if isinstance(value, Port):
+        return value.ref
+    raise WorkflowError(
+        f"{where}: is given a {type(value).__name__}; accepted: what a node or input gives"
+    )
+
+
+class _Loop:
+    """What loops have in common: a body, and values that it gives."""
+
+    def __init__(self, name: str) -> None:
+        flow = OPEN.get()
+        if not isinstance(flow, Workflow):
+            raise WorkflowError(
+                f"{name}: stands outside of a workflow; accepted: `with Workflow(…)`"
+            )
+        self._flow = flow
+        self._id = self._flow.fresh(name)
+        self._gives: dict[str, str] = {}
+
+    def __enter__(self) -> Any:
+        self._flow.enter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        body = self._flow.leave()
+        if error is not None:
+            return
+        if not body:
+            raise WorkflowError(f"{self._id}: has no steps; accepted: at least one")
+        self._flow.add(self._step(body))
+
+    def _step(self, body: tuple[Step, ...]) -> Step:
+        raise NotImplementedError
+
+    def _given(self, port: Any) -> str:
+        """The name under which the loop gives a value of its body."""
+        ref = _ref(f"{self._id}.gives", port)
+        for name, known in self._gives.items():
+            if known == ref:
+                return f"{self._id}.{name}"
+        name = f"{port.kind}-{len(self._gives) + 1}"
+        self._gives[name] = ref
+        return f"{self._id}.{name}"
+
+
+class each(_Loop):  # noqa: N801  it reads as a statement
+    """Run the block for every region, or so many times.
+
+    Args:
+        over: regions, or a number of rounds.
+        most: regions at most; more are an error.
+        carry: a picture that each round gives the next, as `carried`.
+    """
+
+    def __init__(
+        self, over: Regions | int, *, most: int | None = None, carry: Picture | None = None
+    ) -> None:
+        super().__init__("each")
+        if isinstance(over, int) and most is not None:
+            raise WorkflowError(f"{self._id}.most: is for regions; accepted: a number alone")
+        self._over = None if isinstance(over, int) else _ref(f"{self._id}.over", over)
+        rounds = over if isinstance(over, int) else (most or MOST)
+        if not 1 <= rounds <= MOST:
+            raise WorkflowError(f"{self._id}.most: is {rounds}; accepted: 1 to {MOST}")
+        self._most = rounds
+        self._carry = None if carry is None else _ref(f"{self._id}.carry", carry)
+        self._carried: str | None = None
+
+    @property
+    def mask(self) -> Mask:
+        """The round's region."""
+        if self._over is None:
+            raise WorkflowError(f"{self._id}.mask: it has no regions; accepted: each(regions)")
+        return Mask(f"{self._id}.mask")
+
+    @property
+    def picture(self) -> Picture:
+        """What the round before gave, or `carry`."""
+        if self._carry is None:
+            raise WorkflowError(f"{self._id}.picture: nothing is carried; accepted: carry=picture")
+        return Picture(f"{self._id}.picture")
+
+    @property
+    def carried(self) -> Picture:
+        """What the last round gave; set in the block."""
+        return Picture(f"{self._id}.carried")
+
+    @carried.setter
+    def carried(self, picture: Picture) -> None:
+        self._carried = _ref(f"{self._id}.carried", picture)
+
+    @overload
+    def all(self, port: Picture) -> Pictures: ...
+    @overload
+    def all(self, port: Mask) -> Regions: ...
+    @overload
+    def all(self, port: Verdict) -> Verdicts: ...
+    def all(self, port: Picture | Mask | Verdict) -> Port:
+        """A value of the block, of all rounds in order; said in the block."""
+        ref = self._given(port)
+        if port.kind not in MANY:
+            raise WorkflowError(
+                f"{self._id}.all: {port.ref} is {port.kind}; accepted: " + ", ".join(MANY)
+            )
+        return KINDS[MANY[port.kind]](ref)
+
+    def _step(self, body: tuple[Step, ...]) -> Step:
+        return Each(
+            id=self._id,
+            body=body,
+            most=self._most,
+            over=self._over,
+            carry=self._carry,
+            carried=self._carried,
+            gives=self._gives,
+        )
+
+    def __enter__(self) -> each:
+        super().__enter__()
+        return self
+
+
+class repeat(_Loop):  # noqa: N801
+    """Run the block until a verdict has passed, `most` times at most."""
+
+    def __init__(self, *, most: int) -> None:
+        super().__init__("repeat")
+        if not 1 <= most <= MOST:
+            raise WorkflowError(f"{self._id}.most: is {most}; accepted: 1 to {MOST}")
+        self._most = most
+        self._until: str | None = None
+
+    def until(self, verdict: Verdict) -> None:
+        """What ends the loop once it has passed."""
+        self._until = _ref(f"{self._id}.until", verdict)
+
+    @overload
+    def best(self, port: Picture) -> Picture: ...
+    @overload
+    def best(self, port: Mask) -> Mask: ...
+    @overload
+    def best(self, port: Verdict) -> Verdict: ...
+    def best(self, port: Picture | Mask | Verdict) -> Port:
+        """A value of the block, of the round that counts; said in the block."""
+        return type(port)(self._given(port))
+
+    def _step(self, body: tuple[Step, ...]) -> Step:
+        if self._until is None:
+            raise WorkflowError(f"{self._id}.until: is missing; accepted: until(verdict)")
+        return Repeat(id=self._id, body=body, most=self._most, until=self._until, gives=self._gives)
+
+    def __enter__(self) -> repeat:
+        super().__enter__()
+        return self

@@ -1,0 +1,71 @@
+"""A folder of workflows: definitions in Python, and the plans that were compiled from them."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import WorkflowPlan, parse_plan
+from maskserve_workflows.ports import WorkflowError
+
+
+def compile_folder(folder: Path, passes: Collection[str] | None = None) -> list[WorkflowPlan]:
+    """The plans of all definitions in a folder's .py files, which are run; by file, then as they
+    stand.
+
+    Args:
+        folder: of the definitions.
+        passes: of the compiler; None: all.
+
+    Raises:
+        WorkflowError: one cannot run, or two have one name.
+    """
+    plans: dict[str, WorkflowPlan] = {}
+    for path in _files(folder, ".py"):
+        for flow in _definitions(path):
+            if flow.name in plans:
+                raise WorkflowError(f"{path}: {flow.name} is defined twice; accepted: once")
+            plans[flow.name] = compiled(flow.plan, passes)
+    if not plans:
+        raise WorkflowError(f"{folder}: holds no definitions; accepted: .py files with workflows")
+    return list(plans.values())
+
+
+def read_plans(folder: Path) -> list[WorkflowPlan]:
+    """The plans that lie in a folder as .json, by name; nothing of its Python is run.
+
+    Raises:
+        WorkflowError: naming the file.
+    """
+    return [_plan(path) for path in _files(folder, ".json")]
+
+
+def _plan(path: Path) -> WorkflowPlan:
+    try:
+        plan = parse_plan(path.read_bytes())
+    except WorkflowError as error:
+        raise WorkflowError(f"{path}: {error}") from None
+    if plan.name != path.stem:
+        raise WorkflowError(f"{path}: holds {plan.name}; accepted: {plan.name}.json")
+    return plan
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    if not folder.is_dir():
+        raise WorkflowError(f"{folder}: is no folder; accepted: one that has workflows")
+    return sorted(folder.glob(f"*{suffix}"))
+
+
+def _definitions(path: Path) -> Iterator[Workflow]:
+    try:
+        made = runpy.run_path(str(path))
+    except WorkflowError as error:
+        raise WorkflowError(f"{path}: {error}") from None
+    except Exception as error:
+        raise WorkflowError(f"{path}: {type(error).__name__}: {error}") from error
+    for value in made.values():
+        if isinstance(value, Workflow):
+            yield value

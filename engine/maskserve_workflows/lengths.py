@@ -1,0 +1,55 @@
+"""How long parts of a plan take, by the prices of its nodes, were there a device for each.
+
+Of loops that have not begun the fewest rounds count: one region, one try. So what is said to be
+late is late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from maskserve_workflows.plan import Each, NodeCall, Repeat, Step, taken
+
+Price = Callable[[NodeCall], float]
+"""Seconds that a call takes by itself."""
+COMPOSE: Final = NodeCall(id="compose", node="compose")
+"""What makes one picture of those of rounds that were side by side."""
+
+
+def tails(steps: Sequence[Step], price: Price) -> dict[str, float]:
+    """Of each step, seconds of the longest chain that lies behind it among these."""
+    found: dict[str, float] = dict.fromkeys((step.id for step in steps), 0.0)
+    for step in reversed(steps):
+        with_it = span(step, price) + found[step.id]
+        for owner in {ref.partition(".")[0] for ref in taken(step)}:
+            if owner in found:
+                found[owner] = max(found[owner], with_it)
+    return found
+
+
+def length(steps: Sequence[Step], price: Price) -> float:
+    """Seconds of their longest chain."""
+    behind = tails(steps, price)
+    return max((span(step, price) + behind[step.id] for step in steps), default=0.0)
+
+
+def span(step: Step, price: Price) -> float:
+    """Seconds from a step's begin to its end."""
+    if isinstance(step, NodeCall):
+        return price(step)
+    return _in_turn(step) * length(step.body, price)
+
+
+def work(step: Step, price: Price) -> float:
+    """Seconds of all its calls."""
+    if isinstance(step, NodeCall):
+        return price(step)
+    rounds = step.most if isinstance(step, Each) and step.over is None else 1
+    return rounds * sum(work(each, price) for each in step.body)
+
+
+def _in_turn(step: Each | Repeat) -> int:
+    """Rounds that come one after the other at the least."""
+    alone = isinstance(step, Repeat) or step.over is not None or step.carry is None
+    return 1 if alone else step.most

@@ -1,0 +1,186 @@
+"""Where node servers' models are to lie now: what servers tell of themselves in, changes out.
+
+What lies where is the servers' to say, so routers agree by it, and a new one has nothing to learn
+but loads. It stays while servers are not too busy, and while nothing that is better (`placement`)
+is worth its loads. A call goes where its model lies; elsewhere only if that is nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from maskserve_workflows.placement import ModelLoad, Placed, grown, place, sustained
+
+BUSY_SHARE: Final = 0.8
+"""Of its time that a server is to be busy: the rest is for bursts. The chart scales by it."""
+_ENOUGH: Final = 1.0 / BUSY_SHARE
+"""`sustained` of a placement that needs no change."""
+_GAIN: Final = 1.2
+"""By which another has to be better."""
+_WINDOW_S: Final = 60.0
+"""In which what was asked counts, what is older less."""
+_IDLE: Final = 1e-3
+"""A load below is none."""
+Record: TypeAlias = Mapping[str, Any]
+"""`NodeModels.record`."""
+_Told: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Of one server, by model."""
+
+
+class _Lying(NamedTuple):
+    """What is known of the servers that answer."""
+
+    told: Mapping[str, _Told]
+    rooms: Mapping[str, int]
+    placed: Placed
+    """Models with weights that lie there, or are to."""
+    busy: Mapping[str, float]
+    """Servers that calls of each model keep busy."""
+
+
+class LivePlacement:
+    """All but `seen` may be asked in another thread."""
+
+    def __init__(self) -> None:
+        self._lying = _Lying({}, {}, {}, {})
+        self._ended: dict[tuple[str, str], int] = {}
+        """Calls in all, by server and model, when they were last counted."""
+        self._counted_at = 0.0
+        self._busy: dict[str, float] = {}
+        """Seconds that calls of a model have run in the window."""
+        self._seen_s = 0.0
+        """Of the window, so far."""
+
+    def score(self, model: str, server: str, queue_s: float) -> tuple[int, float]:
+        """The lowest one has a call: first where its model lies, then where there is room for it,
+        where that can be made, where it cannot be had or nobody knows; of these who is done first.
+
+        Args:
+            model: that it needs.
+            server: one of them.
+            queue_s: seconds of work that it has still to do.
+        """
+        models, rooms, placed, _ = self._lying
+        told = models.get(server, {}).get(model)
+        if told is None or not _can_be_had(told, rooms[server]):
+            return 3, queue_s
+        load_s = 0.0 if told["state"] == "here" else told.get("load_s", 0.0)
+        left = rooms[server] - sum(models[server][each]["bytes"] for each in placed[server])
+        lies = not told["bytes"] or model in placed[server]
+        place = 0 if lies else 1 if told["bytes"] <= left else 2
+        return place, load_s + queue_s + told["seconds"]
+
+    def busy(self) -> Mapping[str, float]:
+        """Servers that calls of each model have kept busy in the last minute, whoever asked."""
+        return self._lying.busy
+
+    def goes(self, model: str, server: str) -> None:
+        """A call goes there: it loads what it needs, so the next ones go there, too."""
+        models, _, placed, _ = self._lying
+        if model in models.get(server, {}) and model not in placed[server]:
+            placed = {**placed, server: placed[server] | {model}}
+            self._lying = self._lying._replace(placed=placed)
+
+    def seen(self, records: Mapping[str, Record | None], now: float) -> dict[str, frozenset[str]]:
+        """Take in what servers tell; of those that are to change, what they are to have.
+
+        Args:
+            records: by server; None: it does not answer.
+            now: seconds of a clock.
+        """
+        answered = {name: record for name, record in records.items() if record is not None}
+        told = {
+            name: {each["name"]: each for each in record["models"]}
+            for name, record in answered.items()
+        }
+        rooms = {name: record["device_bytes"] for name, record in answered.items()}
+        here = {
+            name: frozenset(
+                model
+                for model, each in models.items()
+                if each["bytes"] and each["state"] in ("here", "coming")
+            )
+            for name, models in told.items()
+        }
+        busy = self._count(told, now)
+        loads = _loads(told, rooms, busy)
+        placed = _better(loads, rooms, here, told)
+        self._lying = _Lying(told, rooms, placed, busy)
+        return {name: held for name, held in placed.items() if held != here[name]}
+
+    def _count(self, told: Mapping[str, _Told], now: float) -> dict[str, float]:
+        """`_Lying.busy`."""
+        passed = now - self._counted_at if self._ended else 0.0
+        self._counted_at, kept = now, math.exp(-passed / _WINDOW_S)
+        self._seen_s = self._seen_s * kept + passed
+        self._busy = {name: seconds * kept for name, seconds in self._busy.items()}
+        before, self._ended = self._ended, {}
+        for server, models in told.items():
+            for name, each in models.items():
+                ended: int = each["ended"]
+                new = ended - before.get((server, name), ended)
+                new = new if new >= 0 else ended  # it was started anew
+                self._busy[name] = self._busy.get(name, 0.0) + new * each["seconds"]
+                self._ended[server, name] = ended
+        return {name: seconds / (self._seen_s or 1.0) for name, seconds in self._busy.items()}
+
+
+def _loads(
+    told: Mapping[str, _Told], rooms: Mapping[str, int], busy: Mapping[str, float]
+) -> list[ModelLoad]:
+    """Of models with weights that some server can have. Where one could not be loaded it is not to
+    lie; a call tries it there again that has no other server.
+    """
+    sizes: dict[str, int] = {}
+    only: dict[str, set[str]] = {}
+    for server, models in told.items():
+        for name, each in models.items():
+            if each["bytes"] and _can_be_had(each, rooms[server]):
+                sizes[name] = max(sizes.get(name, 0), _needed(each))
+                only.setdefault(name, set()).add(server)
+    return [
+        ModelLoad(name, nbytes, busy[name] if busy[name] > _IDLE else 0.0, only[name])
+        for name, nbytes in sorted(sizes.items())
+    ]
+
+
+def _can_be_had(told: Mapping[str, Any], room: int) -> bool:
+    """Whether a model that lies at a server, or may, has room there and no load of it failed."""
+    return told["state"] != "failed" and _needed(told) <= room
+
+
+def _needed(told: Mapping[str, Any]) -> int:
+    nbytes: int = told.get("needs_bytes", told["bytes"])
+    return nbytes
+
+
+def _better(
+    loads: Sequence[ModelLoad], rooms: Mapping[str, int], here: Placed, told: Mapping[str, _Told]
+) -> Placed:
+    """What is worth its loads, or what lies there."""
+    now = sustained(loads, here)
+    if len(here) < 2 or now >= _ENOUGH:
+        return here
+
+    def worth(placed: Placed) -> float:
+        """`sustained`, of the time that loads leave."""
+        load_s: float = sum(
+            told[server][model].get("load_s", 0.0)
+            for server, held in placed.items()
+            for model in held - here[server]
+        )
+        return sustained(loads, placed) * max(1.0 - load_s / (len(placed) * _WINDOW_S), 0.0)
+
+    for models in (loads, [each for each in loads if each.load]):
+        names = {each.name for each in models}
+        best: Placed = grown(models, rooms, {name: held & names for name, held in here.items()})
+        if worth(best) < _ENOUGH:
+            try:
+                best = max(best, place(models, rooms), key=worth)
+            except ValueError:
+                continue  # they do not all fit: whatever nobody asks for may go
+        if worth(best) >= _GAIN * now:
+            return best
+    return here

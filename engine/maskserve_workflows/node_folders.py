@@ -1,0 +1,69 @@
+"""The folders of a node server's models: of which class each is, and what its calls need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from maskserve_common.config import ConfigError, NodesConfig
+from maskserve_common.config_file import read_json
+
+_GROUNDED: Final = "grounding-dino"
+_ACCEPTED: Final = MappingProxyType(
+    {
+        "find": ("clipseg", _GROUNDED),
+        "segment": ("sam", "sam2", "sam2_video"),
+        "enlarge": ("swin2sr",),
+        "likeness": ("clip",),
+    }
+)
+"""Classes by model, as transformers calls them. The hub has SAM 2 as it is for films, of which the
+part for pictures is read.
+"""
+
+
+class NodeFolder(NamedTuple):
+    """A model as it lies in a folder, as transformers saves it."""
+
+    name: str
+    kind: str
+    """`model_type` of its config.json."""
+    nbytes: int
+    """Of its weights' files."""
+
+    @property
+    def version(self) -> str:
+        """As `Holdings` names it: of each name there is one, for as long as its server runs."""
+        return self.name
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> NodeFolder:
+        """Raises ConfigError: it is of no class that the model may have."""
+        kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
+        accepted = _ACCEPTED[name]
+        if kind not in accepted:
+            raise ConfigError(f"nodes.{name}: {path} is a {kind}; accepted: {', '.join(accepted)}")
+        nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return cls(name, kind, nbytes)
+
+
+def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
+    """By model the folders whose weights its calls need, its own first: what a GroundingDINO finds
+    is cut out by `segment`.
+
+    Raises:
+        ConfigError: a folder is of another class, or one that is needed is missing.
+    """
+    folders = {name: NodeFolder.of(name, Path(path)) for name, path in nodes.folders().items()}
+    needed: dict[str, tuple[NodeFolder, ...]] = {
+        name: (folder,) for name, folder in folders.items()
+    }
+    if "find" in folders and folders["find"].kind == _GROUNDED:
+        if "segment" not in folders:
+            accepted = ", ".join(_ACCEPTED["segment"])
+            raise ConfigError(
+                f"nodes.find: a {_GROUNDED} needs nodes.segment; accepted: {accepted}"
+            )
+        needed["find"] += (folders["segment"],)
+    return needed

@@ -1,0 +1,342 @@
+"""The models of a node server: what of them is loaded, and the calls that run or wait.
+
+    line ── head has its model, or room for it ──► waits for its load ──► queue of its model
+
+Weights come at the start or with the first call that needs them, one model at a time, within a
+budget of bytes. Those of the least uses per byte make room for others, once no call needs them:
+while the head of the line waits for room, calls behind it wait, too, so that what has to go drains.
+Nodes that need no weights pass the line. Each model has a thread, which takes all that wait for it
+together, so that they share what is equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from maskserve_common.config import Config
+from maskserve_common.contracts.status_record import LoadCost
+from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_common.observations import Observations
+from maskserve_common.resources.holdings import Holdings
+from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
+from maskserve_common.resources.residency import Residency, Resource
+from maskserve_workflows.asked import AskedNode, Nodes
+from maskserve_workflows.node_folders import NodeFolder, node_folders
+from maskserve_workflows.nodes import LIGHT
+from maskserve_workflows.pictures import PictureNodes
+
+NODE_MODELS: Final = Kind(
+    "node",
+    "model",
+    "nodes",
+    "[nodes] device_bytes",
+    "node",
+    MappingProxyType({"storage": LoadCost(5.0, 1e-9)}),
+)
+_THERE: Final = ("here", "coming")
+_TOGETHER: Final = 8
+_MOST_WAITING: Final = 10_000
+"""Calls that wait for a load; routers send no more than keep a server busy."""
+_REMEMBERED: Final = 0.2
+"""Weight of the last call in what a model's calls take."""
+
+
+Done = Callable[[dict[str, Any] | Exception, float], None]
+"""Told, in any thread, what became of a call, and the seconds that it ran."""
+
+
+OpenNodes: TypeAlias = Callable[[str, Config, Mapping[str, Nodes]], Nodes]
+"""Loads a model of this class (`NodeFolder.kind`, or `verify`); it is given those that are loaded,
+now and later, by name: its calls find those there that they need, too.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class NodeWork:
+    """A call and who asked."""
+
+    model: str
+    asked: AskedNode | None
+    """None: its model is to be loaded."""
+    done: Done
+    id: str
+
+
+class NodeLoader(ResourceLoader[NodeFolder]):
+    """Opens them, one at a time.
+
+    Args:
+        config: of the node server.
+        open_nodes: reads a model.
+    """
+
+    def __init__(self, config: Config, open_nodes: OpenNodes) -> None:
+        super().__init__(NODE_MODELS)
+        self._config, self._open = config, open_nodes
+        self.opened: dict[str, Nodes] = {}
+        """By name of the model."""
+
+    def typical_bytes(self) -> float:
+        return 0.0
+
+    def _brought(self, wanted: NodeFolder, begin: float) -> Loaded:
+        try:
+            self.opened[wanted.name] = self._open(wanted.kind, self._config, self.opened)
+        except ValueError as error:  # no call's fault
+            raise EngineFailed(f"nodes: model {wanted.name} {error}") from None
+        return Loaded(wanted.version, wanted.nbytes, time.monotonic() - begin, wanted.nbytes)
+
+
+class _Held(Holdings[NodeFolder]):
+    def _bytes(self, wanted: NodeFolder) -> tuple[int, int]:
+        return wanted.nbytes, wanted.nbytes
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """Of one model."""
+
+    thread: ThreadPoolExecutor
+    calls: list[NodeWork] = field(default_factory=list)
+    """The first ones may run."""
+    ended: int = 0
+    seconds: float = 0.0
+    """That a call has taken of late."""
+
+
+class NodeModels:
+    """Calls come in any thread.
+
+    Args:
+        config: of the node server.
+        open_nodes: reads a model.
+        thread: what a model's thread does first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        open_nodes: OpenNodes,
+        thread: Callable[[Config], None] = lambda config: None,
+    ) -> None:
+        self._config, self._thread = config, thread
+        self._needed = node_folders(config.nodes)
+        self._light: dict[str, Nodes] = {LIGHT: PictureNodes(config.limits)}
+        """Those without weights."""
+        if config.nodes.verify_url:
+            self._light["verify"] = open_nodes("verify", config, {})
+        self._door = threading.Lock()
+        self._budget = config.nodes.device_bytes
+        self._residency = Residency(_MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted)
+        self._loader = NodeLoader(config, open_nodes)
+        self._held = _Held(NODE_MODELS, self._residency, self._loader, self._came, Observations())
+        self._line: deque[NodeWork] = deque()
+        self._waiting: dict[str, NodeWork] = {}
+        """For a load, by id."""
+        self._holding: set[str] = set()
+        """Ids of calls that have, or wait for, a model."""
+        self._queues: dict[str, _Queue] = {}
+        self._ids = itertools.count()
+        if config.nodes.load == "start":
+            for name in self._needed:
+                self._submit(name, None, _unheard)
+
+    def close(self) -> None:
+        self._loader.close()
+        with self._door:
+            for queue in self._queues.values():
+                queue.thread.shutdown(wait=False, cancel_futures=True)
+
+    def hosts(self, model: str) -> bool:
+        """Whether its nodes run here."""
+        return model in self._light or model in self._needed
+
+    def call(self, model: str, asked: AskedNode, done: Done) -> None:
+        """Have a node run; `hosts` its model."""
+        self._submit(model, asked, done)
+
+    def place(self, models: Collection[str]) -> None:
+        """Have these loaded as far as there is room beside what is needed now; of all others what
+        nothing needs goes. Whoever wants more asks again.
+        """
+        with self._door:
+            wanted = {name: self._needed[name] for name in models if name in self._needed}
+            kept = {_resource(folder) for needed in wanted.values() for folder in needed}
+            for folder in itertools.chain(*self._needed.values()):
+                resource = _resource(folder)
+                if resource not in kept and not self._residency.pinned(resource):
+                    self._residency.drop(resource)
+            left = self._budget - self._residency.nbytes(NODE_MODELS.name)
+            asked = {work.model for work in self._line}
+            for name, needed in wanted.items():
+                missing = [x for x in needed if self._residency.state(_resource(x)) not in _THERE]
+                nbytes = sum(folder.nbytes for folder in missing)
+                if missing and nbytes <= left and name not in asked:
+                    left -= nbytes
+                    self._line.append(NodeWork(name, None, _unheard, str(next(self._ids))))
+            self._advance()
+
+    def record(self) -> dict[str, Any]:
+        """What routers and operators are told: each model's state, bytes, those that its calls need
+        with what they share, seconds of a load, calls that wait or run, those that ended, and
+        seconds that one has taken of late.
+        """
+        with self._door:
+            waiting = [*self._line, *self._waiting.values()]
+            told, load = [], self._held.costs.published["storage"]
+            for name in (*self._light, *self._needed):
+                queue, needed = self._queues.get(name), self._needed.get(name, ())
+                folder, nbytes = next(iter(needed), None), sum(each.nbytes for each in needed)
+                state = "here" if folder is None else self._residency.state(_resource(folder))
+                told.append(
+                    {
+                        "name": name,
+                        "state": state,
+                        "bytes": folder.nbytes if folder else 0,
+                        "needs_bytes": nbytes,
+                        "load_s": round(load.seconds(nbytes), 4) if folder else 0.0,
+                        "queue": sum(work.model == name for work in waiting)
+                        + (len(queue.calls) if queue else 0),
+                        "ended": queue.ended if queue else 0,
+                        "seconds": round(queue.seconds, 4) if queue else 0.0,
+                    }
+                )
+            return {"device_bytes": self._budget, "models": told}
+
+    def _submit(self, model: str, asked: AskedNode | None, done: Done) -> None:
+        work = NodeWork(model, asked, done, str(next(self._ids)))
+        with self._door:
+            if model in self._light:
+                self._enqueue(work)
+                return
+            self._line.append(work)
+            self._advance()
+
+    # Under the door
+
+    def _advance(self) -> None:
+        """Let the line go on as far as there is room."""
+        while self._line:
+            work = self._line[0]
+            needed = self._needed[work.model]
+            try:
+                _check_fits(needed, self._budget)
+                missing = self._held.hold(work.id, needed)
+            except MaskserveError as error:
+                if isinstance(error, Overloaded) and self._holding:
+                    return  # what has to go is still needed
+                self._line.popleft()
+                self._end(work, error)
+                continue
+            self._line.popleft()
+            self._holding.add(work.id)
+            if self._residency.wait(work.id, missing):
+                self._waiting[work.id] = work
+            else:
+                self._enqueue(work)
+
+    def _enqueue(self, work: NodeWork) -> None:
+        queue = self._queue(work.model)
+        queue.calls.append(work)
+        if len(queue.calls) == 1:
+            queue.thread.submit(self._run, work.model)
+
+    def _queue(self, model: str) -> _Queue:
+        if model not in self._queues:
+            thread = None if model in self._light else partial(self._thread, self._config)
+            self._queues[model] = _Queue(ThreadPoolExecutor(1, model, thread))
+        return self._queues[model]
+
+    def _end(self, work: NodeWork, error: Exception) -> None:
+        self._queue(LIGHT).thread.submit(work.done, error, 0.0)  # no client holds the door
+
+    def _evicted(self, resource: Resource) -> None:
+        self._held.dropped(resource)
+        for folder, *_ in self._needed.values():
+            if folder.version == resource.name:
+                self._loader.opened.pop(folder.name, None)
+
+    def _let_go(self, work: NodeWork) -> None:
+        if work.id in self._holding:
+            self._holding.discard(work.id)
+            self._held.let_go(work.id)
+
+    # In other threads
+
+    def _came(self, wanted: NodeFolder, outcome: Loaded | MaskserveError) -> None:
+        """In the loader's."""
+        with self._door:
+            if isinstance(outcome, Loaded):
+                for name in self._held.arrived(wanted, outcome):
+                    self._enqueue(self._waiting.pop(name))
+            else:
+                for name in self._held.failed(wanted, outcome):
+                    work = self._waiting.pop(name)
+                    self._let_go(work)
+                    self._end(work, outcome)
+            self._advance()
+
+    def _run(self, model: str) -> None:
+        """In the model's: run what waits for it, a few at a time."""
+        with self._door:
+            queue = self._queues[model]
+            works = queue.calls[:_TOGETHER]
+            nodes = self._light.get(model) or self._loader.opened[model]
+        asked = [work.asked for work in works if work.asked is not None]
+        begin = time.perf_counter()
+        made = iter(_each(nodes, asked))
+        for work in works:
+            if work.asked is not None:
+                outcome = next(made)
+                seconds = time.perf_counter() - begin
+                begin = time.perf_counter()
+                work.done(outcome, seconds)
+                before = queue.seconds if queue.ended else seconds
+                queue.seconds = before + _REMEMBERED * (seconds - before)
+                queue.ended += 1
+        with self._door:
+            del queue.calls[: len(works)]
+            for work in works:
+                self._let_go(work)
+            if queue.calls:
+                queue.thread.submit(self._run, model)
+            self._advance()
+
+
+def _unheard(made: dict[str, Any] | Exception, seconds: float) -> None:
+    """Nobody waits for it."""
+
+
+def _resource(folder: NodeFolder) -> Resource:
+    return Resource(NODE_MODELS.name, folder.version)
+
+
+def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
+    """Raises EngineFailed: there is no room for them here, whatever goes."""
+    nbytes = sum(folder.nbytes for folder in needed)
+    if nbytes > budget:
+        names = " and ".join(folder.name for folder in needed)
+        told = f"nodes: model {names} has {nbytes} bytes, and all may have {budget}"
+        raise EngineFailed(f"{told} ({NODE_MODELS.budget})")
+
+
+def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+    """What the nodes give; of what they leave out, why."""
+    end: Exception = RuntimeError("not all calls were answered")
+    left = len(asked)
+    try:
+        for made in nodes.run(asked):
+            left -= 1
+            yield made
+    except Exception as error:
+        end = error
+    yield from itertools.repeat(end, left)

@@ -1,0 +1,167 @@
+"""What a node is: its ports, settings, price and the model that runs it, in one declaration.
+
+    @node(model="find", price_s=0.1)
+    def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
+        "What of the picture is the thing of this name."
+
+The signature says it all: parameters of a port's class are inputs, a default of None makes one
+optional, and text may be written out; those behind the `*` are settings, checked by their types;
+what is returned are the outputs. Calling the function inside a `Workflow` records the node, and
+mypy checks the wiring by the same signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import (
+    Any,
+    Final,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+
+from maskserve_common.reading import Misread, Table, given, read
+from maskserve_workflows.ports import Port, WorkflowError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+EDIT: Final = "edit"
+"""The one node type that workers run, step by step in their batches."""
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """A kind of node."""
+
+    name: str
+    about: str
+    model: str
+    """That runs it: `edit` at a worker, or one of a node server's."""
+    price_s: float
+    """Seconds that a call is taken to need until some have been measured."""
+    deterministic: bool
+    """Equal inputs and settings give the same answer: equal nodes are one, and answers are kept."""
+    inputs: Mapping[str, str]
+    """Name → kind."""
+    optional: frozenset[str]
+    outputs: Mapping[str, str]
+    settings: type[Table]
+    returns: type
+
+    def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`values` of the settings, without those that are not given.
+
+        Raises:
+            Misread: naming the setting.
+        """
+        known = frozenset(self.settings.__struct_fields__)
+        plain = msgspec.to_builtins(dict(values))
+        read(given(plain, known), self.settings)
+        return {name: value for name, value in plain.items() if value is not None}
+
+
+class Definition(Protocol):
+    """A definition, as it is written down."""
+
+    def record(
+        self,
+        kind: NodeType,
+        signature: inspect.Signature,
+        args: Sequence[Any],
+        given: Mapping[str, Any],
+    ) -> Any:
+        """Add a call of a node; gives what its function is said to return."""
+
+
+OPEN: ContextVar[Definition | None] = ContextVar("workflow", default=None)
+"""The definition whose block is being run."""
+DECLARED: Final[dict[str, NodeType]] = {}
+"""By name, what `node` has declared so far; all of them are `nodes.NODE_TYPES`."""
+
+
+def node(
+    *,
+    model: str,
+    price_s: float,
+    deterministic: bool = True,
+    settings: type[Table] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare a node type by a function's signature.
+
+    Args:
+        model: that runs it.
+        price_s: `NodeType.price_s`.
+        deterministic: `NodeType.deterministic`.
+        settings: what its keyword arguments are, where the function takes any.
+    """
+
+    def declare(function: Callable[P, R]) -> Callable[P, R]:
+        kind = _declared(function, model, price_s, deterministic, settings)
+        DECLARED[kind.name] = kind
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            flow = OPEN.get()
+            if flow is None:
+                raise WorkflowError(
+                    f"{kind.name}: is called outside of a workflow; accepted: `with Workflow(…)`"
+                )
+            made: R = flow.record(kind, inspect.signature(function), args, kwargs)
+            return made
+
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
+        return call
+
+    return declare
+
+
+def _declared(
+    function: Callable[..., Any],
+    model: str,
+    price_s: float,
+    deterministic: bool,
+    settings: type[Table] | None,
+) -> NodeType:
+    hints = get_type_hints(function, include_extras=True)
+    inputs: dict[str, str] = {}
+    optional: set[str] = set()
+    own: list[tuple[str, Any, Any]] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        port = _port(hints[name])
+        if port is not None:
+            inputs[name] = port.kind
+            optional |= {name} if parameter.default is None else set()
+        elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            own.append((name, hints[name], parameter.default))
+    returns = hints["return"]
+    if issubclass(returns, Port):
+        outputs = {returns.kind: returns.kind}
+    else:
+        outputs = {name: port.kind for name, port in get_type_hints(returns).items()}
+    name = f"{function.__name__}_settings"
+    made: Any = msgspec.defstruct(name, own, bases=(Table,), frozen=True, kw_only=True)
+    return NodeType(
+        function.__name__, inspect.getdoc(function) or "", model, price_s, deterministic, inputs,
+        frozenset(optional), outputs, settings or made, returns,
+    )  # fmt: skip
+
+
+def _port(hint: Any) -> type[Port] | None:
+    """The port's class that a hint has, or None."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((x for x in parts if isinstance(x, type) and issubclass(x, Port)), None)
+
+
+def setting_error(where: str, error: Misread) -> WorkflowError:
+    """What is wrong with a node's setting."""
+    return WorkflowError(f"{where}.{error.path}: {error.problem}; accepted: {error.accepted}")

@@ -1,0 +1,191 @@
+"""What a compiler does to a plan. Each pass has a flag, changes no answer but as it says, and notes
+what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+from msgspec import structs
+
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.plan import (
+    Each,
+    NodeCall,
+    Repeat,
+    Step,
+    WorkflowPlan,
+    check_plan,
+    digest_of,
+    every_step,
+    references,
+)
+
+
+def compiled(plan: WorkflowPlan, passes: Collection[str] | None = None) -> WorkflowPlan:
+    """The plan with these passes applied, all by default, and its digest.
+
+    Raises:
+        WorkflowError: it cannot run.
+    """
+    check_plan(plan)
+    for name, each in PASSES.items():
+        if passes is None or name in passes:
+            plan, notes = each(plan)
+            said = tuple(f"{name}: {note}" for note in notes)
+            plan = structs.replace(plan, notes=(*plan.notes, *said))
+    check_plan(plan)
+    return structs.replace(plan, digest=digest_of(plan))
+
+
+def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
+    """Nodes whose answers nobody takes are left out."""
+    notes: list[str] = []
+
+    def alive(steps: Sequence[Step], wanted: set[str]) -> tuple[Step, ...]:
+        """Those of the steps of which something is wanted; what they take is added to that."""
+        kept: list[Step] = []
+        for step in reversed(steps):
+            asked = {ref.partition(".")[2] for ref in wanted if ref.partition(".")[0] == step.id}
+            if not asked:
+                notes.append(f"{step.id} is left out: nobody takes what it gives")
+                continue
+            if not isinstance(step, NodeCall):
+                gives = {name: ref for name, ref in step.gives.items() if name in asked}
+                ends = [step.until] if isinstance(step, Repeat) else [step.carried]
+                inner = {ref for ref in (*ends, *gives.values()) if ref is not None}
+                step = structs.replace(step, gives=gives, body=alive(step.body, inner))
+            wanted |= set(references(step))
+            kept.append(step)
+        return tuple(reversed(kept))
+
+    steps = alive(plan.steps, set(plan.outputs.values()))
+    return structs.replace(plan, steps=steps), notes
+
+
+def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
+    """Nodes that would give the same are called once."""
+    notes: list[str] = []
+    new: dict[str, str] = {}
+    """Step → the equal one that stays."""
+
+    def renamed(ref: str) -> str:
+        step, _, name = ref.partition(".")
+        return f"{new.get(step, step)}.{name}"
+
+    def merged(steps: Sequence[Step], known: Mapping[bytes, str]) -> tuple[Step, ...]:
+        kept: list[Step] = []
+        seen = dict(known)
+        for step in steps:
+            step = _with_references(step, renamed)
+            if isinstance(step, NodeCall):
+                if NODE_TYPES[step.node].deterministic or "seed" in step.settings:
+                    same = msgspec.json.encode(structs.replace(step, id="same"), order="sorted")
+                    if same in seen:
+                        new[step.id] = seen[same]
+                        notes.append(f"{step.id} is {seen[same]}")
+                        continue
+                    seen[same] = step.id
+            else:
+                step = structs.replace(step, body=merged(step.body, seen))
+                # What it gives of its body may have been merged meanwhile.
+                step = _with_references(step, renamed)
+            kept.append(step)
+        return tuple(kept)
+
+    steps = merged(plan.steps, {})
+    outputs = {name: renamed(ref) for name, ref in plan.outputs.items()}
+    return structs.replace(plan, steps=steps, outputs=outputs), notes
+
+
+def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
+    """Edits of a picture that several edits need wait until it is primed, and then run cached."""
+    counts: dict[str, int] = {}
+    for ref, times in _edits_of(plan.steps):
+        counts[ref] = counts.get(ref, 0) + times
+    several = {ref for ref, count in counts.items() if count > 1}
+
+    def primed(step: Step) -> Step:
+        if not isinstance(step, NodeCall):
+            return structs.replace(step, body=tuple(map(primed, step.body)))
+        if step.node != EDIT or "cache" in step.settings or step.inputs["image"] not in several:
+            return step
+        return structs.replace(step, settings={**step.settings, "cache": "require"})
+
+    notes = [f"{ref} is primed for {counts[ref]} edits" for ref in sorted(several)]
+    return structs.replace(plan, steps=tuple(map(primed, plan.steps))), notes
+
+
+def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
+    """Edits of one picture whose regions stay apart share it and are composed; those that touch
+    go one after the other. Each then sees the picture without what the others paint.
+    """
+    notes: list[str] = []
+
+    def beside(step: Step) -> Step:
+        if isinstance(step, NodeCall):
+            return step
+        step = structs.replace(step, body=tuple(map(beside, step.body)))
+        if isinstance(step, Each) and step.carry is not None and step.over is not None:
+            notes.append(f"rounds of {step.id} whose regions stay apart share their picture")
+            return structs.replace(step, side_by_side=True)
+        return step
+
+    return structs.replace(plan, steps=tuple(map(beside, plan.steps))), notes
+
+
+def bring_early(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
+    """LoRAs that edits of later nodes name are brought as the run begins."""
+    first = {f"inputs.{each.name}" for each in plan.inputs}
+    later = [
+        step
+        for step in every_step(plan.steps)
+        if isinstance(step, NodeCall)
+        and step.node == EDIT
+        and not set(step.inputs.values()) <= first
+    ]
+    early = {lora["name"]: None for step in later for lora in step.settings.get("loras", ())}
+    notes = [f"{name} is brought as the run begins" for name in early]
+    return structs.replace(plan, early=tuple(early)), notes
+
+
+PASSES: Final[dict[str, Callable[[WorkflowPlan], tuple[WorkflowPlan, list[str]]]]] = {
+    "dead": drop_dead,
+    "merge": merge_equal,
+    "beside": side_by_side,
+    "prime": prime_first,
+    "early": bring_early,
+}
+"""In the order in which they run."""
+
+
+def _with_references(step: Step, renamed: Callable[[str], str]) -> Step:
+    """The step, with what it names itself of others under new names; its body stays."""
+    if isinstance(step, NodeCall):
+        inputs = {name: renamed(ref) for name, ref in step.inputs.items()}
+        return structs.replace(step, inputs=inputs)
+    gives = {name: renamed(ref) for name, ref in step.gives.items()}
+    if isinstance(step, Repeat):
+        return structs.replace(step, until=renamed(step.until), gives=gives)
+    over, carry, carried = (
+        None if ref is None else renamed(ref) for ref in (step.over, step.carry, step.carried)
+    )
+    return structs.replace(step, over=over, carry=carry, carried=carried, gives=gives)
+
+
+def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    """Pictures that edits need, and by how many edits at once at most."""
+    for step in steps:
+        if isinstance(step, NodeCall):
+            if step.node == EDIT:
+                yield step.inputs["image"], 1
+            continue
+        rounds = step.most if isinstance(step, Each) else 1
+        own = {each.id for each in every_step([step])}
+        for ref, count in _edits_of(step.body):
+            beside = isinstance(step, Each) and step.side_by_side and ref == f"{step.id}.picture"
+            outside = ref.partition(".")[0] not in own
+            yield ref, count * (rounds if outside or beside else 1)

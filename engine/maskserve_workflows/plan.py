@@ -1,0 +1,387 @@
+"""A workflow as plain data: what a router reads.
+
+Steps stand in order; each takes inputs of the workflow, and outputs of steps before it, by
+reference. Two kinds of steps hold others: `each` runs its body for every region, or so many times,
+and `repeat` until a verdict says that it is enough. Both are bounded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, structs
+
+from maskserve_common.reading import Misread, Table, nearest, read
+from maskserve_workflows.node_types import setting_error
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.ports import MANY, WorkflowError
+
+VERSION: Final = 1
+MOST: Final = 16
+"""Rounds of a loop, at most."""
+MOST_STEPS: Final = 64
+INPUTS: Final = "inputs"
+INPUT_KINDS: Final = ("picture", "mask", "text")
+RESERVED: Final = frozenset({"edit", "edit_stream", "edit_pipeline", "control"})
+"""Names of models that there are in any case."""
+
+Id = Annotated[
+    str,
+    Meta(
+        pattern=r"\A[a-z][a-z0-9_-]{0,40}\Z",
+        description="a lower-case letter, then up to 40 letters, digits, or any of _ -",
+    ),
+]
+Ref = Annotated[str, Meta(max_length=100)]
+Rounds = Annotated[int, Meta(ge=1, le=MOST)]
+
+
+class NodeCall(Table, frozen=True, tag="call", tag_field="step"):
+    """One node."""
+
+    id: Id
+    node: str
+    """Its type."""
+    inputs: dict[str, Ref] = msgspec.field(default_factory=dict)
+    texts: dict[str, Annotated[str, Meta(max_length=32_000)]] = msgspec.field(default_factory=dict)
+    """Inputs that are written out."""
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Each(Table, frozen=True, tag="each", tag_field="step"):
+    """A body that runs once for every region, or `most` times."""
+
+    id: Id
+    body: tuple[Step, ...]
+    most: Rounds
+    """More regions are an error."""
+    over: Ref | None = None
+    """Regions; None: it runs `most` times. In the body `ID.mask` is the round's."""
+    carry: Ref | None = None
+    """The picture that the first round begins with, `ID.picture` in the body; a round gives the
+    next one its own. None: rounds know nothing of one another."""
+    carried: Ref | None = None
+    """What a round gives the next."""
+    side_by_side: bool = False
+    """Rounds whose regions stay apart begin with the same picture and are composed."""
+    gives: dict[str, Ref] = msgspec.field(default_factory=dict)
+    """Name → a value of the body; outside `ID.NAME` is the list of all rounds'."""
+
+
+class Repeat(Table, frozen=True, tag="repeat", tag_field="step"):
+    """A body that runs until its verdict has passed; if none does, the best round counts."""
+
+    id: Id
+    body: tuple[Step, ...]
+    most: Rounds
+    until: Ref
+    gives: dict[str, Ref] = msgspec.field(default_factory=dict)
+    """Name → a value of the body; outside `ID.NAME` is that of the round that counts."""
+
+
+Step = NodeCall | Each | Repeat
+
+
+class Input(Table, frozen=True):
+    """What a client sends."""
+
+    name: Id
+    kind: str
+    """picture, mask or text."""
+
+
+class WorkflowPlan(Table, frozen=True):
+    """A workflow."""
+
+    name: Id
+    inputs: tuple[Input, ...]
+    steps: Annotated[tuple[Step, ...], Meta(max_length=MOST_STEPS)]
+    outputs: dict[Id, Ref]
+    about: str = ""
+    notes: tuple[str, ...] = ()
+    """What the passes did."""
+    early: tuple[str, ...] = ()
+    """LoRAs and ControlNets of later nodes, which are brought as a run begins."""
+    version: int = VERSION
+    digest: str = ""
+    """Of all else; an answer's META names it."""
+
+
+def kinds_of(step: Step, inner: Mapping[str, str]) -> dict[str, str]:
+    """Outputs of a step, name → kind, as steps behind it see them.
+
+    Args:
+        step: the step.
+        inner: of a loop, its body's values by reference.
+    """
+    if isinstance(step, NodeCall):
+        return dict(NODE_TYPES[step.node].outputs)
+    if isinstance(step, Repeat):
+        return {name: inner[ref] for name, ref in step.gives.items()}
+    given = {name: MANY[inner[ref]] for name, ref in step.gives.items()}
+    return given | ({"carried": "picture"} if step.carry is not None else {})
+
+
+def round_kinds(step: Step) -> dict[str, str]:
+    """What a loop gives its body, by reference."""
+    given = {}
+    if isinstance(step, Each):
+        if step.over is not None:
+            given[f"{step.id}.mask"] = "mask"
+        if step.carry is not None:
+            given[f"{step.id}.picture"] = "picture"
+    return given
+
+
+def references(step: Step) -> Iterator[str]:
+    """All that a step names of what is before it, its body's own values among them."""
+    if isinstance(step, NodeCall):
+        yield from step.inputs.values()
+        return
+    ends = [step.until] if isinstance(step, Repeat) else [step.over, step.carry, step.carried]
+    yield from [ref for ref in (*ends, *step.gives.values()) if ref is not None]
+    for each in step.body:
+        yield from references(each)
+
+
+def taken(step: Step) -> list[str]:
+    """What a step needs of what is outside of it, by reference."""
+    own = {step.id}
+    if not isinstance(step, NodeCall):
+        bodies = list(step.body)
+        while bodies:
+            each = bodies.pop()
+            own.add(each.id)
+            bodies += [] if isinstance(each, NodeCall) else each.body
+    return [ref for ref in references(step) if ref.partition(".")[0] not in own]
+
+
+def every_step(steps: Sequence[Step]) -> Iterator[Step]:
+    """The steps and those in their bodies, in order."""
+    for step in steps:
+        yield step
+        if not isinstance(step, NodeCall):
+            yield from every_step(step.body)
+
+
+def all_kinds(plan: WorkflowPlan) -> dict[str, str]:
+    """The kind of every value by reference, those of bodies among them."""
+    known = {f"{INPUTS}.{each.name}": each.kind for each in plan.inputs}
+
+    def add(steps: Sequence[Step]) -> None:
+        for step in steps:
+            if not isinstance(step, NodeCall):
+                known.update(round_kinds(step))
+                add(step.body)
+            known.update({f"{step.id}.{n}": kind for n, kind in kinds_of(step, known).items()})
+
+    add(plan.steps)
+    return known
+
+
+def output_kinds(plan: WorkflowPlan) -> dict[str, str]:
+    """The kind of each output."""
+    known = all_kinds(plan)
+    return {name: known[ref] for name, ref in plan.outputs.items()}
+
+
+def check_plan(plan: WorkflowPlan) -> None:
+    """Refuse a plan that cannot run.
+
+    Raises:
+        WorkflowError: naming node and port, and what fits.
+    """
+    if plan.version != VERSION:
+        raise WorkflowError(f"{plan.name}: is of version {plan.version}; accepted: {VERSION}")
+    if plan.name in RESERVED:
+        raise WorkflowError(f"{plan.name}: is the name of a model; accepted: any other")
+    known: dict[str, str] = {}
+    for each in plan.inputs:
+        if each.kind not in INPUT_KINDS:
+            raise WorkflowError(
+                f"{INPUTS}.{each.name}: a {each.kind} cannot be sent; accepted: "
+                + ", ".join(INPUT_KINDS)
+            )
+        if f"{INPUTS}.{each.name}" in known:
+            raise WorkflowError(f"{INPUTS}.{each.name}: is given twice; accepted: each name once")
+        if each.name == "settings":
+            raise WorkflowError(f"{INPUTS}.settings: is there in any case; accepted: another name")
+        known[f"{INPUTS}.{each.name}"] = each.kind
+    ids = [step.id for step in every_step(plan.steps)]
+    if len(ids) > MOST_STEPS:
+        raise WorkflowError(f"{plan.name}: has {len(ids)} steps; accepted: up to {MOST_STEPS}")
+    for name in ids:
+        if ids.count(name) > 1 or name == INPUTS:
+            raise WorkflowError(f"{name}: names two steps; accepted: each name once")
+    _check_steps(plan.steps, known, _where_made(plan.steps))
+    if not plan.outputs:
+        raise WorkflowError(f"{plan.name}: gives nothing; accepted: at least one output")
+    if "meta" in plan.outputs:
+        raise WorkflowError(f"{plan.name}.meta: is there in any case; accepted: another name")
+    for name, ref in plan.outputs.items():
+        kind = _kind(f"{plan.name}.{name}", ref, known, _where_made(plan.steps))
+        if kind not in (*INPUT_KINDS, "verdict"):
+            raise WorkflowError(
+                f"{plan.name}.{name}: {ref} is {kind}; accepted: a picture, mask, text or verdict"
+            )
+
+
+def _where_made(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
+    """Step → the loop that it stands in."""
+    made = {}
+    for step in steps:
+        made[step.id] = inside
+        if not isinstance(step, NodeCall):
+            made |= _where_made(step.body, step.id)
+    return made
+
+
+def _check_steps(steps: Sequence[Step], known: dict[str, str], made: Mapping[str, str]) -> None:
+    """Check steps that see `known`, to which what they give is added."""
+    for step in steps:
+        if isinstance(step, NodeCall):
+            _check_call(step, known, made)
+            inner: dict[str, str] = {}
+        else:
+            inner = _check_loop(step, known, made)
+        known |= {f"{step.id}.{name}": kind for name, kind in kinds_of(step, inner).items()}
+
+
+def _check_call(step: NodeCall, known: Mapping[str, str], made: Mapping[str, str]) -> None:
+    kind = NODE_TYPES.get(step.node)
+    if kind is None:
+        raise WorkflowError(
+            f"{step.id}: there is no node {step.node!r}{nearest(step.node, NODE_TYPES)}; accepted: "
+            + ", ".join(sorted(NODE_TYPES))
+        )
+    for name in (*step.inputs, *step.texts):
+        if name not in kind.inputs:
+            raise WorkflowError(
+                f"{step.id}.{name}: {step.node} has no such input{nearest(name, kind.inputs)}; "
+                f"accepted: {', '.join(kind.inputs)}"
+            )
+    for name in step.texts:
+        if kind.inputs[name] != "text" or name in step.inputs:
+            raise WorkflowError(f"{step.id}.{name}: text is written out; accepted: a value of "
+                                f"kind {kind.inputs[name]}, once")  # fmt: skip
+    for name, wanted in kind.inputs.items():
+        if name in step.texts:
+            continue
+        if name not in step.inputs:
+            if name not in kind.optional:
+                raise WorkflowError(f"{step.id}.{name}: is missing; accepted: a {wanted}")
+            continue
+        _fits(f"{step.id}.{name}", step.inputs[name], wanted, known, made)
+    try:
+        kind.checked(step.settings)
+    except Misread as error:
+        raise setting_error(step.id, error) from None
+
+
+def _check_loop(
+    step: Each | Repeat, known: Mapping[str, str], made: Mapping[str, str]
+) -> dict[str, str]:
+    """What the body's values are, by reference."""
+    if isinstance(step, Each):
+        if step.over is not None:
+            _fits(f"{step.id}.over", step.over, "regions", known, made)
+        if step.carry is not None:
+            _fits(f"{step.id}.carry", step.carry, "picture", known, made)
+        if (step.carry is None) != (step.carried is None):
+            raise WorkflowError(
+                f"{step.id}.carried: stands alone; accepted: both carry and carried, or neither"
+            )
+        if step.side_by_side and (step.over is None or step.carry is None):
+            raise WorkflowError(
+                f"{step.id}.side_by_side: is for regions of one picture; accepted: over and carry"
+            )
+    inner = {**known, **round_kinds(step)}
+    _check_steps(step.body, inner, made)
+    if isinstance(step, Repeat):
+        _fits(f"{step.id}.until", step.until, "verdict", inner, made)
+    elif step.carried is not None:
+        _fits(f"{step.id}.carried", step.carried, "picture", inner, made)
+    for name, ref in step.gives.items():
+        kind = _kind(f"{step.id}.{name}", ref, inner, made)
+        if isinstance(step, Each) and (kind not in MANY or name == "carried"):
+            raise WorkflowError(
+                f"{step.id}.{name}: several of kind {kind} are no list; accepted: "
+                + ", ".join(MANY)
+            )
+    return inner
+
+
+def _kind(where: str, ref: str, known: Mapping[str, str], made: Mapping[str, str]) -> str:
+    """The kind of what is referred to.
+
+    Raises:
+        WorkflowError: it is not there.
+    """
+    if ref in known:
+        return known[ref]
+    owner = ref.partition(".")[0]
+    if made.get(owner):
+        raise WorkflowError(
+            f"{where}: takes {ref}, which is inside of {made[owner]}; accepted: what that gives"
+        )
+    if owner in made and not any(each.startswith(f"{owner}.") for each in known):
+        raise WorkflowError(
+            f"{where}: takes {ref}, which comes later or goes in a circle; accepted: what is "
+            "before it"
+        )
+    raise WorkflowError(
+        f"{where}: takes {ref}, which nothing gives{nearest(ref, known)}; accepted: "
+        + (", ".join(sorted(known)) or "nothing yet")
+    )
+
+
+def _fits(
+    where: str, ref: str, wanted: str, known: Mapping[str, str], made: Mapping[str, str]
+) -> None:
+    kind = _kind(where, ref, known, made)
+    if kind != wanted:
+        fitting = [name for name, each in known.items() if each == wanted]
+        raise WorkflowError(
+            f"{where}: takes a {wanted}, and {ref} is {kind}; accepted: "
+            + (", ".join(fitting) or f"a {wanted}")
+        )
+
+
+def digest_of(plan: WorkflowPlan) -> str:
+    """SHA-256 of all but its digest, 16 hexadecimal digits."""
+    raw = msgspec.json.encode(structs.replace(plan, digest=""), order="sorted")
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def dump_plan(plan: WorkflowPlan) -> bytes:
+    """JSON, with the digest that it has now."""
+    raw = msgspec.json.encode(structs.replace(plan, digest=digest_of(plan)))
+    return msgspec.json.format(raw, indent=2) + b"\n"
+
+
+def parse_plan(raw: bytes) -> WorkflowPlan:
+    """The plan of a JSON file, checked.
+
+    Raises:
+        WorkflowError: it is no plan, cannot run, or was changed by hand.
+    """
+    try:
+        values = msgspec.json.decode(raw)
+        version = values.get("version") if isinstance(values, dict) else None
+        if isinstance(values, dict) and version != VERSION:
+            raise WorkflowError(f"version: is {version!r}; accepted: {VERSION}")
+        plan = read(values, WorkflowPlan)
+    except msgspec.DecodeError:
+        raise WorkflowError("the plan is not valid JSON; accepted: what compile writes") from None
+    except Misread as error:
+        raise WorkflowError(str(error)) from None
+    check_plan(plan)
+    if plan.digest != digest_of(plan):
+        raise WorkflowError(
+            f"{plan.name}.digest: is not that of the plan, which was changed by hand; accepted: "
+            "what compile writes"
+        )
+    return plan

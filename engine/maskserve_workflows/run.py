@@ -1,0 +1,414 @@
+"""A run of a plan, as a state machine: what is ready, done and lost. It calls nothing, and values
+are opaque to it but for regions, verdicts, and what of them lies in files (`NamedValue`).
+
+    run = WorkflowRun(plan, {"image": …})
+    while not run.ended:
+        for task in run.ready(): …        # start them, in any way and order
+        run.done(task.key, outputs)       # or run.lost(task.key): it is ready again
+
+A task's key says where in the plan and in which rounds it stands; what a task draws follows from
+it (`seed_of`), so that a task that runs again is the same. So a value that is not there any more,
+while something still reads it, is made again: by the task that made it, and where that one's own
+inputs are gone, too, by those that made these first. No other task runs again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from maskserve_common.errors import EngineFailed
+from maskserve_workflows.lengths import COMPOSE, Price, length, tails, work
+from maskserve_workflows.plan import (
+    INPUTS,
+    Each,
+    NodeCall,
+    Repeat,
+    Step,
+    WorkflowPlan,
+    all_kinds,
+    taken,
+)
+from maskserve_workflows.ports import WorkflowError
+from maskserve_workflows.values import Areas, Judgement, NamedValue, named_in, parts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A node to call."""
+
+    key: str
+    call: NodeCall
+    inputs: Mapping[str, Any]
+    """Name → value, text that is written out among them."""
+
+
+def seed_of(seed: int, key: str) -> int:
+    """The seed of a task in a run of this seed: 32 bits."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:4], "big")
+
+
+@dataclass(slots=True, eq=False)
+class _Scope:
+    """The plan's steps, or a round of a loop."""
+
+    path: str
+    steps: Sequence[Step]
+    values: dict[str, Any]
+    outer: _Scope | None = None
+    loop: _Rounds | None = None
+    begun: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+
+    def knows(self, ref: str) -> bool:
+        return ref in self.values or (self.outer is not None and self.outer.knows(ref))
+
+    def value(self, ref: str) -> Any:
+        if ref in self.values or self.outer is None:
+            return self.values[ref]
+        return self.outer.value(ref)
+
+    def read(self, more: Iterable[str]) -> Iterator[Any]:
+        """Values that steps which have not ended take, and these, as far as they are known."""
+        taking = (ref for step in self.steps if step.id not in self.ended for ref in taken(step))
+        return (self.value(ref) for ref in (*taking, *more) if self.knows(ref))
+
+    def to_begin(self, price: Price) -> float:
+        """Seconds of all calls of the steps that have not begun."""
+        return sum(work(step, price) for step in self.steps if step.id not in self.begun)
+
+
+@dataclass(slots=True, eq=False)
+class _Rounds:
+    """A loop that has begun."""
+
+    step: Each | Repeat
+    scope: _Scope
+    """That it stands in."""
+    key: str
+    areas: Areas | None = None
+    waves: list[list[int]] = field(default_factory=list)
+    """Of `each`: numbers of the rounds that are still to begin, those of one wave together."""
+    current: Any = None
+    """The picture that is carried."""
+    under_way: list[int] = field(default_factory=list)
+    rounds: dict[int, _Scope] = field(default_factory=dict)
+    left: int = 0
+    """Of the rounds under way those that have not ended."""
+
+    def later(self, price: Price) -> float:
+        """Seconds of the rounds that have not begun, one wave after the other."""
+        body = length(self.step.body, price)
+        return sum(body + self.composing(wave, price) for wave in self.waves)
+
+    def to_begin(self, price: Price) -> float:
+        """Seconds of all their calls."""
+        body = sum(work(step, price) for step in self.step.body)
+        waves = (self.under_way, *self.waves)
+        composes = sum(self.composing(wave, price) for wave in waves)
+        return composes + body * sum(map(len, self.waves))
+
+    def composing(self, wave: Sequence[int], price: Price) -> float:
+        """Seconds to make one picture of a wave's."""
+        carries = isinstance(self.step, Each) and self.step.carried is not None
+        return price(COMPOSE) if carries and len(wave) > 1 else 0.0
+
+
+class WorkflowRun:
+    """One run.
+
+    Args:
+        plan: as `check_plan` passed it.
+        inputs: of the workflow, name → value.
+        there: whether what lies in a file still does; always so of the workflow's own inputs.
+    """
+
+    def __init__(
+        self,
+        plan: WorkflowPlan,
+        inputs: Mapping[str, Any],
+        there: Callable[[NamedValue], bool] = lambda value: True,
+    ) -> None:
+        self._plan, self._there = plan, there
+        self._kinds = all_kinds(plan)
+        self._ready: list[Task] = []
+        self._under_way: dict[str, tuple[Task, _Scope | _Rounds]] = {}
+        self.tries: dict[str, int] = {}
+        """Of each task."""
+        self._made: dict[str, tuple[Task, _Scope | _Rounds, Mapping[str, Any]]] = {}
+        """Tasks that were answered, and by what."""
+        self._maker: dict[NamedValue, str] = {}
+        """Whose output each is."""
+        self._blocked: dict[str, Task] = {}
+        """Tasks that wait until their inputs are made again."""
+        self._loops: list[_Rounds] = []
+        """Those that have begun and not ended."""
+        given = {f"{INPUTS}.{name}": value for name, value in inputs.items()}
+        self._top = _Scope("", plan.steps, given)
+        self._advance(self._top)
+
+    def ready(self) -> list[Task]:
+        """Tasks that are to be started now; each is named once, and again if it was lost."""
+        found, self._ready = self._ready, []
+        for task in found:
+            self.tries[task.key] = self.tries.get(task.key, 0) + 1
+        return found
+
+    def lost(self, key: str) -> None:
+        """A task will not be answered: it is ready again, once all that it takes is there."""
+        self._begin(self._under_way[key][0])
+
+    def again(self, values: Iterable[NamedValue]) -> None:
+        """Have values made again that are there no more."""
+        for value in values:
+            key = self._maker[value]
+            if key not in self._under_way:  # else it is being made
+                task, place, _ = self._made[key]
+                self._under_way[key] = (task, place)
+                self._begin(task)
+
+    def _begin(self, task: Task) -> None:
+        gone = [value for value in named_in(list(task.inputs.values())) if not self._there(value)]
+        if gone:
+            self._blocked[task.key] = task
+            self.again(gone)
+        else:
+            self._ready.append(task)
+
+    def _made_again(self, key: str, outputs: Mapping[str, Any]) -> None:
+        for name, before in self._made[key][2].items():
+            old, new = list(parts_of(before)), list(parts_of(outputs[name]))
+            if len(old) != len(new):
+                raise EngineFailed(f"{key}: gave {len(old)} values, and now {len(new)}")
+            for each, now in zip(old, new, strict=True):
+                if isinstance(each, NamedValue):
+                    each.is_now(now)
+        waiting, self._blocked = self._blocked, {}
+        for task in waiting.values():
+            self._begin(task)
+
+    def done(self, key: str, outputs: Mapping[str, Any]) -> None:
+        """A task was answered.
+
+        Raises:
+            WorkflowError: the run cannot go on.
+            EngineFailed: it gives something else than it did.
+        """
+        task, place = self._under_way.pop(key)
+        if key in self._made:
+            self._made_again(key, outputs)
+            return
+        self._made[key] = task, place, outputs
+        for value in named_in(list(outputs.values())):
+            self._maker.setdefault(value, key)
+        if isinstance(place, _Rounds):
+            place.current = outputs["picture"]
+            self._next_wave(place)
+            return
+        for name, value in outputs.items():
+            place.values[f"{task.call.id}.{name}"] = value
+        self._step_ended(place, task.call.id)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all is done."""
+        return len(self._top.ended) == len(self._plan.steps) and not self._under_way
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """What the workflow answers with, once it has ended."""
+        return {name: self._top.value(ref) for name, ref in self._plan.outputs.items()}
+
+    def needed(self) -> Iterator[Any]:
+        """All values that something of the run still reads."""
+        for task, _ in self._under_way.values():
+            yield from task.inputs.values()
+        outputs = self._plan.outputs.values()
+        yield from self._top.read(outputs)
+        for loop in self._loops:
+            yield loop.current
+            if loop.areas is not None:
+                yield [loop.areas.masks[number] for wave in loop.waves for number in wave]
+            step = loop.step
+            ahead = [step.until] if isinstance(step, Repeat) else []
+            if isinstance(step, Each) and step.carried is not None and loop.left:
+                ahead = [step.carried]
+            for number, scope in loop.rounds.items():
+                carried = ahead if number in loop.under_way else []
+                yield from scope.read([*step.gives.values(), *carried])
+
+    def behind(self, key: str, price: Price) -> float:
+        """Seconds of the longest chain that lies behind a task which has not ended: it is due so
+        long before the run is.
+        """
+        task, place = self._under_way[key]
+        if isinstance(place, _Rounds):
+            return place.later(price) + _behind(place.scope, place.step.id, price)
+        return _behind(place, task.call.id, price)
+
+    def left(
+        self, price: Price, rest: Callable[[Task], float] | None = None
+    ) -> tuple[float, float]:
+        """Seconds of the longest chain and of all calls that have not ended.
+
+        Args:
+            price: of calls.
+            rest: seconds that a task still takes which has not ended; None: its call's price.
+        """
+        path, calls = 0.0, 0.0
+        seen: set[_Scope | _Rounds] = set()
+        for task, place in self._under_way.values():
+            own = price(task.call) if rest is None else rest(task)
+            path = max(path, own + self.behind(task.key, price))
+            calls += own
+            above: _Scope | _Rounds | None = place
+            while above is not None and above not in seen:
+                seen.add(above)
+                calls += above.to_begin(price)
+                above = above.scope if isinstance(above, _Rounds) else above.loop
+        return path, calls
+
+    def _advance(self, scope: _Scope) -> None:
+        """Begin what has all that it takes."""
+        for step in scope.steps:
+            if step.id in scope.begun or not all(map(scope.knows, taken(step))):
+                continue
+            scope.begun.add(step.id)
+            key = f"{scope.path}{step.id}"
+            if isinstance(step, NodeCall):
+                inputs = {name: scope.value(ref) for name, ref in step.inputs.items()}
+                self._start(Task(key, step, inputs | step.texts), scope)
+            elif isinstance(step, Each):
+                self._loops.append(rounds := _Rounds(step, scope, key))
+                self._begin_each(rounds, step)
+            else:
+                self._loops.append(rounds := _Rounds(step, scope, key))
+                self._open(rounds, [0])
+
+    def _start(self, task: Task, place: _Scope | _Rounds) -> None:
+        self._under_way[task.key] = (task, place)
+        self._ready.append(task)
+
+    def _step_ended(self, scope: _Scope, step: str) -> None:
+        scope.ended.add(step)
+        self._advance(scope)
+        self._settle(scope)
+
+    def _settle(self, scope: _Scope) -> None:
+        """Tell a round's loop once all of it has ended."""
+        if len(scope.ended) == len(scope.steps) and scope.loop is not None:
+            loop, scope.loop = scope.loop, None
+            self._round_ended(loop)
+
+    # Loops
+
+    def _open(self, rounds: _Rounds, numbers: list[int]) -> None:
+        """Begin these rounds."""
+        rounds.under_way, rounds.left = numbers, len(numbers)
+        name = rounds.step.id
+        opened = []
+        for number in numbers:
+            values = {}
+            if rounds.areas is not None:
+                values[f"{name}.mask"] = rounds.areas.masks[number]
+            if isinstance(rounds.step, Each) and rounds.step.carry is not None:
+                values[f"{name}.picture"] = rounds.current
+            path = f"{rounds.key}[{number}]/"
+            scope = _Scope(path, rounds.step.body, values, rounds.scope, rounds)
+            rounds.rounds[number] = scope
+            opened.append(scope)
+        for scope in opened:
+            self._advance(scope)
+            self._settle(scope)  # a pass may have left it nothing to do
+
+    def _begin_each(self, rounds: _Rounds, step: Each) -> None:
+        count = step.most
+        if step.over is not None:
+            areas = rounds.scope.value(step.over)
+            rounds.areas, count = areas, len(areas.masks)
+            if count > step.most:
+                raise WorkflowError(
+                    f"{step.id}: {count} regions are too many; accepted: up to {step.most}"
+                )
+        rounds.waves = [[number] for number in range(count)]
+        if step.carry is None:
+            rounds.waves = [list(range(count))] if count else []
+        else:
+            rounds.current = rounds.scope.value(step.carry)
+            if step.side_by_side and rounds.areas is not None:
+                waves = rounds.areas.waves
+                rounds.waves = [
+                    [number for number in range(count) if waves[number] == wave]
+                    for wave in sorted(set(waves))
+                ]
+        self._next_wave(rounds)
+
+    def _next_wave(self, rounds: _Rounds) -> None:
+        if rounds.waves:
+            self._open(rounds, rounds.waves.pop(0))
+        else:
+            self._loop_ended(rounds, None)
+
+    def _round_ended(self, rounds: _Rounds) -> None:
+        rounds.left -= 1
+        if rounds.left:
+            return
+        step = rounds.step
+        if isinstance(step, Repeat):
+            number = rounds.under_way[0]
+            said = rounds.rounds[number].value(step.until)
+            if said.passed or number + 1 == step.most:
+                self._loop_ended(rounds, self._best(rounds, step))
+            else:
+                self._open(rounds, [number + 1])
+            return
+        if step.carried is not None:
+            parts = [rounds.rounds[number].value(step.carried) for number in rounds.under_way]
+            if len(parts) > 1:
+                self._compose(rounds, parts)
+                return
+            rounds.current = parts[0]
+        self._next_wave(rounds)
+
+    def _compose(self, rounds: _Rounds, parts: list[Any]) -> None:
+        """One picture of those of a wave."""
+        inputs = {"picture": rounds.current, "parts": tuple(parts)}
+        key = f"{rounds.key}/compose[{rounds.under_way[0]}]"
+        rounds.under_way = []
+        self._start(Task(key, COMPOSE, inputs), rounds)
+
+    def _best(self, rounds: _Rounds, step: Repeat) -> _Scope:
+        """The round that counts: of those that passed, or else of all, the first with the highest
+        score.
+        """
+
+        def rank(number: int) -> tuple[bool, float, int]:
+            said: Judgement = rounds.rounds[number].value(step.until)
+            return (said.passed, said.score, -number)
+
+        return rounds.rounds[max(rounds.rounds, key=rank)]
+
+    def _loop_ended(self, rounds: _Rounds, counts: _Scope | None) -> None:
+        self._loops.remove(rounds)
+        step, values = rounds.step, rounds.scope.values
+        for name, ref in step.gives.items():
+            if counts is not None:
+                values[f"{step.id}.{name}"] = counts.value(ref)
+                continue
+            every = [rounds.rounds[number].value(ref) for number in sorted(rounds.rounds)]
+            mask = self._kinds[ref] == "mask"
+            values[f"{step.id}.{name}"] = Areas.in_turn(every) if mask else tuple(every)
+        if isinstance(step, Each) and step.carry is not None:
+            values[f"{step.id}.carried"] = rounds.current
+        self._step_ended(rounds.scope, step.id)
+
+
+def _behind(scope: _Scope, step: str, price: Price) -> float:
+    """Seconds of the longest chain behind a step of the scope."""
+    seconds, loop = tails(scope.steps, price)[step], scope.loop
+    if loop is None:
+        return seconds
+    seconds += loop.composing(loop.under_way, price) + loop.later(price)
+    return seconds + _behind(loop.scope, loop.step.id, price)

@@ -1,0 +1,167 @@
+"""Values between a router and a node server: BYTES elements, and a layout that says whose they are.
+
+The model `nodes` takes TASK (which node, its settings, the layout of its inputs) and VALUES,
+and answers with RESULT (the layout of its outputs) and MADE. A picture that a node made passes as
+its pixels: for the next node, PNG costs more time than its bytes save. A mask is a small PNG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from maskserve_common.files.values import Values, parse
+from maskserve_common.imaging.images import encode_png, plain_picture
+from maskserve_workflows.values import Areas, Judgement, NamedValue, changed
+
+RECORD = "record"
+"""In place of a node: what the server hosts (`NodeModels.record`), as RESULT."""
+PLACED = "placed"
+"""Setting of it: models that are to be loaded there (`NodeModels.place`)."""
+NOT_HOSTED = "is not run by this node server"
+"""Words of a server whose `[nodes]` lack the node's model."""
+MOST_ELEMENTS = 256
+"""Of a call, one way."""
+Put: TypeAlias = Callable[[Sequence[bytes | memoryview]], bytes | None]
+"""Makes a file of these parts and gives its reference; None: it goes as bytes."""
+
+
+class Laid(msgspec.Struct, frozen=True):
+    """One value of a layout."""
+
+    name: str
+    kind: str
+    count: Annotated[int, Meta(ge=0, le=MOST_ELEMENTS)] = 1
+    waves: tuple[int, ...] = ()
+    """Of regions."""
+
+
+class NodeTask(msgspec.Struct, frozen=True):
+    """What a node server is asked."""
+
+    node: str
+    inputs: tuple[Laid, ...]
+    settings: dict[str, Any]
+    scope: str = ""
+    """Of who asks."""
+    run: str = ""
+    """That what is made is put for, where the server shares files with the router; empty: it is
+    answered as bytes."""
+
+
+class NodeResult(msgspec.Struct, frozen=True):
+    """What it answers."""
+
+    outputs: tuple[Laid, ...]
+    seconds: float
+    """That the node ran."""
+
+
+def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, Any]:
+    """Values by name, with what lies in files in place of its names.
+
+    Raises:
+        TemplateNotFound: a file is not there, or not the client's.
+    """
+
+    def read(part: Any) -> Any:
+        return values.read(part.element, scope) if isinstance(part, NamedValue) else part
+
+    return {name: changed(value, read) for name, value in given.items()}
+
+
+def nbytes(value: Any) -> int:
+    """Bytes that a value takes, or several by name: of its pictures, masks and texts."""
+    match value:
+        case bytes() | bytearray() | memoryview() | str():
+            return len(value)
+        case NamedValue():
+            found = parse(value.element)
+            return len(value.element) if found is None else found[1]
+        case Areas():
+            return nbytes(value.masks)
+        case tuple() | list():
+            return sum(map(nbytes, value))
+        case Mapping():
+            return sum(map(nbytes, value.values()))
+    return 0
+
+
+def laid_out(
+    values: Mapping[str, Any], kinds: Mapping[str, str], put: Put = lambda parts: None
+) -> tuple[tuple[Laid, ...], list[bytes]]:
+    """Values by name as a layout and elements; `kinds` names more than there are. What of them is
+    drawn goes by `put`.
+    """
+    layout, elements = [], []
+    for name, value in values.items():
+        kind = kinds[name]
+        waves: tuple[int, ...] = ()
+        match value:
+            case Areas():
+                parts, waves = [_encoded(each, put) for each in value.masks], value.waves
+            case tuple() | list():
+                parts = [_encoded(each, put) for each in value]
+            case _:
+                parts = [_encoded(value, put)]
+        layout.append(Laid(name, kind, len(parts), waves))
+        elements += parts
+    return tuple(layout), elements
+
+
+def picked_up(layout: Sequence[Laid], elements: Sequence[bytes]) -> dict[str, Any]:
+    """The values of a layout.
+
+    Raises:
+        ValueError: the elements are not those of the layout.
+    """
+    if sum(each.count for each in layout) != len(elements):
+        raise ValueError(f"{len(elements)} elements are not those of the layout")
+    at, values = 0, {}
+    for each in layout:
+        parts = elements[at : at + each.count]
+        at += each.count
+        values[each.name] = _decoded(each, parts)
+    return values
+
+
+def _encoded(value: Any, put: Put) -> bytes:
+    match value:
+        case Judgement():
+            return msgspec.json.encode(value)
+        case str():
+            return value.encode()
+        case NamedValue():
+            return value.element
+        case np.ndarray():
+            parts = plain_picture(value)
+            return put(parts) or (b"".join(parts) if value.ndim == 3 else encode_png(value))
+    return put([value]) or bytes(value)
+
+
+def _decoded(laid: Laid, parts: Sequence[bytes]) -> Any:
+    if laid.kind == "regions":
+        if len(laid.waves) != len(parts):
+            raise ValueError(f"{laid.name}: {len(laid.waves)} waves for {len(parts)} regions")
+        return Areas(tuple(map(drawn, parts)), laid.waves)
+    many = laid.kind in ("pictures", "verdicts")
+    kind = laid.kind[:-1] if many else laid.kind
+    if not many and len(parts) != 1:
+        raise ValueError(f"{laid.name}: is {len(parts)} elements in place of one")
+    values = tuple(_one(kind, each) for each in parts)
+    return values if many else values[0]
+
+
+def _one(kind: str, raw: bytes) -> Any:
+    if kind == "verdict":
+        return msgspec.json.decode(raw, type=Judgement)
+    return raw.decode() if kind == "text" else drawn(raw)
+
+
+def drawn(element: bytes) -> bytes | NamedValue:
+    """A picture or mask of this element."""
+    return element if parse(element) is None else NamedValue(element)

@@ -1,0 +1,125 @@
+"""Levels of `reuse: elastic`: those of the committed tables, and which an edit may take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from maskserve_common.contracts.reuse_levels import LEVELS, Way, levels_of, own_count
+from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_engine.families.flux.spec import OWN_STRIDES
+from maskserve_engine.spec.facts import ModelFacts
+from tests.fakes.facts import FILL_FACTS
+
+TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
+
+
+@pytest.mark.parametrize(("semantics", "way"), [each for each in LEVELS if each[1] != "own"])
+def test_levels_are_what_was_measured(semantics: Semantics, way: Way) -> None:
+    table = json.loads((TABLES / f"quality-frontier-{semantics}.json").read_text(encoding="utf-8"))
+    systems, before = table["systems"], (100.0, 1.0)
+    cached = way == "cached"
+    whole = systems[table["default"]]["flux_flop_speedup"] if cached else 1.0
+    for level in LEVELS[semantics, way]:
+        measured = systems[level.name]
+        assert level.psnr == round(measured["psnr_in_mask"], 2)
+        assert level.work == pytest.approx(whole / measured["flux_flop_speedup"], abs=2e-3)
+        assert float(level.name.rpartition("skip")[2].rpartition("-")[2]) == (
+            level.first_block_threshold
+        )
+        assert level.ring is None or f"-ring{level.ring}-" in level.name
+        assert level.psnr < before[0]  # each saves more, and costs more
+        assert level.work < before[1]
+        before = level.psnr, level.work
+
+
+@pytest.mark.parametrize("semantics", [FILL, INPAINT])
+def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> None:
+    table = json.loads((TABLES / f"quality-own-{semantics}.json").read_text(encoding="utf-8"))
+    choices = {each["choice"]: each for each in table["choices"]}
+    own, before = own_count(table["steps"], OWN_STRIDES[semantics]), (100.0, 1.0)
+    [as_served] = [each for each in table["choices"] if each["dense_steps"] == own]
+    for level in LEVELS[semantics, "own"]:
+        measured = choices[level.name]
+        assert level.anchors == measured["dense_steps"] < as_served["dense_steps"]
+        assert level.psnr == round(measured["psnr_in_mask"], 2)
+        saved = as_served["flux_flop_speedup"] / measured["flux_flop_speedup"]
+        assert level.work == pytest.approx(saved, abs=2e-3)
+        assert level.psnr < before[0]
+        assert level.work < before[1]
+        before = level.psnr, level.work
+
+
+def test_an_edit_may_have_fewer_anchors_of_its_own_than_it_has() -> None:
+    for anchors, expected in ((3, 2), (2, 1), (1, 0)):
+        assert len(names(way="own", own_steps=anchors)) == expected
+
+
+def under(points: list[tuple[float, float]], psnr: float, work: float) -> bool:
+    """Whether two of the points, or one, are a mix that is as near at less work."""
+    mixes = [w for p, w in points if p >= psnr]
+    for p, w in points:
+        for q, v in points:
+            if p > psnr >= q:
+                mixes.append(v + (w - v) * (psnr - q) / (p - q))
+    return min(mixes, default=2.0) < work
+
+
+def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
+    """Of what reads the entries that are there; the lowest level is where the table ends."""
+    table = json.loads((TABLES / "quality-frontier-fill.json").read_text(encoding="utf-8"))
+    systems, levels = table["systems"], LEVELS[FILL, "cached"]
+    whole = systems[table["default"]]["flux_flop_speedup"]
+    entries = table["default"].rpartition("-")[0]
+    points = [(level.psnr, level.work) for level in levels]
+    others = {
+        name: (figures["psnr_in_mask"], whole / figures["flux_flop_speedup"])
+        for name, figures in systems.items()
+        if name.startswith(f"{entries}-") and name not in {level.name for level in levels}
+    }
+    assert len([name for name in others if "skip" in name]) >= 10
+    assert any("thin4-skip" in name for name in others)
+    for name, (psnr, work) in others.items():
+        if levels[-1].psnr <= psnr <= levels[0].psnr:
+            assert under(points, psnr, work), name
+    without = [point for point, level in zip(points, levels, strict=True) if level.ring is None]
+    assert any(not under(without, *point) for point in points)  # rings are worth it
+
+
+def facts(semantics: Semantics) -> ModelFacts:
+    return replace(FILL_FACTS, semantics=semantics)
+
+
+def names(
+    semantics: Semantics = FILL, *, way: Way = "cached", own_steps: int = 0, **asked: Any
+) -> list[str]:
+    settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
+    made = msgspec.convert(settings, EditSettings)
+    skipping = facts(semantics).skipping
+    return [level.name for level in levels_of(made, skipping, way, own_steps)]
+
+
+def test_an_edit_may_take_what_holds_its_floor() -> None:
+    every = [level.name for level in LEVELS[FILL, "cached"]]
+    assert names() == every
+    assert names(reuse_floor=38.0) == every[:3]
+    assert names(reuse_floor=45.0) == []
+    assert names(reuse="exact", reuse_floor=None) == []
+    assert names(first_block_threshold=0.1) == every[4:]
+    assert names(way="dense") != names() != names(INPAINT)
+    settings = EditSettings(reuse="elastic", reuse_floor=0.0)
+    none = replace(facts(FILL), skips_steps=False)
+    assert levels_of(settings, none.skipping, "cached") == ()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}, {"controls": [{"name": "any"}]}]
+)
+def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(asked: dict[str, Any]) -> None:
+    assert names(**asked) == [level.name for level in LEVELS[FILL, "cached"] if level.ring is None]

@@ -1,0 +1,311 @@
+"""What a picture's numbers mean stays what it was, however its file says it."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from maskserve_common.config import Config, LimitsConfig
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import Decoded, decode_image, decode_mask
+from maskserve_triton.accept import accept_edit
+from maskserve_triton.postprocess import finish_edit
+from maskserve_triton.preprocess import PreparedEdit, prepare_edit
+from tests.fakes.corpus.encoding import GREY, RGB, chunks_of, png, png_of
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.fakes.profiles import cmyk_profile, grey_profile, one_way_profile, rgb_profile
+
+SIZE = (40, 56)
+SCENE = scene(*SIZE)
+MASK = encode(blob_mask(*SIZE))
+OUTSIDE = blob_mask(*SIZE) < 128
+LIMITS = LimitsConfig()
+P3 = ((0.68, 0.32), (0.265, 0.69), (0.15, 0.06))
+WIDE = rgb_profile(P3, 2.2)
+P3_CHRM = struct.pack(">8I", 31270, 32900, 68000, 32000, 26500, 69000, 15000, 6000)
+
+
+def with_chunks(*chunks: tuple[bytes, bytes]) -> bytes:
+    return png(SCENE, RGB, before=chunks)
+
+
+def cicp(primaries: int, curve: int, matrix: int = 0, full: int = 1) -> tuple[bytes, bytes]:
+    return b"cICP", bytes([primaries, curve, matrix, full])
+
+
+def prepared(image: bytes, **settings: Any) -> PreparedEdit:
+    accepted = accept_edit(EditSettings(**settings), b"x", FILL_FACTS, Config())
+    return prepare_edit(image, MASK, accepted, FILL_FACTS, Config())
+
+
+def answer(image: bytes, **settings: Any) -> Image.Image:
+    """The answer of a model that gives back what it sees."""
+    done = prepared(image, **settings)
+    return Image.open(io.BytesIO(finish_edit(done.pixels, done.context)))
+
+
+def to_srgb(image: Image.Image, profile: bytes) -> np.ndarray:
+    own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    made = ImageCms.profileToProfile(image, own, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    assert made is not None
+    return np.asarray(made).astype(int)
+
+
+def seen(image: Image.Image) -> np.ndarray:
+    """A picture as a viewer that knows ICC profiles shows it."""
+    profile = image.info.get("icc_profile")
+    return to_srgb(image, profile) if profile else np.asarray(image.convert("RGB")).astype(int)
+
+
+@pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize(
+    "save",
+    [
+        partial(encode, kind="PNG"),
+        partial(encode, kind="JPEG", quality=95, subsampling=0),
+        partial(encode, kind="WEBP", lossless=True),
+    ],
+    ids=["png", "jpeg", "webp"],
+)
+def test_a_wide_picture_looks_as_it_did(save: Callable[..., bytes], output_format: str) -> None:
+    file = save(SCENE, icc_profile=WIDE)
+    stored = Image.open(io.BytesIO(file)).convert("RGB")
+    before = to_srgb(stored, WIDE)
+    made = answer(file, output_format=output_format)
+    assert made.info["icc_profile"] == WIDE
+    if output_format != "jpeg":
+        np.testing.assert_array_equal(np.asarray(made)[OUTSIDE], np.asarray(stored)[OUTSIDE])
+        np.testing.assert_array_equal(seen(made)[OUTSIDE], before[OUTSIDE])
+    assert np.abs(seen(made) - before).mean() < 8  # noise is hard on JPEG
+    naive = np.abs(np.asarray(stored).astype(int) - before)
+    assert naive.mean() > 9, "the profile changes nothing, and this test says nothing"
+
+
+def test_models_are_given_srgb_and_what_they_paint_is_brought_back() -> None:
+    file = encode(SCENE, icc_profile=WIDE)
+    done = prepared(file)
+    np.testing.assert_array_equal(done.pixels, to_srgb(Image.fromarray(SCENE), WIDE))
+    painted = np.full_like(done.pixels, (230, 60, 40))
+    made = Image.open(io.BytesIO(finish_edit(painted, done.context)))
+    assert np.abs(seen(made)[~OUTSIDE] - (230, 60, 40)).max() <= 2
+    np.testing.assert_array_equal(np.asarray(made)[OUTSIDE], SCENE[OUTSIDE])
+
+
+def test_a_profile_of_srgb_costs_no_number() -> None:
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    done = prepared(encode(SCENE, icc_profile=srgb))
+    np.testing.assert_array_equal(done.pixels, SCENE)
+    made = Image.open(io.BytesIO(finish_edit(done.pixels, done.context)))
+    np.testing.assert_array_equal(np.asarray(made), SCENE)
+    assert made.info["icc_profile"] == srgb
+
+
+CHUNKS = {
+    "gamma": ((b"gAMA", struct.pack(">I", 100_000)),),
+    "primaries": ((b"cHRM", P3_CHRM),),
+    "both": ((b"gAMA", struct.pack(">I", 45_455)), (b"cHRM", P3_CHRM)),
+    "sRGB": ((b"sRGB", b"\0"), (b"gAMA", struct.pack(">I", 45_455))),
+    "cICP": (cicp(12, 13),),
+    "cICP of HDR": (cicp(9, 16), (b"cLLI", bytes(8))),
+    "cICP before all": (cicp(12, 13), (b"sRGB", b"\0"), (b"gAMA", struct.pack(">I", 100_000))),
+}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+def test_a_png_keeps_the_chunks_that_say_what_its_numbers_mean(
+    chunks: tuple[tuple[bytes, bytes], ...],
+) -> None:
+    done = prepared(with_chunks(*chunks))
+    made = finish_edit(done.pixels, done.context)
+    beside = (b"IHDR", b"iTXt", b"IDAT", b"IEND")  # iTXt says that a model painted in it
+    found = [each for each in chunks_of(made) if each[0] not in beside]
+    assert sorted(found) == sorted(chunks)
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(made)))[OUTSIDE], SCENE[OUTSIDE])
+
+
+D65_P3_SRGB = rgb_profile(P3, None)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "profile"),
+    [
+        (CHUNKS["gamma"], rgb_profile(None, 1.0)),
+        (CHUNKS["primaries"], D65_P3_SRGB),
+        (CHUNKS["both"], rgb_profile(P3, 2.2)),
+        (CHUNKS["cICP"], D65_P3_SRGB),
+        (CHUNKS["cICP before all"], D65_P3_SRGB),
+        ((cicp(1, 8),), rgb_profile(None, 1.0)),
+    ],
+)
+@pytest.mark.parametrize("output_format", ["webp", "jpeg"])
+def test_other_formats_say_it_by_a_profile(
+    chunks: tuple[tuple[bytes, bytes], ...], profile: bytes, output_format: str
+) -> None:
+    made = answer(with_chunks(*chunks), output_format=output_format)
+    numbers = np.asarray(made)
+    if output_format == "webp":
+        np.testing.assert_array_equal(numbers[OUTSIDE], SCENE[OUTSIDE])
+    wanted = to_srgb(Image.fromarray(numbers), profile)
+    assert np.abs(seen(made) - wanted).max() <= 2
+    assert np.abs(numbers - wanted).mean() > 4
+
+
+@pytest.mark.parametrize("curve", [16, 18])
+def test_hdr_stays_png(curve: int) -> None:
+    file = with_chunks(cicp(9, curve))
+    np.testing.assert_array_equal(prepared(file).pixels, SCENE)
+    for output_format in ("jpeg", "webp"):
+        with pytest.raises(InvalidRequest, match=r"SETTINGS.output_format: .*HDR.*accepted: png"):
+            prepared(file, output_format=output_format)
+    # A profile beside it is what files of other kinds can say.
+    both = with_chunks(cicp(9, curve), (b"iCCP", b"x\0\0" + zlib.compress(WIDE)))
+    assert answer(both, output_format="webp").info["icc_profile"] == WIDE
+
+
+def test_pictures_of_other_colours_are_other_templates() -> None:
+    files = {
+        "none": encode(SCENE),
+        "sRGB": with_chunks((b"sRGB", b"\0")),
+        "wide": encode(SCENE, icc_profile=WIDE),
+        "wide webp": encode(SCENE, "WEBP", lossless=True, icc_profile=WIDE),
+        "other": encode(SCENE, icc_profile=rgb_profile(P3, 1.8)),
+        **{name: with_chunks(*chunks) for name, chunks in CHUNKS.items() if name != "sRGB"},
+    }
+    names = {name: prepared(file).request.template_id for name, file in files.items()}
+    assert names["none"] == names["sRGB"]
+    assert names["wide"] == names["wide webp"]
+    assert names["primaries"] == names["cICP"] == names["cICP before all"]
+    assert len(set(names.values())) == len(files) - 4
+    pixels = {name: prepared(file).request.pixels_id for name, file in files.items()}
+    assert pixels["none"] != pixels["wide"], "activations are of what the model sees"
+
+
+def test_grey_and_cmyk_are_converted_by_their_own_profile() -> None:
+    grey = np.asarray(Image.fromarray(SCENE).convert("L"))
+    dark = grey_profile(1.0)
+    file = encode(Image.fromarray(grey), icc_profile=dark)
+    made = answer(file)
+    assert "icc_profile" not in made.info
+    wanted = to_srgb(Image.fromarray(grey), dark)
+    assert np.abs(np.asarray(made).astype(int) - wanted)[OUTSIDE].max() <= 1
+    assert np.abs(wanted[..., 0] - grey).mean() > 20
+
+    inks = cmyk_profile()
+    cmyk = Image.fromarray(SCENE).convert("CMYK")
+    file = encode(cmyk, "JPEG", quality=95, icc_profile=inks)
+    stored = Image.open(io.BytesIO(file))
+    wanted = to_srgb(stored, inks)
+    made = answer(file)
+    assert "icc_profile" not in made.info
+    assert np.abs(np.asarray(made).astype(int) - wanted)[OUTSIDE].max() <= 1
+    assert np.abs(np.asarray(stored.convert("RGB")).astype(int) - wanted).mean() > 4
+
+
+def test_alpha_stays_beside_grey_that_is_converted() -> None:
+    grey = Image.fromarray(SCENE).convert("LA")
+    clear = blob_mask(*SIZE)
+    grey.putalpha(Image.fromarray(clear))
+    decoded = decode_image(encode(grey, icc_profile=grey_profile(1.0)), "IMAGE", LIMITS)
+    np.testing.assert_array_equal(decoded.alpha, clear)
+    deep = png(np.asarray(grey.getchannel("L")).astype(np.uint16) * 257, GREY, 16)
+    tagged = png_of(
+        (chunks := chunks_of(deep))[0],
+        (b"iCCP", b"x\0\0" + zlib.compress(grey_profile(1.0))),
+        *chunks[1:],
+    )
+    np.testing.assert_array_equal(decode_image(tagged, "IMAGE", LIMITS).pixels, decoded.pixels)
+
+
+def test_a_profile_that_leads_one_way_is_converted_by() -> None:
+    profile = one_way_profile()
+    made = answer(encode(SCENE, icc_profile=profile))
+    assert "icc_profile" not in made.info
+    wanted = to_srgb(Image.fromarray(SCENE), profile)
+    assert np.abs(np.asarray(made).astype(int) - wanted)[OUTSIDE].max() <= 1
+    assert np.abs(wanted - SCENE).mean() > 4
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        b"junk",
+        WIDE[:300],
+        bytes(500),
+        grey_profile(1.0),
+        cmyk_profile(),
+        WIDE.replace(b"XYZ ", b"ABC "),
+    ],
+    ids=["junk", "cut", "zeros", "grey", "cmyk", "space"],
+)
+def test_a_profile_that_cannot_be_used_is_left_out_and_told(profile: bytes) -> None:
+    for kind in ("PNG", "JPEG", "WEBP"):
+        decoded = decode_image(encode(SCENE, kind, icc_profile=profile), "IMAGE", LIMITS)
+        assert decoded.colour.profile == b""
+        assert decoded.warnings == ("IMAGE: its colour profile cannot be used, and is left out",)
+    done = prepared(encode(SCENE, icc_profile=profile))
+    np.testing.assert_array_equal(done.pixels, SCENE)
+    assert done.request.warnings == decoded.warnings
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        (b"gAMA", bytes(4)),
+        (b"gAMA", b"\0\0"),
+        (b"gAMA", b"\xff" * 4),
+        (b"cHRM", bytes(32)),
+        (b"cHRM", b"\xff" * 32),
+        (b"cHRM", struct.pack(">8I", *(30000,) * 8)),
+        (b"cHRM", b"x"),
+        (b"cICP", b"xy"),
+        (b"cICP", b"\xff" * 4),
+        (b"sRGB", b""),
+        (b"iCCP", b""),
+        (b"iCCP", b"x" * 200),
+        (b"iCCP", b"x\0\0nothing deflated"),
+        (b"iCCP", b"x\0\0" + zlib.compress(bytes(20_000_000))),
+        (b"iCCP", b"x\0\1" + zlib.compress(WIDE)),
+    ],
+)
+def test_nonsense_about_colours_harms_nothing(chunk: tuple[bytes, bytes]) -> None:
+    done = prepared(with_chunks(chunk))
+    np.testing.assert_array_equal(done.pixels, SCENE)
+    made = finish_edit(done.pixels, done.context)
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(made))), SCENE)
+
+
+def test_a_mask_has_no_colours() -> None:
+    grey = np.tile(np.arange(256, dtype=np.uint8), (4, 1))
+    plain = decode_mask(encode(grey), "MASK", LIMITS)
+    tagged = decode_mask(
+        encode(Image.fromarray(grey), icc_profile=grey_profile(1.0)), "MASK", LIMITS
+    )
+    np.testing.assert_array_equal(tagged.luminance, plain.luminance)
+
+
+def test_control_pictures_are_seen_in_srgb_too() -> None:
+    decoded: Decoded = decode_image(encode(SCENE, icc_profile=WIDE), "CONTROL[0]", LIMITS)
+    shown = np.asarray(decoded.colour.shown(Image.fromarray(decoded.pixels)))
+    np.testing.assert_array_equal(shown, to_srgb(Image.fromarray(SCENE), WIDE))
+
+
+def test_random_profiles_end_as_they_began() -> None:
+    rng = np.random.default_rng(11)
+    for gamma, kind in product((1.0, 1.8, 2.4), ("PNG", "WEBP")):
+        rgb = [tuple(rng.uniform(-0.03, 0.03, 2) + base) for base in P3]
+        profile = rgb_profile(rgb, gamma)
+        picture = rng.integers(0, 256, (*SIZE, 3), np.uint8)
+        made = answer(encode(picture, kind, lossless=True, icc_profile=profile))
+        np.testing.assert_array_equal(np.asarray(made)[OUTSIDE], picture[OUTSIDE])
+        assert made.info["icc_profile"] == profile

@@ -1,0 +1,90 @@
+"""Budgets that keys share, and whose turn it is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maskserve_common.shares import EVERYBODY, Full, Shares, urgency
+
+
+@pytest.mark.parametrize(("keys", "each"), [(1, 50), (2, 33), (3, 25), (9, 10)])
+def test_keys_that_take_all_they_may_leave_as_much_to_the_next(keys: int, each: int):
+    shares = Shares(100)
+    names = [f"k{i}" for i in range(keys)]
+    while takers := [name for name in names if shares.room(name)]:
+        # In turn, as whoever is served by `in_turn` does.
+        shares.take(shares.in_turn(takers, str)[0])
+    assert all(each - 1 <= shares.held(name) <= each + 1 for name in names)
+    assert shares.room("newcomer") >= (100 - shares.total) // 2 > 0
+
+
+def test_one_key_alone_cannot_fill_the_budget_and_everybody_can():
+    shares = Shares(100)
+    with pytest.raises(Full) as full:
+        shares.take("greedy", 51)
+    assert full.value.own
+    with shares.hold("greedy", 50):
+        with shares.hold("other", 25), pytest.raises(Full) as full:
+            shares.take(EVERYBODY, 26)
+        assert not full.value.own
+        shares.take(EVERYBODY, 50)
+        assert shares.room("other") == 0
+    assert (shares.total, shares.held(EVERYBODY), shares.held("greedy")) == (50, 50, 0)
+
+
+def test_who_holds_nothing_may_have_one_unit_of_the_smallest_budget():
+    shares = Shares(1)
+    with shares.hold("a"), pytest.raises(Full):
+        shares.take("b")
+    shares.take("b")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=60))
+def test_whatever_is_taken_stays_within_budget_and_share(asked: list[tuple[str, int]]):
+    shares, books = Shares(97), dict.fromkeys("abcd", 0)
+    for key, size in asked:
+        free = 97 - sum(books.values())
+        fits = books[key] + size <= free - size or (books[key] == 0 and size == 1 <= free)
+        if fits:
+            shares.take(key, size)
+            books[key] += size
+        else:
+            with pytest.raises(Full):
+                shares.take(key, size)
+        assert shares.total == sum(books.values()) <= 97
+    assert all(shares.held(key) == held for key, held in books.items())
+
+
+def test_a_key_that_asks_for_much_waits_behind_itself_alone():
+    shares = Shares(8)
+    for _ in range(6):
+        shares.book("greedy")
+    waiting = [f"greedy {i}" for i in range(40)] + ["modest 0", "modest 1"]
+    assert shares.in_turn(waiting, lambda each: each.split()[0])[:2] == ["modest 0", "modest 1"]
+
+
+def test_keys_that_hold_as_much_take_turns():
+    """With one place, the one that has just had it holds nothing when the next turn is decided."""
+    shares, served = Shares(1), []
+    for _ in range(6):
+        waiting = ["greedy", "greedy", "modest"]
+        served.append(shares.in_turn(waiting, str)[0])
+        with shares.hold(served[-1]):
+            pass
+    assert served in (["greedy", "modest"] * 3, ["modest", "greedy"] * 3)
+
+
+def test_of_one_key_the_order_stays():
+    shares = Shares(4)
+    shares.book("a", 3)
+    assert shares.in_turn("acebd", lambda _: "a") == list("acebd")
+
+
+@given(st.integers(0, 100), st.floats(0, 1e4), st.none() | st.floats(0, 1e6))
+def test_nobody_is_overtaken_for_ever(priority: int, arrival: float, due: float | None):
+    patience, aging = 60.0, 5.0
+    mine = urgency(arrival, 0, aging, due, patience)
+    late = arrival + patience + aging * priority + 1.0
+    assert mine < urgency(late, priority, aging, due=late, patience_s=patience)

@@ -1,0 +1,200 @@
+"""References that see nothing of a row: equal for all rows of a picture, so made once of a template
+and read by its dense and cached rows. Those of other models are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from maskserve_common.contracts.keys import STILL
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.cache.entries import Recorder
+from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.cache.store import Handle
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.layers.low_rank import Factors
+from maskserve_engine.loop.engine import Engine
+from tests.fakes.jobs import config_of, encode_case, random_case
+from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.support.cached_rows import assert_equal
+from tests.support.engines import edit, make_engine
+
+TEXT = {"max_sequence_length": 48}
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_kontext: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "kontext": tiny_kontext,
+        "klein": build_tiny_flux2(root / "klein"),
+        "exact": build_tiny_flux2(root / "exact", exact=True),
+    }
+
+
+def keys_at(adapter: Any, job: EditJob, step: int) -> Tensor:
+    """[blocks, R, width] of the references in one step of a dense row."""
+    row = adapter.dense_row(job)
+    for _ in range(step):
+        adapter.step([row], None)
+    seen = len(row.cis) - len(row.text) - len(row.latents)
+    if row.references is not None:
+        row.references.entry = None  # made anew for this step
+        adapter.step([row], None)
+        entry, seen = row.references.entry, 0
+    else:
+        batch, recorder = adapter._batches([row]), Recorder(
+            (frozenset({"kv"}),) * adapter.blocks, "model"
+        )  # fmt: skip
+        batch.packed.captures, batch.packed.primes = (recorder,), True
+        with torch.inference_mode():
+            batch.step(adapter.weights, ())
+        entry = recorder.entry(STILL)
+    return torch.stack([block.keys.data[-seen:] for block in entry.blocks])
+
+
+@pytest.mark.parametrize("name", ["kontext", "klein", "exact"])
+def test_exact_references_depend_on_the_picture_alone_and_others_on_all(
+    folders: dict[str, Path], name: str
+) -> None:
+    config = config_of(folders[name], model=TEXT if name != "kontext" else {})
+    adapter, encoder = load_adapter(config), load_encoder(config)
+    base = {"guidance_scale": None} if name != "kontext" else {"guidance_scale": 3.0}
+    case = random_case(
+        np.random.default_rng(1), **base, num_inference_steps=4, strength=1.0
+    )  # fmt: skip
+    case = replace(case, prompt="a red star")
+    others = {
+        "prompt": (replace(case, prompt="a blue circle"), 1),
+        "seed": (replace(case, seed=case.seed + 1), 1),
+        "mask": (replace(case, mask=255 - case.mask), 1),
+        "step": (case, 2),
+    }
+    expected = keys_at(adapter, encode_case(encoder, case, "a"), 1)
+    assert expected.shape[1] == len(adapter.dense_row(encode_case(encoder, case, "a")).latents)
+    for what, (other, step) in others.items():
+        found = keys_at(adapter, encode_case(encoder, other, what), step)
+        apart = float((found - expected).abs().max())
+        assert apart == 0.0 if name == "exact" else apart > 1e-4, what
+    pixels = replace(case, pixels=255 - case.pixels)
+    found = keys_at(adapter, encode_case(encoder, pixels, "pixels"), 1)
+    assert float((found - expected).abs().max()) > 1e-2
+
+
+def test_references_are_made_again_with_adapters_that_came_late(
+    folders: dict[str, Path], encoder: Encoder
+) -> None:
+    adapter = load_adapter(config_of(folders["exact"], model=TEXT))
+    width, inner = adapter.weights.width, 3 * adapter.weights.width
+    layer = "single_transformer_blocks.0.attn.to_qkv_mlp_proj"
+    rng = np.random.default_rng(0)
+    down = torch.from_numpy(rng.standard_normal((2, width), np.float32))
+    up = torch.from_numpy(rng.standard_normal((3 * width + 2 * inner, 2), np.float32))
+    loras = ((adapter.low_rank({layer: Factors(down, up)}), 1.0),)
+    job = one(encoder, "late")
+
+    def keys(*, late: bool) -> Tensor:
+        row = adapter.dense_row(job)
+        if late:
+            adapter.step([row], None)
+        adapter.attach(row, job, loras)
+        adapter.step([row], None)
+        return torch.stack([block.keys.data for block in row.references.entry.blocks])
+
+    assert torch.equal(keys(late=True), keys(late=False))
+
+
+@pytest.fixture(scope="module")
+def encoder(folders: dict[str, Path]) -> Encoder:
+    return load_encoder(config_of(folders["exact"], model=TEXT))
+
+
+@pytest.fixture
+def engine(folders: dict[str, Path], encoder: Encoder) -> Iterator[Engine]:
+    engine = make_engine(folders["exact"], encoder, TEXT)
+    yield engine
+    engine.close(5.0)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Rows that made references for themselves."""
+    names: list[str] = []
+    real = FlowPrimingRow.of_references
+
+    def of_references(row: Any, blocks: int) -> FlowPrimingRow:
+        names.append(row.request_id)
+        return real(row, blocks)
+
+    monkeypatch.setattr(FlowPrimingRow, "of_references", of_references)
+    return names
+
+
+def one(encoder: Encoder, name: str, seed: int = 1, *, all_of_it: bool = False, **more: Any) -> Any:
+    """An edit of one picture."""
+    case = random_case(
+        np.random.default_rng(3), guidance_scale=None, strength=1.0, num_inference_steps=4, **more
+    )
+    mask = np.full_like(case.mask, 255 * all_of_it)
+    mask[8:24, 8:24] = 255
+    return encode_case(encoder, replace(case, mask=mask, seed=seed), name)
+
+
+def test_a_template_has_its_references_once_and_all_its_rows_read_them(
+    engine: Engine, encoder: Encoder, made: list[str]
+) -> None:
+    plain = edit(engine, one(encoder, "off", 7, all_of_it=True, cache="off"))
+    first = edit(engine, one(encoder, "miss"))
+    assert (first.meta["cache"], made) == ("miss", ["off", "miss"])
+    hit = edit(engine, one(encoder, "hit", cache="require"))
+    assert hit.meta["cache"] == "hit"
+    [held] = engine.cache.templates()
+    assert held["anchors"] == 1 + 4
+    # Rows that compute all tokens, too: they differ from those without the cache in nothing.
+    again = edit(engine, one(encoder, "all", 7, all_of_it=True))
+    assert (again.meta["cache"], again.meta["dense_for"]) == ("off", "mask_ratio")
+    assert_equal(again.latents, plain.latents)
+    assert made == ["off", "miss"]
+    engine.cache.store.check_integrity()
+
+
+def test_a_row_whose_template_loses_its_references_makes_its_own(
+    engine: Engine, encoder: Encoder, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = edit(engine, one(encoder, "first", 5, cache="require"))
+    assert not made
+    real, left = Handle.wait_whole, [1]
+
+    def lost(handle: Handle, block: int, part: str) -> Any:
+        if handle.anchor == STILL and left:
+            left.pop()
+            handle.load.lost = EntryLost("gone")
+            raise EntryLost("gone")
+        return real(handle, block, part)
+
+    monkeypatch.setattr(Handle, "wait_whole", lost)
+    found = edit(engine, one(encoder, "second", 5))
+    assert (found.meta["cache"], made) == ("hit", ["second"])
+    assert_equal(found.latents, expected.latents)
+
+
+def test_an_evicted_template_is_primed_with_its_references_again(
+    engine: Engine, encoder: Encoder, made: list[str]
+) -> None:
+    edit(engine, one(encoder, "a", cache="require"))
+    [held] = engine.cache.templates()
+    engine.cache.store.evict(str(held["key"]))
+    edit(engine, one(encoder, "b", cache="off"))
+    edit(engine, one(encoder, "c", cache="require"))
+    assert engine.cache.templates()
+    assert made == ["b"]

@@ -1,0 +1,77 @@
+"""Which steps of an edit are its own anchors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_engine.planning.own_anchors import foreseen_at, own_steps
+
+
+def shifted(steps: int, times: float) -> list[float]:
+    """Sigmas of a flow-matching sampler that is shifted by so much."""
+    even = np.linspace(1.0, 1 / steps, steps)
+    return list(times * even / (1 + (times - 1) * even))
+
+
+@pytest.mark.parametrize("stride", [0.2, 0.25, 0.35, 0.5, 1.0])
+@pytest.mark.parametrize("steps", range(4, 60))
+def test_every_edit_of_four_steps_or_more_has_some_and_half_of_its_steps_at_most(
+    steps: int, stride: float
+) -> None:
+    assert 1 <= own_count(steps, stride) <= steps / 2
+
+
+def test_fewer_steps_and_no_stride_have_none() -> None:
+    assert own_count(3, 0.25) == own_count(20, 0.0) == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("steps", [6, 7, 9, 20, 21, 28, 50])
+def test_so_many_anchors_lie_evenly(steps: int, count: int) -> None:
+    anchors = [*sorted(own_steps(count, range(steps, 0, -1), 0.0)), steps]
+    assert len(anchors) == count + 1
+    gaps = [later - sooner for sooner, later in pairwise(anchors)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("times", [0.3, 1.0, 3.16, 9.77, 100.0])
+@pytest.mark.parametrize("steps", [10, 20, 28, 50])
+@pytest.mark.parametrize("growth", [0.0, 1.0, 2.15])
+def test_every_shift_of_a_sampler_has_so_many(
+    steps: int, times: float, count: int, growth: float
+) -> None:
+    anchors = own_steps(count, shifted(steps, times), 1.5, growth=growth)
+    assert len(anchors) == count
+    assert 0 in anchors
+    assert growth == 0 or 1 not in anchors
+    assert max(anchors) < steps
+    if growth:
+        assert len(foreseen_at(anchors)) == count
+
+
+@pytest.mark.parametrize("steps", range(4, 12))
+def test_a_short_edit_foresees_its_second_anchor(steps: int) -> None:
+    anchors = own_steps(own_count(steps, 0.5), shifted(steps, 1.0), 1.5, growth=1.0)
+    assert {0, 1} <= foreseen_at(anchors)
+    assert min(anchors - {0}) > 1
+
+
+def test_foreseen_anchors_have_steps_between_them_and_few_behind() -> None:
+    flat = range(20, 0, -1)
+    assert own_steps(3, flat, 0.0, growth=1.0) == {0, 8, 16}
+    assert own_steps(3, flat, 1.0, growth=1.0) == {0, 8, 16}
+    assert foreseen_at(frozenset({0, 8, 16})) == {0, 1, 8}
+    assert own_steps(4, shifted(20, 1.65), 1.5, growth=1.0) == {0, 6, 11, 16}
+    assert own_steps(4, shifted(20, 1.65), 1.5, growth=2.15) == {0, 2, 7, 16}
+
+
+def test_anchors_follow_a_shifted_sampler_to_where_it_goes_most_of_its_way() -> None:
+    assert own_steps(3, shifted(20, 1.65), 1.5) == {0, 7, 13}
+    assert own_steps(3, shifted(20, 3.16), 1.5) == {0, 10, 15}
+    assert own_steps(2, shifted(4, 9.77), 1.5) == {0, 3}
+    assert own_steps(2, shifted(4, 1.0), 1.5) == {0, 2}

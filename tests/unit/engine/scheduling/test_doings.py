@@ -1,0 +1,55 @@
+"""META tells a key of its own doings alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from maskserve_common.contracts.meta import as_told
+from maskserve_engine.requests.doings import Doings
+from tests.fakes.scripted_engine import EDIT
+
+HIT = {
+    "event": "final", "steps": 4, "total_tokens": 64, "computed_tokens": 80, "cache": "hit",
+    "cache_tier": "device", "cache_bytes": {"device": 10}, "kinds": {"kv": 30, "dense": 10},
+    "decoded": 0.25, "dense_steps": 1, "steps_skipped": 0,
+    "encoded": {"prompt": "kept", "template": "kept", "masked": "pieces", "batch": 1},
+}  # fmt: skip
+
+
+def told(new: list[str], *, insists: bool = False) -> dict[str, Any]:
+    values = {**HIT, "new": new} if new else HIT
+    meta: dict[str, Any] = json.loads(as_told(json.dumps(values).encode(), values, insists=insists))
+    return meta
+
+
+def test_what_another_key_has_done_is_not_told():
+    """`cache: hit` and `encoded: kept` on a key's first edit told it of another's."""
+    doings = Doings()
+    seen = []
+    for key in ("other", "other", "other", "mine", "mine", "mine", ""):
+        name = f"{key}!x" if key else "x"
+        seen.append(doings.new_of(replace(EDIT, request_id=name)))
+    first = ["prompt", "template", "cache"]
+    assert seen == [first, ["cache"], [], first, ["cache"], [], []]
+    assert told(first) == {
+        **{key: value for key, value in HIT.items() if key != "dense_steps"},
+        "cache": "miss",
+        "cache_tier": "",
+        "cache_bytes": {},
+        "kinds": {"dense": 40},
+        "computed_tokens": 256,
+        "decoded": 1.0,
+        "encoded": {"prompt": "made", "template": "made", "masked": "whole", "batch": 1},
+    }
+    assert told([]) == HIT
+    assert told(["cache"], insists=True)["cache"] == "hit"
+
+
+def test_a_template_that_is_named_is_ones_own():
+    doings = Doings()
+    named = structs.replace(EDIT.settings, template_id="0" * 32)
+    assert doings.new_of(replace(EDIT, request_id="mine!x", settings=named)) == ["prompt"]

@@ -1,0 +1,93 @@
+"""Counted work of ControlNets against torch's own counter on the real diffusers classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ControlNetModel, FluxControlNetModel
+
+from maskserve_engine.families.flux import spec as flux
+from maskserve_engine.families.unet import spec as unet
+from maskserve_harness.published_models import FLUX_DEV, SD21, SDXL
+from tests.support.flop_count import counted
+from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
+
+pytestmark = pytest.mark.each_value
+
+
+@pytest.fixture(autouse=True)
+def on_meta() -> Iterator[None]:
+    """Shapes are all that is counted; nothing is computed."""
+    with torch.device("meta"):
+        yield
+
+
+@pytest.mark.parametrize("blocks", [(1, 2), (2, 0)])
+@pytest.mark.parametrize(("config", "side"), [(TINY_FLUX, 8), (FLUX_DEV, 128)], ids=["tiny", "dev"])
+def test_a_flux_net_is_what_torch_counts(
+    config: dict[str, Any], side: int, blocks: tuple[int, int]
+) -> None:
+    own = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1], "in_channels": 20}
+    own.pop("out_channels", None)
+    net, tokens, text = FluxControlNetModel(**own), side * side // 4, 7
+    flops = counted(
+        lambda: net(
+            hidden_states=torch.zeros(1, tokens, 20),
+            controlnet_cond=torch.zeros(1, tokens, 20),
+            encoder_hidden_states=torch.zeros(1, text, own["joint_attention_dim"]),
+            pooled_projections=torch.zeros(1, own["pooled_projection_dim"]),
+            timestep=torch.ones(1),
+            guidance=torch.ones(1) if own.get("guidance_embeds") else None,
+            img_ids=torch.zeros(tokens, 3),
+            txt_ids=torch.zeros(text, 3),
+        )
+    )
+    work = flux.control_work(own, side, side)
+    assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
+    assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
+    assert work.step_flops([work.row_at(0.1, text)], "kv") < 0.7 * flops
+
+
+UNUSED = (
+    "sample_size", "out_channels", "up_block_types", "center_input_sample", "dual_cross_attention",
+    "conv_in_kernel", "conv_out_kernel",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "side"),
+    [(TINY_SDXL, 16), (TINY_SD21, 16), (SDXL, 128), (SD21, 96)],
+    ids=["tiny xl", "tiny 2.1", "xl", "2.1"],
+)
+@pytest.mark.parametrize("middle", ["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"])
+def test_a_net_of_a_unet_is_what_torch_counts(
+    config: dict[str, Any], side: int, middle: str
+) -> None:
+    """Apart from the layers that read the picture, which run once in an edit."""
+    own = {name: value for name, value in config.items() if name not in UNUSED}
+    own = {**own, "in_channels": 4, "mid_block_type": middle}
+    net, text = ControlNetModel(**own), 7
+    pooled = own.get("projection_class_embeddings_input_dim") or 0
+    pooled -= 6 * (own.get("addition_time_embed_dim") or 0)
+    picture = torch.zeros(2, 3, 8 * side, 8 * side)
+
+    def run() -> None:
+        net(
+            torch.zeros(2, 4, side, side),
+            torch.ones(2),
+            torch.zeros(2, text, own["cross_attention_dim"]),
+            picture,
+            added_cond_kwargs={
+                "text_embeds": torch.zeros(2, pooled),
+                "time_ids": torch.zeros(2, 6),
+            },
+        )
+
+    flops = counted(run) - counted(lambda: net.controlnet_cond_embedding(picture))
+    work = unet.control_work(own, side, side)
+    assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
+    assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
+    assert work.step_flops([work.row_at(0.1, text)], "kv") < 0.95 * flops

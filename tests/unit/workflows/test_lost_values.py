@@ -1,0 +1,206 @@
+"""Values in files: each is there while something reads it, and one that is lost is made again by
+the fewest calls that do it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Collection, Mapping
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maskserve_common.errors import EngineFailed
+from maskserve_workflows.definition import Workflow
+from maskserve_workflows.nodes import NODE_TYPES, edit, invert, outline
+from maskserve_workflows.passes import compiled
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task, WorkflowRun, seed_of
+from maskserve_workflows.values import Areas, Judgement, NamedValue, changed, named_in
+from tests.support.examples import examples
+from tests.support.workflows import interpret, plans
+
+INPUTS = {"image": "image", "mask": "mask", "name": "name"}
+
+
+def node(key: str, call: NodeCall, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a node gives: names of all that it comes from, of a seed that follows from its key."""
+    said = f"{call.node}{sorted(inputs.items())}{sorted(call.settings.items())}{seed_of(7, key)}"
+    digest = hashlib.sha256(said.encode()).hexdigest()[:12]
+    number, outputs = int(digest, 16), dict[str, Any]()
+    for name, made in NODE_TYPES[call.node].outputs.items():
+        if made == "verdict":
+            outputs[name] = Judgement(number % 5 / 4, number % 5 > 2)
+        elif made == "regions":
+            masks = tuple(f"{digest}.{i}" for i in range(number % 4))
+            outputs[name] = Areas(masks, tuple(min(i, number // 7 % 2) for i in range(number % 4)))
+        else:
+            outputs[name] = f"{name} {digest}"
+    return outputs
+
+
+class Folder:
+    """Files that calls read and make; `there` of some of them is taken away."""
+
+    def __init__(self, salt: random.Random | None = None) -> None:
+        self.files: set[bytes] = set()
+        self._salt = salt
+        """Of calls that do not give the same names again."""
+
+    def there(self, value: NamedValue) -> bool:
+        return value.data is not None or value.reference in self.files
+
+    def called(self, task: Task) -> dict[str, Any]:
+        """The outputs of a call, as files; all that it takes must be there."""
+
+        def read(part: Any) -> Any:
+            if not isinstance(part, NamedValue):
+                return part
+            assert self.there(part), f"{task.key} reads {part.reference!r}, which is gone"
+            return part.reference.decode().partition("#")[0]
+
+        def put(part: Any) -> Any:
+            if not isinstance(part, str):
+                return part
+            salt = "" if self._salt is None else f"#{self._salt.random()}"
+            self.files.add(name := f"{part}{salt}".encode())
+            return NamedValue(name)
+
+        given = {name: changed(value, read) for name, value in task.inputs.items()}
+        made = node(task.key, task.call, given)
+        return {name: changed(value, put) for name, value in made.items()}
+
+    def seen(self, value: Any) -> Any:
+        def name(part: Any) -> Any:
+            if not isinstance(part, NamedValue):
+                return part
+            assert self.there(part)
+            return part.reference.decode().partition("#")[0]
+
+        return changed(value, name)
+
+
+@given(plans(), st.integers(0, 2**32))
+@examples(150)
+def test_what_nothing_reads_any_more_may_go_and_nothing_else(plan: Any, seed: int) -> None:
+    plan, rng, folder = compiled(plan), random.Random(seed), Folder()
+    run, waiting = WorkflowRun(plan, INPUTS, folder.there), list[Task]()
+    while not run.ended:
+        waiting += run.ready()
+        task = waiting.pop(rng.randrange(len(waiting)))
+        run.done(task.key, folder.called(task))
+        folder.files &= {value.reference for value in named_in(list(run.needed()))}
+    kept = {value.reference for value in named_in(list(run.outputs.values()))}
+    assert folder.files == kept
+    expected = interpret(plan, INPUTS, node)
+    assert {name: folder.seen(value) for name, value in run.outputs.items()} == expected
+
+
+@given(plans(), st.integers(0, 2**32), st.booleans())
+@examples(150)
+def test_a_run_whose_values_are_lost_gives_what_it_would_have_given(
+    plan: Any, seed: int, salted: bool
+) -> None:
+    plan, rng = compiled(plan), random.Random(seed)
+    folder = Folder(random.Random(seed) if salted else None)
+    run, waiting = WorkflowRun(plan, INPUTS, folder.there), list[Task]()
+    losses = 6
+    while True:
+        while not run.ended:
+            waiting += run.ready()
+            assert waiting, "the run stands still"
+            task = waiting.pop(rng.randrange(len(waiting)))
+            if losses and folder.files and rng.random() < 0.3:
+                losses -= 1
+                folder.files.discard(rng.choice(sorted(folder.files)))
+            if all(map(folder.there, named_in(list(task.inputs.values())))):
+                run.done(task.key, folder.called(task))
+            else:
+                run.lost(task.key)
+        gone = [v for v in named_in(list(run.outputs.values())) if not folder.there(v)]
+        if not gone:
+            break
+        run.again(gone)
+    expected = interpret(plan, INPUTS, node)
+    assert {name: folder.seen(value) for name, value in run.outputs.items()} == expected
+
+
+def fewest(made: Mapping[str, tuple[Task, Any, Any]], gone: Collection[Any], wanted: Any) -> int:
+    """Of all sets of ended calls the size of the smallest that brings these back, by search."""
+    maker: dict[Any, str] = {}
+    for key, (_, _, outputs) in made.items():
+        for value in named_in(list(outputs.values())):
+            maker.setdefault(value, key)
+
+    def does(keys: Collection[str]) -> bool:
+        back, left = set[Any](), set(keys)
+        while left:
+            ready = {
+                key
+                for key in left
+                if all(
+                    value not in gone or value in back
+                    for value in named_in(list(made[key][0].inputs.values()))
+                )
+            }
+            if not ready:
+                return False
+            back |= {value for value in maker if maker[value] in ready}
+            left -= ready
+        return all(value not in gone or value in back for value in wanted)
+
+    for size in range(len(made) + 1):
+        if any(does(keys) for keys in combinations(made, size)):
+            return size
+    raise AssertionError("nothing brings them back")
+
+
+@given(plans(deep=1, rounds=2), st.integers(0, 2**32))
+@examples(150)
+def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
+    plan, rng, folder = compiled(plan), random.Random(seed), Folder()
+    run = WorkflowRun(plan, INPUTS, folder.there)
+    waiting, ends = run.ready(), rng.randrange(1, 10)
+    while waiting and len(run._made) < ends:
+        task = waiting.pop(rng.randrange(len(waiting)))
+        run.done(task.key, folder.called(task))
+        waiting += run.ready()
+    before, makers = dict(run._made), list(run._maker)
+    folder.files -= {name for name in sorted(folder.files) if rng.random() < 0.5}
+    gone = [value for value in makers if not folder.there(value)]
+    if waiting:
+        wanted = named_in(list(waiting[0].inputs.values()))
+        run.lost(waiting[0].key)
+    else:
+        wanted = [value for value in makers if rng.random() < 0.3]
+        run.again([value for value in wanted if value in gone])
+    ended, queue = list[str](), [task for task in run.ready() if task.key in before]
+    while queue:
+        task = queue.pop(rng.randrange(len(queue)))
+        run.done(task.key, folder.called(task))
+        ended.append(task.key)
+        queue += [each for each in run.ready() if each.key in before]
+    assert len(ended) == len(set(ended)) == fewest(before, gone, wanted)
+    assert all(map(folder.there, wanted))
+
+
+def test_what_gives_something_else_when_it_is_made_again_ends_the_run() -> None:
+    with Workflow("two") as flow:
+        picture = outline(flow.picture("image"))
+        flow.gives(image=edit(picture, invert(flow.mask("mask")), "a star"))
+    run = WorkflowRun(compiled(flow.plan), INPUTS, lambda value: value.data is not None)
+    first, second = sorted(run.ready(), key=lambda task: task.call.node)
+    run.done(first.key, {"mask": NamedValue(b"m")})
+    run.done(second.key, {"picture": NamedValue(b"p")})
+    [painted] = run.ready()
+    run.lost(painted.key)
+    again = {task.key for task in run.ready()}
+    assert again == {first.key, second.key}
+    run.done(first.key, {"mask": b"it goes as bytes now"})
+    assert not run.ready()
+    with pytest.raises(EngineFailed, match="gave 1 values, and now 2"):
+        run.done(second.key, {"picture": (b"p", b"q")})

@@ -1,0 +1,183 @@
+"""Runs in any order, with tasks lost, give what a plain interpreter does."""
+
+import hashlib
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from maskserve_workflows.definition import Workflow, each, repeat
+from maskserve_workflows.nodes import NODE_TYPES, edit, enlarge, find, shows, split
+from maskserve_workflows.passes import PASSES, compiled
+from maskserve_workflows.plan import dump_plan, parse_plan
+from maskserve_workflows.ports import WorkflowError
+from maskserve_workflows.run import WorkflowRun, seed_of
+from maskserve_workflows.values import Areas, Judgement
+from tests.support.examples import examples
+from tests.support.workflows import interpret, plans
+
+
+def node(key, call, inputs):
+    """What a node gives: text that says all that it comes from; an edit's has its seed, too."""
+    kind = NODE_TYPES[call.node]
+    seed = call.settings.get("seed", seed_of(7, key)) if call.node == "edit" else ""
+    settings = {k: v for k, v in call.settings.items() if k != "cache"}
+    said = f"{call.node}{sorted(inputs.items())}{sorted(settings.items())}{seed}"
+    digest = hashlib.sha256(said.encode()).hexdigest()[:12]
+    outputs = {}
+    for name, made in kind.outputs.items():
+        number = int(digest, 16)
+        if made == "verdict":
+            outputs[name] = Judgement(number % 5 / 4, number % 5 > 2)
+        elif made == "regions":
+            masks = tuple(f"{digest}.{i}" for i in range(number % 4))
+            outputs[name] = Areas(masks, tuple(min(i, number // 7 % 2) for i in range(number % 4)))
+        else:
+            outputs[name] = f"{name} {digest}"
+    return outputs
+
+
+def run_in_any_order(plan, inputs, rng, lose=0.0):
+    run, waiting, calls = WorkflowRun(plan, inputs), [], []
+    while not run.ended:
+        waiting += run.ready()
+        assert waiting, "the run stands still"
+        task = waiting.pop(rng.randrange(len(waiting)))
+        if rng.random() < lose:
+            run.lost(task.key)
+            continue
+        calls.append(task.key)
+        run.done(task.key, node(task.key, task.call, task.inputs))
+    assert not waiting
+    return run.outputs, calls, run.tries
+
+
+INPUTS = {"image": "image", "mask": "mask", "name": "name"}
+
+
+@given(plans(), st.integers(0, 2**32), st.sets(st.sampled_from(sorted(PASSES))))
+@examples(150)
+def test_a_run_gives_what_the_interpreter_gives(plan, seed, passes):
+    made = compiled(plan, passes)
+    expected = interpret(made, INPUTS, node)
+    outputs, calls, tries = run_in_any_order(made, INPUTS, random.Random(seed), lose=0.2)
+    assert outputs == expected
+    assert len(calls) == len(set(calls))
+    assert set(calls) == set(tries)
+
+
+@given(plans(), st.sets(st.sampled_from(sorted({*PASSES} - {"beside"}))))
+@examples(150)
+def test_no_pass_but_side_by_side_changes_an_answer(plan, passes):
+    assert interpret(compiled(plan, passes), INPUTS, node) == interpret(plan, INPUTS, node)
+
+
+@given(plans())
+@examples(80)
+def test_a_plan_reads_as_it_was_written(plan):
+    made = compiled(plan)
+    assert parse_plan(dump_plan(made)) == made
+
+
+def test_a_lost_task_alone_runs_again():
+    with Workflow("two") as flow:
+        image, mask = flow.picture("image"), flow.mask("mask")
+        flow.gives(one=edit(image, mask, "a"), other=enlarge(image))
+    run = WorkflowRun(flow.plan, INPUTS)
+    first = {task.key: task for task in run.ready()}
+    assert set(first) == {"edit-1", "enlarge-1"}
+    run.done("enlarge-1", {"picture": "large"})
+    run.lost("edit-1")
+    assert run.ready() == [first["edit-1"]]
+    assert run.tries == {"edit-1": 2, "enlarge-1": 1}
+
+
+def test_regions_that_stay_apart_are_painted_at_once_and_composed():
+    with Workflow("detail") as flow:
+        image = flow.picture("image")
+        with each(split(flow.mask("mask")), most=4, carry=image) as one:
+            one.carried = edit(one.picture, one.mask, "a")
+        flow.gives(image=one.carried)
+    run = WorkflowRun(compiled(flow.plan), {"image": "image", "mask": "mask"})
+    (task,) = run.ready()
+    run.done(task.key, {"regions": Areas(("a", "b", "c"), (0, 0, 1))})
+    both = run.ready()
+    assert [task.key for task in both] == ["each-1[0]/edit-1", "each-1[1]/edit-1"]
+    assert {task.inputs["image"] for task in both} == {"image"}
+    for task in both:
+        run.done(task.key, {"picture": f"made {task.inputs['mask']}"})
+    (composed,) = run.ready()
+    assert composed.inputs["parts"] == ("made a", "made b")
+    run.done(composed.key, {"picture": "both"})
+    (last,) = run.ready()
+    assert (last.inputs["image"], last.inputs["mask"]) == ("both", "c")
+    one_by_one = compiled(flow.plan, set(PASSES) - {"beside"})
+    run = WorkflowRun(one_by_one, {"image": "image", "mask": "mask"})
+    run.ready()
+    run.done("split-1", {"regions": Areas(("a", "b", "c"), (0, 0, 1))})
+    assert len(run.ready()) == 1
+
+
+def test_no_region_leaves_the_picture_and_too_many_are_an_error():
+    with Workflow("detail") as flow:
+        image = flow.picture("image")
+        with each(split(flow.mask("mask")), most=2, carry=image) as one:
+            one.carried = edit(one.picture, one.mask, "a")
+        flow.gives(image=one.carried)
+    run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
+    run.done("split-1", {"regions": Areas((), ())})
+    assert run.outputs == {"image": "image"}
+    run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
+    with pytest.raises(WorkflowError, match="each-1: 3 regions are too many; accepted: up to 2"):
+        run.done("split-1", {"regions": Areas.in_turn(["a", "b", "c"])})
+
+
+def test_a_verifier_that_never_agrees_gives_the_best_answer():
+    with Workflow("tries") as flow:
+        image, mask = flow.picture("image"), flow.mask("mask")
+        with repeat(most=3) as tries:
+            made = edit(image, mask, "a")
+            said = shows(made, mask, "a")
+            tries.until(said)
+            painted, told = tries.best(made), tries.best(said)
+        flow.gives(image=painted, verdict=told)
+    run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
+    for number, score in enumerate((0.2, 0.6, 0.4)):
+        run.done(f"repeat-1[{number}]/edit-1", {"picture": f"picture {number}"})
+        run.done(f"repeat-1[{number}]/shows-1", {"verdict": Judgement(score, False)})
+    assert run.outputs == {"image": "picture 1", "verdict": Judgement(0.6, False)}
+
+
+def test_passes_note_what_they_did():
+    with Workflow("five", "Five wishes.") as flow:
+        image, name = flow.picture("image"), flow.text("name")
+        made = [
+            edit(image, find(image, name), f"wish {i}", loras=[{"name": "hollow"}])
+            for i in range(5)
+        ]
+        enlarge(made[0])
+        flow.gives(**{f"image{i}": each for i, each in enumerate(made)})
+    plan = compiled(flow.plan)
+    assert [step.node for step in plan.steps].count("find") == 1
+    assert "enlarge" not in [step.node for step in plan.steps]
+    assert plan.early == ("hollow",)
+    assert {step.settings.get("cache") for step in plan.steps if step.node == "edit"} == {"require"}
+    assert {note.partition(":")[0] for note in plan.notes} == {"dead", "merge", "prime", "early"}
+
+
+def test_a_plan_that_was_changed_by_hand_is_refused():
+    with Workflow("one") as flow:
+        flow.gives(image=enlarge(flow.picture("image")))
+    plan = compiled(flow.plan)
+    raw = dump_plan(plan)
+    with pytest.raises(WorkflowError, match=r"two\.digest: is not that of the plan"):
+        parse_plan(raw.replace(b'"one"', b'"two"'))
+    with pytest.raises(WorkflowError, match="version: is 2; accepted: 1"):
+        parse_plan(raw.replace(b'"version": 1', b'"version": 2'))
+    circle = structs.replace(
+        plan, steps=(structs.replace(plan.steps[0], inputs={"picture": "enlarge-1.picture"}),)
+    )
+    with pytest.raises(WorkflowError, match="comes later or goes in a circle"):
+        parse_plan(dump_plan(circle))
