@@ -111,6 +111,8 @@ class Controlled(NamedTuple, Generic[I]):
     foreseen: int | None = None
     """Where these tokens lie, of a pass in which the row foresees an anchor; None: in the step that
     it takes."""
+    before: Sequence[float] = ()
+    """Timesteps of the steps before it that are computed with it where its row is by itself."""
 
     @property
     def at(self) -> int:

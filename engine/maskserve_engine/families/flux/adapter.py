@@ -20,7 +20,6 @@ from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.families.mmdit.blocks import (
-    AHEAD,
     FluxStep,
     Vectors,
     embed,
@@ -83,15 +82,12 @@ class FluxBatch(FlowBatch[FluxWeights]):
         asked = []
         for row, control in self._controlled:
             given = NetTokens(row.all_tokens(), row.computed, row.active)
-            times = [step.timestep for step in row.walk(row.step)[:AHEAD]]
-            asked.append(controlled(control, given, times, row.step, row.steps))
+            times = [step.timestep for step in row.walk(0)]
+            asked.append(controlled(control, given, times, row.step))
             if row.foreseen is not None:
                 at, whole = row.foreseen.step, row.all_tokens(row.foreseen.step)
-                given, times = (
-                    NetTokens(whole, len(whole.tokens), row.active),
-                    [row.walk(at)[0].timestep],
-                )
-                asked.append(controlled(control.ahead, given, times, row.step, row.steps, at))
+                given = NetTokens(whole, len(whole.tokens), row.active)
+                asked.append(controlled(control.ahead, given, times, row.step, at))
         nets.run(asked)
 
 

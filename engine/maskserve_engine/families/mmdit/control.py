@@ -231,15 +231,20 @@ class FluxNets(Nets[FluxNetInput]):
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
     ) -> Vectors:
-        """Those of the step, computed for up to AHEAD steps at once."""
-        key, step = (id(net), *(id(each.own) for each in same)), same[0].row.step
+        """Those of the step, computed for up to AHEAD steps at once: of a row by itself for the
+        same ones wherever between them its batch began, as products of other shapes round
+        differently.
+        """
+        first = same[0].row
+        key, step = (id(net), *(id(each.own) for each in same)), first.step
         begin, kept = self._vectors.get(key, (step, ()))
         if not begin <= step < begin + len(kept):
-            ahead = min(AHEAD, *(len(each.row.timesteps) for each in same))
-            times = torch.tensor([each.row.timesteps[:ahead] for each in same])
-            [timesteps] = to_device([times.T.contiguous()], packed.tokens.device)
+            before = first.before if all(each.row is first for each in same) else ()
+            ahead = min(AHEAD, *(len(before) + len(each.row.timesteps) for each in same))
+            by_row = [[*before, *each.row.timesteps][:ahead] for each in same]
+            [timesteps] = to_device([torch.tensor(by_row).T.contiguous()], packed.tokens.device)
             emb = embed(net.weights, timesteps, packed.pooled, packed.guidance)
-            begin, kept = step, vectors(net.weights, emb)
+            begin, kept = step - len(before), vectors(net.weights, emb)
             self._vectors[key] = begin, kept
         return kept[step - begin]
 
@@ -278,14 +283,16 @@ def _given(asked: Asked[FluxNetInput]) -> RowInput:
 def controlled(
     control: RowControl[FluxNetInput],
     given: NetTokens,
-    timesteps: Sequence[float],
+    times: Sequence[float],
     step: int,
-    steps: int,
     foreseen: int | None = None,
 ) -> Controlled[FluxNetInput]:
-    """A row that is about to take a step."""
+    """A row that is about to take a step; `times` are the timesteps of all its steps."""
     sparse, idle = given.computed < len(given.row.tokens), given.active > 0
-    return Controlled(control, given, sparse, idle, timesteps, step, steps, foreseen)
+    now, before = times[step : step + AHEAD], times[step - step % AHEAD : step]
+    if foreseen is not None:
+        now, before = times[foreseen : foreseen + 1], ()
+    return Controlled(control, given, sparse, idle, now, step, len(times), foreseen, before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -328,8 +335,5 @@ class FluxNetRow:
         """See `NetRow`; `sample` is [N, channels], the tokens that the base computes first."""
         row = replace(self.base, tokens=sample, cis=self.cis)
         given = NetTokens(row, computed, self.active)
-        control, steps = self.control, len(self.timesteps)
-        if foreseen is not None:
-            times = [self.timesteps[foreseen]]
-            return controlled(control.ahead, given, times, step, steps, foreseen)
-        return controlled(control, given, self.timesteps[step : step + AHEAD], step, steps)
+        control = self.control if foreseen is None else self.control.ahead
+        return controlled(control, given, self.timesteps, step, foreseen)

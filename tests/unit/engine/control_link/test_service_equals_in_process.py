@@ -48,17 +48,17 @@ class Model:
             for name, net in nets.items()
         }
 
-    def jobs(self, rng: np.random.Generator) -> list[EditJob]:
-        """Of one size, with and without control."""
+    def jobs(self, rng: np.random.Generator, steps: int | None = None) -> list[EditJob]:
+        """Of one size, with and without control; None: of a few steps, not equally many."""
         first = (random_case if self.flux else unet_case)(rng)
         mask = first.mask.copy()
         mask[8:24, 8:24] = 255
         guidance = {} if self.flux else {"guidance_scale": float(rng.choice([1.0, 7.5]))}
         jobs = []
         for number, names in enumerate(MIX):
-            steps = int(rng.integers(4, 7))
+            count = int(rng.integers(4, 7)) if steps is None else steps
             make = random_case if self.flux else unet_case
-            case = make(rng, num_inference_steps=steps, strength=1.0, **guidance)
+            case = make(rng, num_inference_steps=count, strength=1.0, **guidance)
             case = replace(case, pixels=first.pixels, mask=mask)
             controls = []
             for name in names:
@@ -187,3 +187,26 @@ def test_denoisers_share_a_service_and_none_sees_the_others_rows(model: Model) -
         own.close()
     for mine, latents in zip(found, expected, strict=True):
         assert all(np.array_equal(mine[name], latents[name]) for name in latents)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_rows_that_take_turns_are_the_same_bytes_as_alone(model: Model, served: bool) -> None:
+    """Rows of reproducible edits share no step; between two of one row's come those of others."""
+    jobs = model.jobs(fresh_rng(), steps=11)[1:4]
+    service = model.service.denoiser() if served else None
+
+    def rows() -> list[Any]:
+        return model.rows(jobs, service, None)
+
+    alone, turns = rows(), rows()
+    for row in alone:
+        while row.step < row.steps:
+            model.replay.step([row], None)
+    while any(row.step < row.steps for row in turns):
+        for row in turns:
+            if row.step < row.steps:
+                model.replay.step([row], None)
+    if service is not None:
+        service.close()
+    for one, other in zip(alone, turns, strict=True):
+        assert np.array_equal(one.result().array(), other.result().array()), one.request_id

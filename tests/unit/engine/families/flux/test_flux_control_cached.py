@@ -93,9 +93,9 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     control = cast(RowControl[FluxNetInput], row.residuals)
     control.kept.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
-    timestep = row.walk(row.step)[0].timestep
+    times = [step.timestep for step in row.walk(0)]
     given = NetTokens(row.all_tokens(), row.computed, row.active)
-    now = controlled(control, given, [timestep], row.step, row.steps)
+    now = controlled(control, given, times, row.step)
     assert now.sparse
     with torch.inference_mode():
         control.kept.clear()
