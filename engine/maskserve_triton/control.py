@@ -18,7 +18,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_common.contracts.keys import NO_SCOPE, SHARED, TEMPLATE_ID, entries_id, sharing
+from maskserve_common.contracts.keys import NO_SCOPE, SHARED, TEMPLATE_ID, entries_id
 from maskserve_common.contracts.operations import PATIENT, parse_operation
 from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.status_record import WorkerStatus
@@ -218,7 +218,7 @@ class WorkerControl:
     def _list(self, scope: str) -> list[dict[str, Any]]:
         """Templates by id: whether an image is registered, by whom, and what is cached of each."""
         self._templates.expire()
-        registered = self._templates.ids()
+        registered = dict.fromkeys(self._templates.ids())
         entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
         shared = {seen: list(names) for seen, names in groupby(registered, entries_id)}
         for entry in ask_denoiser(self._api, {"op": "templates"})["templates"]:
@@ -279,7 +279,7 @@ class WorkerControl:
             self._templates.keep(name)
         asked = {"op": op, "template_id": name, **({"scope": scope} if op == "pin" else {})}
         found = ask_denoiser(self._api, asked)["found"]
-        if not found and name not in self._templates.ids():
+        if not found and not self._templates.has(name):
             if op == "pin":
                 # The engine pins what is to come, too: a refusal must not leave that behind.
                 ask_denoiser(self._api, {"op": "unpin", "template_id": name})
@@ -303,7 +303,7 @@ class WorkerControl:
                     return {"template_id": name, "registered": False, "freed_bytes": 0}
             registered = bool(scope) or self._templates.remove(name)
             # Entries stay for as long as a template that shares them.
-            op = "unpin" if sharing(name, self._templates.ids()) else "evict"
+            op = "unpin" if self._templates.sharing(name) else "evict"
             done = ask_denoiser(self._api, {"op": op, "template_id": name})
             freed = done.get("freed_bytes", 0)
         if not registered and not freed:

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Set
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from maskserve_common.contracts.keys import NO_SCOPE, SHARED
 from maskserve_common.errors import Overloaded
 from maskserve_common.files.named_files import UNSCOPED, NamedFiles
 from maskserve_common.files.values import Values
-from maskserve_common.shares import EVERYBODY, Shares
+from maskserve_common.shares import EVERYBODY, room
 
 _RESULTS = "results"
 
@@ -71,6 +72,13 @@ class KeptTemplates:
     def ids(self) -> list[str]:
         """Names of all, sorted."""
         return sorted({name for each in self._both for name in each.ids()})
+
+    def has(self, template_id: str) -> bool:
+        return any(each.has(template_id) for each in self._both)
+
+    def sharing(self, template_id: str) -> bool:
+        """Whether there is a template, it itself or another, that has its entries."""
+        return any(each.sharing(template_id) for each in self._both)
 
     def shows(self, template_id: str, scope: str) -> bool:
         """Whether a client of `scope` may see the template, if it is there."""
@@ -135,7 +143,7 @@ class KeptTemplates:
         found = [each.disown(template_id, owner) for each in self._both]
         if found == [None, None]:
             return None
-        return not any(each.has(template_id) for each in self._both)
+        return not self.has(template_id)
 
 
 class _Pictures(NamedFiles):
@@ -162,12 +170,14 @@ class _Pictures(NamedFiles):
         and so it was before owners were written down.
         """
         there = self.has(template_id)
-        if not there:
-            with self._store.aside() as new:
-                new.file.write(encoded)
-                new.keep_as(template_id, durable=True)
         nameless = (there and not self._marks(template_id)) or not owners - {SHARED}
-        self._own(template_id, owners | {UNSCOPED} if nameless else owners)
+        owners = owners | {UNSCOPED} if nameless else owners
+        if there:
+            self._own(template_id, owners)
+            return
+        with self._store.aside() as new:
+            new.file.write(encoded)
+            self._keep(new, template_id, owners, durable=True)
 
 
 class RegisteredImages(_Pictures):
@@ -179,7 +189,7 @@ class RegisteredImages(_Pictures):
     def put(self, template_id: str, encoded: bytes, owners: Iterable[str]) -> None:
         """As `KeptTemplates.put`."""
         scopes = frozenset(owners)
-        with self._store.alone():
+        with self._alone():
             if not self.has(template_id):
                 self._check_room(len(encoded), scopes)
             self._add(template_id, encoded, scopes)
@@ -193,6 +203,10 @@ class KeptResults(_Pictures):
     def __init__(self, path: Path, max_bytes: int, expires_s: float) -> None:
         super().__init__(path, max_bytes)
         self._expires_s = expires_s
+        self._queues: dict[str, deque[tuple[float, str]]] = {}
+        """By whom they are booked on, times of last use and names, the oldest first: as they were
+        listed, and those that came since. One that was used since is passed over."""
+        self._listed_at = -math.inf
 
     def expires_s(self, template_id: str) -> float | None:
         """Seconds until it goes if it is not used; None: it is not there."""
@@ -215,17 +229,19 @@ class KeptResults(_Pictures):
                 f"{len(encoded)} bytes exceed [limits] max_result_bytes, {self._max_bytes}"
             )
         scopes = frozenset(owners)
-        with self._store.alone():
+        with self._alone():
             if self.has(template_id):
                 self._use(template_id)
             else:
                 self._make_room(len(encoded), min(scopes, default=EVERYBODY))
             self._add(template_id, encoded, scopes)
+            self._queue(template_id)
 
     def expire(self) -> None:
         """Remove those whose time is over."""
-        with self._store.alone():
-            self._make_room(0, EVERYBODY)
+        with self._alone():
+            self._list()
+            self._expire()
 
     def _use(self, template_id: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -233,32 +249,54 @@ class KeptResults(_Pictures):
 
     # Alone
 
+    def _booked_on(self, name: str) -> set[str]:
+        """On the first of its owners by name, or EVERYBODY where it has none."""
+        return {min(super()._booked_on(name), default=EVERYBODY)}
+
     def _make_room(self, more: int, owner: str) -> None:
         """Remove those whose time is over, and then others until there is room for so many bytes of
         this owner: its own where its share is used up, else those of who has most, and of these the
         ones that were not used for longest.
         """
-        used = {name: self._store.marked(name) or 0.0 for name in self.ids()}
-        owners = self._first_owners()
-        shares, of = Shares(self._max_bytes), dict[str, list[str]]()
-        for name in sorted(used, key=used.__getitem__):
-            if time.time() - used[name] >= self._expires_s:
-                self._remove(name)
-                continue
-            whose = owners.get(name, EVERYBODY)
-            of.setdefault(whose, []).append(name)
-            shares.book(whose, self._size(name))
-        while more > (shares.room(owner) if of.get(owner) else shares.budget - shares.total):
-            whose = owner if more <= shares.budget - shares.total else str(shares.most())
-            name = of[whose].pop(0)
-            shares.give_back(whose, self._size(name))
-            self._remove(name)
+        if time.time() - self._listed_at >= self._expires_s:
+            self._list()
+        self._expire()
+        while True:
+            sums = self._sums()
+            free, own = self._max_bytes - sums.bytes, sums.of.get(owner, 0)
+            if more <= (room(self._max_bytes, sums.bytes, own, owner) if own else free):
+                return
+            whose = owner if more <= free else max(sums.of, key=sums.of.__getitem__)
+            self._remove(self._oldest(whose))
 
-    def _first_owners(self) -> dict[str, str]:
-        """Of each that is somebody's by name the first of these names."""
-        found: dict[str, str] = {}
-        for file in self._store.folder.iterdir():
-            name, dot, owner = file.name.partition(".")
-            if name and dot and owner not in (SHARED, UNSCOPED):
-                found[name] = min(owner, found.get(name, owner))
-        return found
+    def _oldest(self, whose: str) -> str:
+        """The one of its that was not used for longest; there is one."""
+        while True:
+            queue = self._queues.get(whose, ())
+            while queue:
+                used, name = queue.popleft()
+                if self._store.marked(name) == used and whose in self._booked_on(name):
+                    return name
+            self._list()
+
+    def _expire(self) -> None:
+        """Remove what is over of those that are queued; what is not, is not over either where they
+        were listed less than `expires_s` ago.
+        """
+        for queue in self._queues.values():
+            while queue and time.time() - queue[0][0] >= self._expires_s:
+                used, name = queue.popleft()
+                if self._store.marked(name) == used:
+                    self._remove(name)
+
+    def _list(self) -> None:
+        self._queues, self._listed_at = {}, time.time()
+        used = {name: self._store.marked(name) or 0.0 for name in self.ids()}
+        for name in sorted(used, key=used.__getitem__):
+            self._queue(name)
+
+    def _queue(self, name: str) -> None:
+        used = self._store.marked(name)
+        if used is not None:
+            [whose] = self._booked_on(name)
+            self._queues.setdefault(whose, deque()).append((used, name))

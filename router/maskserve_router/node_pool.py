@@ -147,7 +147,7 @@ class NodePool:
             _nbytes,
             lambda asked: asked.scope,
             files.kept_s,
-            gone=lambda asked, made: values.free(_names(made), asked.scope, self._keeper),
+            gone=self._let_go,
         )
         self._coming: dict[_Asked, asyncio.Future[Made]] = {}
         """Answers that are being made."""
@@ -192,7 +192,7 @@ class NodePool:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
         for scope in self._keeping:
-            self._values.end(scope, self._keeper)
+            await self._turns.locked(self._values.end, scope, self._keeper)
         tasks = [*self._leaving, *([self._resolving] if self._resolving else [])]
         for task in tasks:
             task.cancel()
@@ -324,27 +324,37 @@ class NodePool:
                 if coming.cancelled():
                     continue
                 made = coming.result()
-            if (taken := self._taken(made, client.scope, run)) is not None:
+            taken = await self._turns.locked(self._taken, made, client.scope, run)
+            if taken is not None:
                 return taken._replace(kept=True)
             self._kept.drop(asked)
         coming = self._coming[asked] = asyncio.get_running_loop().create_future()
         try:
             made = await self._made(message, kind, client, due)
             own = _copied(made)  # what a run has may be made again, and under another name
-            self._keep(asked, own)
+            await self._keep(asked, own)
             coming.set_result(own)
             return made
         finally:
             del self._coming[asked]
             coming.cancel()  # no effect once there is an answer; else whoever waits tries itself
 
-    def _keep(self, asked: _Asked, made: Made) -> None:
+    async def _keep(self, asked: _Asked, made: Made) -> None:
         if names := _names(made):
             self._keeping.add(asked.scope)
-            self._values.begin(asked.scope, self._keeper)
-            if not self._values.own(names, asked.scope, self._keeper):
+            if not await self._turns.locked(self._have, names, asked.scope):
                 return
         self._kept.put(asked, made)
+
+    def _have(self, names: Sequence[str], scope: str) -> bool:
+        """Values are those of a kept answer; False: they are not there any more."""
+        self._values.begin(scope, self._keeper)
+        return self._values.own(names, scope, self._keeper)
+
+    def _let_go(self, asked: _Asked, made: Made) -> None:
+        """An answer is kept no more."""
+        if names := _names(made):
+            self._turns.later(self._values.free, names, asked.scope, self._keeper)
 
     def _taken(self, made: Made, scope: str, run: str) -> Made | None:
         """A kept answer as a run's own; None: what it names is not there any more."""

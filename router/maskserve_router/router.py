@@ -58,7 +58,7 @@ log = logging.getLogger("maskserve.router")
 _OPERATORS = 64
 """Connections of the operators' port, which clients cannot take."""
 _LOCK_S = 0.1
-"""How long a process that shares the folder of values may keep the event loop waiting."""
+"""How long a process that shares the folder of values may keep what needs its lock waiting."""
 _LOOK_S = 2.0
 """How often files of keys and certificates are looked at."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from maskserve_common.files.values import Values, parse
@@ -20,10 +20,16 @@ class RunValues:
     Args:
         values: the folder.
         scope: of whose run it is.
+        later: has a call done that may wait for the folder's lock; by itself it is done at once.
     """
 
-    def __init__(self, values: Values, scope: str) -> None:
-        self._values, self._scope = values, scope
+    def __init__(
+        self,
+        values: Values,
+        scope: str,
+        later: Callable[..., object] = lambda call, *given: call(*given),
+    ) -> None:
+        self._values, self._scope, self._later = values, scope, later
         self.run = secrets.token_hex(16) if values.host else ""
         self.host = values.host
         self._given: dict[NamedValue, bytes] = {}
@@ -36,7 +42,7 @@ class RunValues:
     def end(self) -> None:
         """Nothing of it is left."""
         if self.run:
-            self._values.end(self._scope, self.run)
+            self._later(self._values.end, self._scope, self.run)
 
     def given(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs, pictures among them put into files; they are read for each node anew."""
@@ -70,14 +76,16 @@ class RunValues:
             for name in gone:
                 del self._names[name]
             if gone:
-                self._values.free(gone, self._scope, self.run)
+                self._later(self._values.free, gone, self._scope, self.run)
 
     def there(self, value: NamedValue) -> bool:
-        """Whether a value can be read; one that the client gave always can."""
-        if parse(value.element) is None or self._values.own([_name(value)], self._scope, self.run):
+        """Whether a value can be read; one that the client gave always can. No lock is taken: what
+        the run has not freed stays with it.
+        """
+        if parse(value.element) is None or self._values.has(_name(value), self._scope, self.run):
             return True
         if value in self._given:
-            value.is_now(self._put(self._given[value]))
+            value.is_now(self._given[value])
             return True
         return False
 

@@ -24,6 +24,8 @@ from maskserve_router.keys import KeyHolder
 
 _SMALL = 64 * 1024
 """Bytes that are worth no thread: to change to one and back takes as long."""
+IN_A_THREAD = _SMALL + 1
+"""Of work that may wait, whatever it goes by."""
 _STEP_S = 0.25
 """`KeyWork` forgets by steps; so long is one here, and 16 s are remembered."""
 _MOST_S = 1.6
@@ -112,6 +114,7 @@ class Turns:
     def __init__(self, threads: int) -> None:
         self._work = _Threads(threads, "turns")
         self._statements = _Threads(_STATEMENTS, "statements")
+        self._locked = ThreadPoolExecutor(1, "locked")
         self._used, self._at = KeyWork(), time.monotonic()
         self._last: dict[str, float] = {}
         """Key -> when it was last read from, of those of late."""
@@ -148,6 +151,7 @@ class Turns:
     def close(self) -> None:
         for threads in (self._work, self._statements):
             threads.pool.shutdown(wait=False, cancel_futures=True)
+        self._locked.shutdown(wait=False)
 
     async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *given: Any) -> T:
         """What `work(*given)` gives.
@@ -169,6 +173,16 @@ class Turns:
         await self.may_read(client)
         self._spent(client.scope, _CALL_S)
         return await self._threaded(self._statements, client, work, *given)
+
+    def later(self, work: Callable[..., object], *given: Any) -> None:
+        """Have `work(*given)` done, which may wait for another process's lock of a file: in one
+        thread, each behind the one before it, whether or not its client stays.
+        """
+        self._locked.submit(work, *given)
+
+    async def locked(self, work: Callable[..., T], *given: Any) -> T:
+        """What `work(*given)` gives, done likewise."""
+        return await asyncio.shield(asyncio.wrap_future(self._locked.submit(work, *given)))
 
     async def _threaded(
         self, threads: _Threads, client: KeyHolder, work: Callable[..., T], *given: Any

@@ -57,7 +57,7 @@ from maskserve_router.node_pool import NodePool, hosts
 from maskserve_router.operations import control_request
 from maskserve_router.run_times import RunTime, RunTimes
 from maskserve_router.run_values import RunValues
-from maskserve_router.turns import Turns
+from maskserve_router.turns import IN_A_THREAD, Turns
 from maskserve_router.unread import Message, Unread
 from maskserve_router.wanted import servers_wanted
 from maskserve_router.worker import Worker
@@ -190,9 +190,10 @@ class Workflows:
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
-            files = RunValues(self._values, client.scope)
+            later = self._turns.later
+            files = await self._turns.locked(RunValues, self._values, client.scope, later)
             held.callback(files.end)
-            inputs = await turn(message.size, files.given, plan, inputs)
+            inputs = await turn(max(message.size, IN_A_THREAD), files.given, plan, inputs)
             unread = Unread()
 
             def tell(
@@ -257,7 +258,7 @@ class Workflows:
                     node = await self._nodes.call(task, client, starts_by, files.run)
                     made, told = node.outputs, {name: getattr(node, name) for name in _OF_NODES}
                 if any(isinstance(part, bytes) for part in parts_of(list(made.values()))):
-                    made = await turn(nbytes(made), files.received, made)
+                    made = await turn(max(nbytes(made), IN_A_THREAD), files.received, made)
                 held.enter_context(self._admission.hold(client, nbytes(made)))
                 return made, told
 

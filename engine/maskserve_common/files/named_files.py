@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from maskserve_common.contracts.keys import NO_SCOPE, SHARED, TEMPLATE_ID
+import msgspec
+
+from maskserve_common.contracts.keys import NO_SCOPE, SHARED, TEMPLATE_ID, entries_id
 from maskserve_common.errors import Overloaded
-from maskserve_common.files.store import FileStore, make_private, size_of
+from maskserve_common.files.store import Aside, FileStore, listed, make_private, size_of
 from maskserve_common.shares import room
 
 UNSCOPED = "unscoped"
@@ -19,25 +23,57 @@ _OWNER = re.compile(r"[0-9a-z]{1,32}(-[0-9a-z]{1,32})?")
 """A client's scope, and behind it which of its runs where that matters."""
 
 
+_OWNERS, _SUMS = ".owners", ".sums"
+
+
+class Sums(msgspec.Struct):
+    """How much there is."""
+
+    count: int = 0
+    bytes: int = 0
+    of: dict[str, int] = {}
+    """Bytes by scope; a file counts for each scope that it is booked on."""
+
+    def book(self, scopes: Iterable[str], nbytes: int, count: int) -> None:
+        """A file comes (1) or goes (-1)."""
+        self.count += count
+        self.bytes += count * nbytes
+        for scope in scopes:
+            self.of[scope] = self.of.get(scope, 0) + count * nbytes
+            if not self.of[scope]:
+                del self.of[scope]
+
+
 class NamedFiles:
-    """One file for each name, a digest. Beside it an empty file `<name>.<owner>` for each owner, a
-    client's scope or UNSCOPED, and for SHARED, who stands for every client but owns nothing. A file
-    goes with its last owner. Of the room for them each scope has a share (`core.shares`).
+    """One file for each name, a digest. Whose it is say empty files `.owners/ENTRIES/NAME/OWNER`
+    (`entries_id`): a client's scope or UNSCOPED, and SHARED, who stands for every client but owns
+    nothing. A file goes with its last owner. Of the room for them each scope has a share
+    (`shares`).
+
+    Nobody lists the folder for one file's sake: what there is of each scope stands in `.sums`,
+    which whoever changes anything takes away before and puts back behind it. Where it is not there,
+    all is counted anew.
 
     Several processes may share the folder (`FileStore`); one at a time adds or removes any.
 
     Args:
         path: of the folder, which is made.
         max_bytes: of all files that count.
+        wait_s: how long another may have the folder's lock.
     """
 
     what, setting, advice = "files", "", ""
     """Words of a refusal: what there is too much of, by which setting, and what to do."""
 
-    def __init__(self, path: str | os.PathLike[str], max_bytes: int = 2**63) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], max_bytes: int = 2**63, wait_s: float = math.inf
+    ) -> None:
         self._store = FileStore(path)
-        self._max_bytes = max_bytes
+        self._max_bytes, self._lock_s = max_bytes, wait_s
         make_private(self._store.folder)
+        if not (self._store.folder / _OWNERS).is_dir():
+            with self._alone():
+                self._take_over()
 
     def shows(self, name: str, scope: str) -> bool:
         """Whether a client of `scope` may see the file, if it is there."""
@@ -47,19 +83,30 @@ class NamedFiles:
 
     def ids(self) -> list[str]:
         """Names of all files, sorted."""
-        return sorted(p.name for p in self._store.folder.iterdir() if TEMPLATE_ID.fullmatch(p.name))
+        return sorted(filter(TEMPLATE_ID.fullmatch, os.listdir(self._store.folder)))
+
+    def sharing(self, name: str) -> list[str]:
+        """Names of files that share entries with this one, it itself too if it is there."""
+        beside = listed(self._owners_of(name).parent)
+        return [path.name for path in beside if self._file(path.name).exists()]
 
     def remove(self, name: str) -> bool:
         """Forget a file, whoever owns it; False when there was none."""
-        with self._store.alone():
+        with self._alone():
             return self._remove(name)
 
     def disown(self, name: str, owner: str) -> bool | None:
         """An owner gives a file up; whether that was the last one, with whom it has gone. None: it
         was none of that owner's.
         """
-        with self._store.alone():
+        with self._alone():
             return self._disown(name, owner)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Be the only one who adds or removes any; see `FileStore.alone`."""
+        with self._store.alone(self._lock_s):
+            yield
 
     # Alone
 
@@ -67,51 +114,115 @@ class NamedFiles:
         owned = _owned(name, owner)
         if self._store.marked(owned) is None:
             return None
-        self._store.mark(owned, there=False)
-        if self._marks(name) - {SHARED}:
-            return False
-        self._remove(name)
+        with self._booked_anew(name):
+            self._store.mark(owned, there=False)
+            if self._marks(name) - {SHARED}:
+                return False
+            self._drop(name)
         return True
 
     def _own(self, name: str, owners: Iterable[str]) -> None:
-        for owner in owners:
-            self._store.mark(_owned(name, owner))
+        missing = [o for o in owners if self._store.marked(_owned(name, o)) is None]
+        if missing:
+            with self._booked_anew(name):
+                self._mark(name, missing)
+
+    def _keep(self, new: Aside, name: str, owners: Iterable[str], *, durable: bool = False) -> None:
+        """A new file has its name and its owners."""
+        with self._booked_anew(name):
+            new.keep_as(name, durable=durable)
+            self._mark(name, owners)
 
     def _marks(self, name: str) -> set[str]:
         """Its owners, as they are written down."""
-        return {file.suffix[1:] for file in self._store.folder.glob(f"{checked(name)}.*")}
+        return {path.name for path in listed(self._owners_of(name))}
 
     def _remove(self, name: str) -> bool:
         found = self._file(name).exists()
-        for each in (*(_owned(name, owner) for owner in self._marks(name)), name):
-            self._store.mark(each, there=False)
+        with self._booked_anew(name):
+            self._drop(name)
         return found
 
-    def _counted(self) -> dict[str, int]:
-        """Bytes of the files that count, by name."""
-        return {name: self._size(name) for name in self.ids()}
+    def _mark(self, name: str, owners: Iterable[str]) -> None:
+        make_private(self._owners_of(name))
+        for owner in owners:
+            self._store.mark(_owned(name, owner))
+
+    def _drop(self, name: str) -> None:
+        for owner in self._marks(name):
+            self._store.mark(_owned(name, owner), there=False)
+        with suppress(OSError):  # it has none, or others share its entries
+            self._owners_of(name).rmdir()
+            self._owners_of(name).parent.rmdir()
+        self._store.mark(checked(name), there=False)
+
+    def _booked_on(self, name: str) -> set[str]:
+        """Scopes whose bytes a file's are."""
+        return {scope_of_owner(owner) for owner in self._marks(name)} - {SHARED, UNSCOPED}
+
+    @contextmanager
+    def _booked_anew(self, name: str) -> Iterator[None]:
+        """The sums follow what is done to a file and its owners; where that fails they are gone."""
+        sums = self._sums()
+        self._book(sums, name, -1)
+        self._store.mark(_SUMS, there=False)
+        yield
+        self._book(sums, name, 1)
+        with suppress(OSError):  # a full disk keeps nothing from going
+            self._store.write(_SUMS, msgspec.json.encode(sums))
+
+    def _book(self, sums: Sums, name: str, count: int) -> None:
+        if self._file(name).exists():
+            sums.book(self._booked_on(name), self._size(name), count)
+
+    def _sums(self) -> Sums:
+        found = self._sums_there()
+        if found is None:
+            found = Sums()
+            for name in self.ids():
+                self._book(found, name, 1)
+        return found
+
+    def _sums_there(self) -> Sums | None:
+        """Those that are written down; None: just now they are not."""
+        try:
+            return msgspec.json.decode((self._store.folder / _SUMS).read_bytes(), type=Sums)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
 
     def _check_room(self, more: int, scopes: Set[str]) -> None:
         """Raises Overloaded: so many bytes are too many, in all or of one of these scopes."""
-        held = self._counted()
-        total = sum(held.values())
-        if total + more > self._max_bytes:
+        sums = self._sums()
+        if sums.bytes + more > self._max_bytes:
             raise Overloaded(
-                f"{self.what} take {total} bytes, and {more} more exceed "
+                f"{self.what} take {sums.bytes} bytes, and {more} more exceed "
                 f"{self.setting}, {self._max_bytes}{self.advice}"
             )
         for scope in scopes - {SHARED, UNSCOPED}:
-            files = self._store.folder.glob(f"*.{scope}*")
-            names = {file.stem for file in files if scope_of_owner(file.suffix[1:]) == scope}
-            own = sum(held.get(name, 0) for name in names)
-            if own and more > room(self._max_bytes, total, own, scope):
+            own = sums.of.get(scope, 0)
+            if own and more > room(self._max_bytes, sums.bytes, own, scope):
                 raise Overloaded(
                     f"{self.what} of this key take {own} bytes, and {more} more exceed its "
                     f"share of {self.setting}{self.advice}"
                 )
 
+    def _take_over(self) -> None:
+        """Owners that an earlier version wrote down as `NAME.OWNER`, and what it left behind."""
+        for path in listed(self._store.folder):
+            name, dot, owner = path.name.partition(".")
+            if TEMPLATE_ID.fullmatch(name) and (not dot or _OWNER.fullmatch(owner)):
+                self._mark(name, [owner] if dot else [])
+                if dot:
+                    path.unlink(missing_ok=True)
+            elif path.name.startswith((".new-", ".open-")):
+                path.unlink(missing_ok=True)
+        make_private(self._store.folder / _OWNERS)
+
     def _size(self, name: str) -> int:
         return size_of(self._file(name))
+
+    def _owners_of(self, name: str) -> Path:
+        return self._store.folder / _OWNERS / entries_id(checked(name)) / name
 
     def _file(self, name: str) -> Path:
         return self._store.folder / checked(name)
@@ -132,4 +243,4 @@ def scope_of_owner(owner: str) -> str:
 def _owned(name: str, owner: str) -> str:
     if _OWNER.fullmatch(owner) is None:
         raise ValueError(f"{owner!r} is not a scope")
-    return f"{checked(name)}.{owner}"
+    return f"{_OWNERS}/{entries_id(checked(name))}/{name}/{owner}"

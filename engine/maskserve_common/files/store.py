@@ -1,13 +1,14 @@
 """Files in a folder that threads and processes share.
 
     NAME          a file, or a folder of files: whole or not at all, never rewritten in place
-    .new-*        a file on its way in, locked by its writer; nobody's once the lock is free
-    .gone-*       a folder on its way out; nobody's once the folder's lock is free
+    .new/*        a file on its way in, locked by its writer; nobody's once the lock is free
+    .gone/*       a folder on its way out; nobody's once the folder's lock is free
     .lock         held by who makes room
     .lock-NAME    held by who brings NAME in
 
 Readers take no lock: what they have opened stays readable after it was replaced or dropped. All of
-it is for its own user's eyes: files are made 0600, folders 0700.
+it is for its own user's eyes: files are made 0600, folders 0700. What is on its way lies in folders
+of its own, so that nobody lists all files to find it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import BinaryIO, TypeVar
 
 _K = TypeVar("_K")
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
-_NEW, _GONE, _LOCK = ".new-", ".gone-", ".lock"
+_NEW, _GONE, _LOCK = ".new", ".gone", ".lock"
 _POLL_S = 0.01
 
 
@@ -82,8 +83,8 @@ class FileStore:
             nbytes: taken on the medium at once, so that no write fails for want of them.
             mode: less what the process's umask takes away.
         """
-        make_private(self.folder)
-        path = self.folder / f"{_NEW}{secrets.token_hex(8)}"
+        path = self.folder / _NEW / secrets.token_hex(8)
+        make_private(path.parent)
         with _locked_file(path, mode) as file:
             try:
                 if nbytes:
@@ -127,11 +128,12 @@ class FileStore:
 
     def arriving(self) -> int:
         """Bytes of the files that are on their way in."""
-        return sum(map(size_of, self.folder.glob(f"{_NEW}*")))
+        return sum(map(size_of, listed(self.folder / _NEW)))
 
     def drop(self, name: str) -> None:
         """Remove a folder of files, at once for all who look; only `alone`."""
-        gone = self.folder / f"{_GONE}{os.getpid()}"
+        gone = self.folder / _GONE / str(os.getpid())
+        make_private(gone.parent)
         with contextlib.suppress(FileNotFoundError):
             (self.folder / name).rename(gone)
             shutil.rmtree(gone)
@@ -160,14 +162,14 @@ class FileStore:
 
     def left_behind(self) -> list[str]:
         """Names of what is on its way in or out."""
-        return [p.name for p in self.folder.iterdir() if p.name.startswith((_NEW, _GONE))]
+        return [path.name for each in (_NEW, _GONE) for path in listed(self.folder / each)]
 
     def _sweep(self) -> None:
-        for path in self.folder.glob(f"{_NEW}*"):
+        for path in listed(self.folder / _NEW):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else its writer is at it
                 path.unlink(missing_ok=True)
-        for path in self.folder.glob(f"{_GONE}*"):
+        for path in listed(self.folder / _GONE):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -195,6 +197,14 @@ def make_private(folder: Path) -> None:
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(_PRIVATE_FOLDER, exist_ok=True)
+
+
+def listed(folder: Path) -> list[Path]:
+    """What lies in a folder; nothing where there is none."""
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return []
 
 
 def size_of(path: Path) -> int:

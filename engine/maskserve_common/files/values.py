@@ -11,24 +11,27 @@ import hashlib
 import logging
 import math
 import mmap
+import os
 import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from maskserve_common.config import ValuesConfig
 from maskserve_common.contracts.keys import NO_SCOPE
 from maskserve_common.contracts.status_record import ValuesHeld
 from maskserve_common.errors import MaskserveError, Overloaded, TemplateNotFound
 from maskserve_common.files.named_files import UNSCOPED, NamedFiles, scope_of_owner
+from maskserve_common.files.store import listed, make_private
 
 log = logging.getLogger("maskserve")
 RUN = "run"
 """Parameter of a request: which run its answer's picture is for. Without it, it is answered."""
 PREFIX = b"value:"
 _REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
-_OPEN, _HOST = ".open-", ".host"
+_OPEN, _HOST = ".open", ".host"
 _CLOSED_S = 1.0
 """After a lock that was not to be had."""
 _LOCKED = "another process holds its lock"
@@ -39,24 +42,24 @@ class Values(NamedFiles):
 
     Args:
         config: `[values]`.
-        wait_s: how long another may have the folder's lock, as for an event loop: then it is taken
-            for stopped, and for a second there is no folder.
+        wait_s: how long another may have the folder's lock: then it is taken for stopped, and for a
+            second there is no folder.
     """
 
     what, setting = "values", "[values] max_bytes"
 
     def __init__(self, config: ValuesConfig, wait_s: float = math.inf) -> None:
-        self._config, self._wait_s = config, wait_s
+        self._config = config
         self._closed_until = -math.inf
         self._told = False
-        self._held = 0, ValuesHeld()
+        self._held = ValuesHeld()
         self._expires_at = -math.inf
         """Of time.monotonic(): nothing expires sooner."""
         self.host = ""
         """Of those who share the folder; empty: there is none."""
         if config.folder:
             try:
-                super().__init__(config.folder, config.max_bytes)
+                super().__init__(config.folder, config.max_bytes, wait_s)
                 self.host = self._named_host()
             except OSError as error:
                 self._tell(error)
@@ -65,7 +68,7 @@ class Values(NamedFiles):
         """Values may be put for a run of a client of `scope`."""
         if self.host:
             with suppress(OSError), self._alone():
-                self._store.mark(f"{_OPEN}{_owner(scope, run)}")
+                self._open(_owner(scope, run))
 
     def end(self, scope: str, run: str) -> None:
         """All that the run has goes, unless others have it, too; nothing more is put for it."""
@@ -104,15 +107,22 @@ class Values(NamedFiles):
         owner = _owner(scope, run)
         with suppress(OSError), self._alone():
             self._expire()
-            if self._store.marked(f"{_OPEN}{owner}") is None:
+            if not self._is_open(owner):
                 return False
-            self._store.mark(f"{_OPEN}{owner}")  # its time begins anew
             for name in names:
                 if not (self._file(name).exists() and self.shows(name, scope)):
                     return False
                 self._own(name, [owner])
+            self._open(owner)  # its time begins anew
             return True
         return False
+
+    def has(self, name: str, scope: str, run: str) -> bool:
+        """Whether a value is there and the run's."""
+        mark = f"{_OPEN}/{_owner(scope, run)}/{name}"
+        return (
+            bool(self.host) and self._store.marked(mark) is not None and self._file(name).exists()
+        )
 
     def free(self, names: Iterable[str], scope: str, run: str) -> None:
         """The run has read these for the last time."""
@@ -151,11 +161,12 @@ class Values(NamedFiles):
             if time.monotonic() >= self._expires_at:
                 with self._alone():
                     self._expire()
-            changed = self._store.folder.stat().st_mtime_ns
-            if changed != self._held[0]:
-                sizes = self._counted()
-                self._held = changed, ValuesHeld(self.host, len(sizes), sum(sizes.values()))
-        return self._held[1]
+            sums = self._sums_there()
+            if sums is None:  # another is at it, or was killed
+                with self._alone():
+                    sums = self._sums()
+            self._held = ValuesHeld(self.host, sums.count, sums.bytes)
+        return self._held
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -163,7 +174,7 @@ class Values(NamedFiles):
             raise TimeoutError
         with ExitStack() as locked:
             try:
-                locked.enter_context(self._store.alone(self._wait_s))
+                locked.enter_context(super()._alone())
             except TimeoutError as error:
                 self._closed_until = time.monotonic() + _CLOSED_S
                 self._tell(error)
@@ -176,26 +187,52 @@ class Values(NamedFiles):
                 new.file.write(part)
             new.file.flush()
             with self._alone():
-                if self._store.marked(f"{_OPEN}{owner}") is None:
+                if not self._is_open(owner):
                     return False
-                if not self._file(name).exists():
+                if self._file(name).exists():
+                    self._own(name, [owner])
+                else:
                     self._check_room(nbytes, {scope_of_owner(owner)})
-                    new.keep_as(name)
-                self._own(name, [owner])
+                    self._keep(new, name, [owner])
                 return True
 
+    def _mark(self, name: str, owners: Iterable[str]) -> None:
+        """Each run's names lie in its folder, too."""
+        owners = list(owners)
+        for owner in owners:
+            make_private(self._folder(owner))
+            self._store.mark(f"{_OPEN}/{owner}/{name}")
+        super()._mark(name, owners)
+
+    def _disown(self, name: str, owner: str) -> bool | None:
+        gone = super()._disown(name, owner)
+        self._store.mark(f"{_OPEN}/{owner}/{name}", there=False)
+        return gone
+
+    def _folder(self, owner: str) -> Path:
+        """Of a run that is not over; its time is that of its last use."""
+        return self._store.folder / _OPEN / owner
+
+    def _open(self, owner: str) -> None:
+        make_private(self._folder(owner))
+        os.utime(self._folder(owner))
+
+    def _is_open(self, owner: str) -> bool:
+        return self._folder(owner).is_dir()
+
     def _end(self, owner: str) -> None:
-        self._store.mark(f"{_OPEN}{owner}", there=False)
-        for file in list(self._store.folder.glob(f"*.{owner}")):
-            self._disown(file.stem, owner)
+        for path in listed(self._folder(owner)):
+            self._disown(path.name, owner)
+        with suppress(FileNotFoundError):
+            self._folder(owner).rmdir()
 
     def _expire(self) -> None:
         """End runs of routers that died."""
         now = oldest = time.time()
-        for mark in list(self._store.folder.glob(f"{_OPEN}*")):
-            used = self._store.marked(mark.name) or now
+        for path in listed(self._store.folder / _OPEN):
+            used = self._store.marked(f"{_OPEN}/{path.name}") or now
             if used < now - self._config.expires_s:
-                self._end(mark.name.removeprefix(_OPEN))
+                self._end(path.name)
             else:
                 oldest = min(oldest, used)
         # Marks that are made or renewed from here on are younger than all of these.

@@ -285,7 +285,7 @@ def test_bad_files_are_refused_by_name_and_others_are_served(tmp_path: Path, fol
         with pytest.raises(InvalidRequest, match="adapter nan holds NaN"):
             brought(store, "nan")
         assert brought(store, "good") == raw
-        assert not [*store.host.folder.glob(".new-*"), *store.host.folder.glob(".lock-*")]
+        assert not [*store.host.folder.glob(".new/*"), *store.host.folder.glob(".lock-*")]
 
 
 # Bringing them
@@ -383,7 +383,7 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path, folder: Path) -> None
     with opened(tmp_path, host_bytes=size + 100) as store:
         store.catalogue.scan()
         store.host.folder.mkdir(exist_ok=True)
-        left = store.host.folder / f".new-dead@{'0' * 32}"
+        left = store.host.folder / ".new" / f"dead@{'0' * 32}"
         left.write_bytes(b"\0" * size)
         brought(store, "x")
         assert not left.exists()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import hashlib
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from maskserve_router.model_request import ModelRequest
 from maskserve_router.node_pool import Made, NodePool
 from maskserve_router.run_times import RunTimes
 from maskserve_router.run_values import RunValues
-from maskserve_router.turns import Turns
+from maskserve_router.turns import IN_A_THREAD, Turns
 from maskserve_router.workflows import Workflows, _edit_request
 from maskserve_workflows.definition import Workflow
 from maskserve_workflows.nodes import edit, invert, outline
@@ -205,7 +205,7 @@ async def test_what_a_router_that_died_has_kept_goes_though_another_keeps_on(
     await died.call(call(given), CLIENT, run=files.run)
     files.end()
     assert left(values) == 1
-    for mark in (tmp_path / "values").glob(".open-*"):
+    for mark in (tmp_path / "values").glob(".open/*"):
         os.utime(mark, (1, 1))  # long ago
     for mask in (b"some mask", b"another mask"):  # the second one finds it gone
         files = RunValues(values, "k1")
@@ -229,7 +229,7 @@ async def test_kept_answers_that_are_only_read_do_not_expire(
         run = "" if kept and by == "callers" else files.run
         assert (await pool.call(call(given), CLIENT, run=run)).kept is kept
         files.end()
-        for mark in (tmp_path / "values").glob(".open-*"):
+        for mark in (tmp_path / "values").glob(".open/*"):
             then = mark.stat().st_mtime - 40 * 60
             os.utime(mark, (then, then))
         values.begin("k2", "another")
@@ -263,7 +263,22 @@ def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -
         sent("another")
 
 
-async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Values) -> None:
+@pytest.fixture
+def threads(values: Values, monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
+    """Those that have taken the lock of the router's folder."""
+    found, alone = set[threading.Thread](), values._store.alone
+
+    def noted(*given: Any) -> Any:
+        found.add(threading.current_thread())
+        return alone(*given)
+
+    monkeypatch.setattr(values._store, "alone", noted)
+    return found
+
+
+async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
+    values: Values, threads: set[threading.Thread]
+) -> None:
     """The rims are made before the edit and read behind it; under the edit they are removed."""
     with Workflow("late") as late:
         image, mask = late.picture("image"), late.mask("mask")
@@ -283,13 +298,13 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
             held = [(values._store.folder / name).read_bytes() for name in values.ids()]
             assert held == [bytes(values.read(reference(each), "k1")) for each in held]
             if called.count("outline-2") == 2 and task.key == "outline-2":
-                values.remove(given.element[6:70].decode())  # under its reader
+                theirs.remove(given.element[6:70].decode())  # under its reader
             try:
                 raw = bytes(values.read(given.element, "k1"))
             except TemplateNotFound as error:
                 failure = Failure(grpc.StatusCode.NOT_FOUND, str(error))
                 raise failure from None  # and its frame has it, as in `NodePool`
-            put = values.put([task.key.encode() + raw], "k1", run)
+            put = theirs.put([task.key.encode() + raw], "k1", run)
             assert put is not None
             kind = "mask" if task.call.node == "invert" else "picture"
             return Made({kind: NamedValue(put)}, "here:1", 0.1, 1)
@@ -302,16 +317,17 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
             called.append("edit-1")
             run = message.head.parameters[RUN].string_param
             given = [bytes(values.read(message.read(name), "k1")) for name in ("IMAGE", "MASK")]
-            put = values.put([b"of ".join(given)], "k1", run)
-            for name in values.ids():
+            put = theirs.put([b"of ".join(given)], "k1", run)
+            for name in theirs.ids():
                 if put is not None and name.encode() not in put:
-                    values.remove(name)
+                    theirs.remove(name)
             answer = pb.ModelInferResponse(model_name="edit")
             bytes_tensor.add_output(answer, "IMAGE", [put or b""])
             bytes_tensor.add_output(answer, "META", [b"{}"])
             return bytes(answer.SerializeToString())
 
     plan, config, nodes = compiled(late.plan), RouterConfig(), Nodes()
+    theirs = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
     served = Workflows(
         [plan], Edits(), nodes, list, Admission(AdmissionBounds(), Metrics()), Turns(2),  # type: ignore[arg-type]
         LimitsConfig(), RunTimes(config, nodes.seconds, lambda: [0.0]), values,
@@ -322,7 +338,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
     gc.disable()
     try:
         raw = await served.infer(message, {}, None, CLIENT)
-        await asyncio.sleep(0)  # its tasks have ended
+        await served._turns.locked(int)  # behind the run's end
         assert str(values._store.folder) not in Path("/proc/self/maps").read_text()
     finally:
         gc.enable()
@@ -338,7 +354,9 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(values: Value
     assert tries["invert-1"] == 2
     assert meta["values"]["count"] >= 6
     assert left(values) == 0
-    assert not list(values._store.folder.glob(".open-*"))
+    assert not list(values._store.folder.glob(".open/*"))
+    assert threads
+    assert threading.main_thread() not in threads, "the event loop waits for a lock"
 
 
 def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
@@ -347,10 +365,10 @@ def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
     assert (files.count, files.bytes) == (2, len(PICTURE) + len(MASK))
     for name in values.ids():
         values.remove(name)
-    assert all(map(files.there, inputs.values()))
+    assert all(map(files.there, inputs.values()))  # in memory: that takes no lock
     assert bytes(files.read(inputs)["image"]) == PICTURE
     files.free([inputs["mask"]])
-    assert left(values) == 1
+    assert left(values) == 0
     full = Values(ValuesConfig(str(values._store.folder), least_bytes=1, max_bytes=0))
     files._values = full
     assert files.there(inputs["image"])  # in memory, where there is no room for a file
@@ -387,3 +405,26 @@ def reference(raw: bytes) -> bytes:
 
 def as_sent(value: Any) -> Any:
     return changed(value, lambda part: bytes(part) if isinstance(part, memoryview) else part)
+
+
+async def test_kept_answers_take_no_lock_in_the_event_loop(
+    values: Values, threads: set[threading.Thread]
+) -> None:
+    """Held by a process that is stopped, it held up edits and health."""
+    theirs = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
+    turns = Turns(1)
+    pool = Served("here:1", values=values, kept_bytes=2000)
+    pool.theirs = theirs
+    for number in range(12):
+        files = await turns.locked(RunValues, values, "k1", turns.later)
+        for kept in (False, True):
+            given = await turns.run(
+                CLIENT, IN_A_THREAD, files.given, PLAN, {"mask": b"%d" % number}
+            )
+            assert (await pool.call(call(given["mask"]), CLIENT, run=files.run)).kept is kept
+            files.free([])
+        files.end()
+    await turns.locked(int)
+    await pool.close()
+    assert left(values) == 0
+    assert threading.main_thread() not in threads

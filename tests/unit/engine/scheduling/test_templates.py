@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     folder = KeptTemplates(tmp_path)
     with pytest.raises(OSError, match="disk full"):
         folder.put(A, b"image")
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "results"}
+    assert names(tmp_path) == {"results"}
 
 
 def test_readers_never_see_half_a_template(tmp_path: Path) -> None:
@@ -111,14 +113,17 @@ def test_the_folder_is_bounded(tmp_path: Path) -> None:
 
 
 def test_templates_may_go_while_another_is_put(tmp_path: Path) -> None:
+    """By somebody else's hand: what there is is counted from the folder where no sums are."""
+
     class Shared(RegisteredImages):
         def ids(self) -> list[str]:
             names = super().ids()
-            (tmp_path / A).unlink()  # somebody else's hand
+            (tmp_path / A).unlink(missing_ok=True)
             return names
 
     folder = KeptTemplates(tmp_path, max_bytes=100)
     folder.put(A, b"first")
+    (tmp_path / ".sums").unlink()
     Shared(tmp_path, max_bytes=100).put(B, b"second", ())
     assert folder.ids() == [B]
 
@@ -141,7 +146,10 @@ def test_the_bound_holds_for_threads_too(tmp_path: Path) -> None:
 
 
 def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    """Of files, and `NAME.OWNER` of whose they are."""
+    owners = {f"{path.parent.name}.{path.name}" for path in folder.glob(".owners/*/*/*")}
+    hidden = {".lock", ".new", ".sums", ".owners"}
+    return {path.name for path in folder.iterdir()} - hidden | owners
 
 
 def used_before(folder: Path, name: str, seconds: float) -> None:
@@ -164,8 +172,8 @@ def test_results_expire_unless_they_are_used_or_registered(tmp_path: Path) -> No
     assert folder.get(C, "k1") is None
     folder.expire()
     assert folder.ids() == [A, B]
-    assert names(tmp_path / "results") == {".lock", A, B, f"{A}.k1", f"{B}.k1"}
-    assert names(tmp_path) == {".lock", "results", B, f"{B}.k1"}
+    assert names(tmp_path / "results") == {A, B, f"{A}.k1", f"{B}.k1"}
+    assert names(tmp_path) == {"results", B, f"{B}.k1"}
 
 
 def test_results_make_room_for_newer_ones_and_for_no_registered_template(tmp_path: Path) -> None:
@@ -187,8 +195,8 @@ def test_results_make_room_for_newer_ones_and_for_no_registered_template(tmp_pat
     folder.keep(A)
     assert folder.expires_s(A) is None
     assert folder.remove(B)
-    assert names(tmp_path) == {A, f"{A}.unscoped", ".lock", "results"}
-    assert names(tmp_path / "results") == {A, f"{A}.unscoped", ".lock"}
+    assert names(tmp_path) == {A, f"{A}.unscoped", "results"}
+    assert names(tmp_path / "results") == {A, f"{A}.unscoped"}
 
 
 def test_a_result_equal_to_a_registered_template_expires_for_its_owner_alone(
@@ -239,8 +247,8 @@ def test_a_template_goes_with_its_last_owner(tmp_path: Path) -> None:
     assert folder.disown(A, "k1") is False
     folder.put_result(A, b"picture", ["k2"])
     assert folder.disown(A, "k2") is True
-    assert names(tmp_path) == {".lock", "results"}
-    assert names(tmp_path / "results") == {".lock"}
+    assert names(tmp_path) == {"results"}
+    assert names(tmp_path / "results") == set()
 
 
 def test_one_key_may_not_fill_the_room_for_templates(tmp_path: Path) -> None:
@@ -288,3 +296,84 @@ def test_workers_that_share_a_folder_of_results_share_these_alone(tmp_path: Path
     assert second.get(C, "k1") == b"1234"
     assert second.disown(D, "k2") is True
     assert first.get(D) is None
+
+
+def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of the system's calls that look at files; of a listing each file that it finds."""
+    counts: Counter[str] = Counter()
+    listdir, stat = os.listdir, os.stat
+
+    def listing(*given: Any) -> list[Any]:
+        found = listdir(*given)
+        counts["listed"] += len(found)
+        return found
+
+    def looking(*given: Any, **named: Any) -> os.stat_result:
+        counts["stats"] += 1
+        return stat(*given, **named)
+
+    def scanning(*_: Any) -> Any:
+        raise AssertionError("a folder is listed by another call than os.listdir")
+
+    monkeypatch.setattr(os, "listdir", listing)
+    monkeypatch.setattr(os, "stat", looking)
+    monkeypatch.setattr(os, "scandir", scanning)
+    return counts
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_one_file_costs_does_not_grow_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """Each put and each eviction listed the folder, and took a lock for as long."""
+    spent = []
+    for there in (20, 200):
+        path = tmp_path / str(there)
+        most = 4 * there if full else 10**6
+        folder = KeptTemplates(path, max_result_bytes=most)
+        for number in range(there):
+            folder.put(f"{number:032x}", b"1234", ["k1"])
+            folder.put_result(f"{number:032x}", b"1234", [f"k{number % 2}"])
+        folder = KeptTemplates(path, max_result_bytes=most)
+        folder.put_result(D, b"1234", ["k1"])  # the first of a process may list
+        with monkeypatch.context() as patch:
+            counts = counted_calls(patch)
+            for number, name in enumerate((A, B, C)):
+                folder.put(name, b"1234", ["k2"])
+                folder.put_result(name, b"1234", [f"k{number % 2}"])
+                folder.put(name, b"1234", ["k3"])
+                assert folder.get(name, "k3") == b"1234"
+                assert folder.owners(name)
+                assert folder.sharing(name)
+                folder.disown(name, "k2")
+                folder.remove(name)
+        spent.append(counts)
+    assert spent[0] == spent[1]
+
+
+def test_owners_that_an_earlier_version_wrote_down_are_theirs(tmp_path: Path) -> None:
+    for name in (A, f"{A}.k1", f"{A}.shared", B, f"{B}.k2", ".new-abc"):
+        (tmp_path / name).write_bytes(b"" if "." in name else b"picture")
+    folder = KeptTemplates(tmp_path)
+    assert folder.owners(A) == ["k1", "shared"]
+    assert folder.disown(B, "k2") is True
+    assert names(tmp_path) == {A, f"{A}.k1", f"{A}.shared", "results"}
+
+
+def test_a_change_that_is_cut_short_is_counted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = KeptTemplates(tmp_path, max_bytes=10)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegisteredImages, "_mark", killed)
+        with pytest.raises(Killed):
+            folder.put(A, b"123456")
+    with pytest.raises(Overloaded, match="take 6 bytes"):
+        KeptTemplates(tmp_path, max_bytes=10).put(B, b"12345")

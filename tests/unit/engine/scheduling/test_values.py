@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,11 @@ def values(folder: Path, **more: Any) -> Values:
 
 
 def left(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {".lock", ".host"}
+    """Of values, of files on their way, of owners, and of runs that are not over."""
+    found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    return found.union(
+        *([p.name for p in folder.glob(at)] for at in (".new/*", ".owners/*/*/*", ".open/*"))
+    )
 
 
 def maps(folder: Path) -> int:
@@ -141,7 +146,7 @@ def test_runs_whose_router_died_expire(tmp_path: Path) -> None:
         folder.begin("k", run)
         assert folder.put([run.encode()], "k", run)
     then = time.time() - 61
-    os.utime(tmp_path / ".open-k-dead", (then, then))
+    os.utime(tmp_path / ".open" / "k-dead", (then, then))
     assert folder.own([], "k", "alive")
     assert {name for name in left(tmp_path) if "dead" in name} == set()
     assert folder.held().count == 1
@@ -149,13 +154,13 @@ def test_runs_whose_router_died_expire(tmp_path: Path) -> None:
 
 def test_what_a_killed_router_had_expires_where_no_other_run_comes(tmp_path: Path) -> None:
     """It stayed until the next one."""
-    dies = "from tests.unit.core.worker.test_values import die; die()"
+    dies = "from tests.unit.engine.scheduling.test_values import die; die()"
     killed = subprocess.run([sys.executable, "-c", dies, str(tmp_path)], cwd=CHECKOUT, check=False)
     assert killed.returncode == -signal.SIGKILL
     host = values(tmp_path, expires_s=60)
     assert host.held().count == 1
     then = time.time() - 61
-    os.utime(tmp_path / ".open-k-dead", (then, then))
+    os.utime(tmp_path / ".open" / "k-dead", (then, then))
     assert values(tmp_path, expires_s=60).held().count == 0
     assert left(tmp_path) == set()
 
@@ -172,7 +177,7 @@ def test_what_has_expired_is_gone_when_somebody_asks(
     for run, used in (("first", begin - 4), ("second", begin)):
         folder.begin("k", run)
         assert folder.put([run.encode()], "k", run)
-        os.utime(tmp_path / f".open-k-{run}", (used, used))
+        os.utime(tmp_path / ".open" / f"k-{run}", (used, used))
     for after, there in ((0, 2), (5.9, 2), (6.1, 1), (9.9, 1), (10.1, 0)):
         now = begin + after
         assert folder.held().count == there
@@ -208,7 +213,7 @@ def test_what_finds_no_room_goes_as_bytes_and_the_log_says_so_once(
         assert len(caplog.records) == 2
         assert "No space left" in caplog.text
     assert folder.held().count == 1
-    assert not [name for name in left(tmp_path) if name.startswith(".new-")]
+    assert not [*tmp_path.glob(".new/*")]
 
 
 def test_one_key_may_not_fill_the_folder(tmp_path: Path) -> None:
@@ -278,3 +283,38 @@ def test_a_lock_that_another_process_keeps_holds_nobody_up(tmp_path: Path) -> No
         assert bytes(folder.read(reference, "a")) == b"a value"  # readers take no lock
     folder._closed_until = 0.0
     assert folder.put([b"another"], "a", "run") is not None
+
+
+def test_what_a_run_costs_does_not_grow_with_those_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each value that was put, read or let go listed all that there were."""
+    spent = []
+    for there in (10, 200):
+        folder = values(tmp_path / str(there))
+        folder.begin("k", "long")
+        for number in range(there):
+            assert folder.put([b"%d" % number], "k", "long")
+        assert folder.held().count == there
+        looks, listdir = Counter[str](), os.listdir
+
+        def listing(*given: Any, looks: Counter[str] = looks, listdir: Any = listdir) -> list[Any]:
+            found = listdir(*given)
+            looks["listed"] += len(found)
+            return list(found)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", listing)
+            patch.setattr(os, "scandir", None)
+            folder.begin("k2", "run")
+            name = folder.put([b"a value"], "k2", "run")
+            assert name is not None
+            assert bytes(folder.read(name, "k2")) == b"a value"
+            found = parse(name)
+            assert found is not None
+            assert folder.own([found[0]], "k2", "run")
+            assert folder.held().count == there + 1
+            folder.free([found[0]], "k2", "run")
+            folder.end("k2", "run")
+        spent.append(looks)
+    assert spent[0] == spent[1]
