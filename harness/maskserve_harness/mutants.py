@@ -52,6 +52,7 @@ _ENGINE, _UNIT = "engine/maskserve_engine", "tests/unit"
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
 _KEPT = f"{_UNIT}/engine/batch/test_kept_anchors.py"
 _SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
+_LOST = f"{_UNIT}/engine/control_link/test_lost_service.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
 _SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
 _FLOW, _FLUX2 = (
@@ -166,7 +167,49 @@ MUTATIONS = (
         "kept += [*self._found.values()]",
         f"{_KEPT}::test_what_lifts_entries_is_counted_among_its_bytes",
     ),
-    # Where residuals lie.
+    Mutation(
+        "what anchors leave goes on the other way",
+        "engine/maskserve_engine/batch/own_anchors.py",
+        "return (last - now) / (before - last) if before != last else 0.0",
+        "return (now - last) / (before - last) if before != last else 0.0",
+        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+    ),
+    Mutation(
+        "what anchors leave stays as the last one left it",
+        "engine/maskserve_engine/batch/own_anchors.py",
+        "return (last - now) / (before - last) if before != last else 0.0",
+        "return 0.0",
+        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+    ),
+    Mutation(
+        "what anchors leave lies on a line over sigma itself",
+        "engine/maskserve_engine/batch/own_anchors.py",
+        "before, last, now = (each**power for each in (*sigmas, sigma))",
+        "before, last, now = (*sigmas, sigma)",
+        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+    ),
+    # Where residuals lie, and who says them.
+    Mutation(
+        "a session of a service that has ended is used on",
+        "engine/maskserve_engine/control_link/served.py",
+        "if link is not None and not link.over:",
+        "if link is not None:",
+        f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
+    ),
+    Mutation(
+        "each ControlNet has a session of its own",
+        "engine/maskserve_engine/control_link/served.py",
+        "if link is not None and not link.over:",
+        "if False:",
+        f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
+    ),
+    Mutation(
+        "a service is not asked whether it is still there",
+        "engine/maskserve_engine/control_link/served.py",
+        'self._calls.call({"op": "health"}, b"", self._patience_s)',
+        "pass",
+        f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
+    ),
     Mutation(
         "a slot that a step still reads is handed out",
         "engine/maskserve_engine/control_link/reuse.py",
@@ -619,11 +662,63 @@ MUTATIONS = (
         f"{_OF_Z_IMAGE}::test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends",
     ),
     Mutation(
+        "an edit model's picture counts as a word",
+        "engine/maskserve_engine/families/qwen_image/encode.py",
+        "words -= _PLACE in template",
+        "words -= 0",
+        f"{_QWEN_EDIT}::test_a_prompt_longer_than_what_is_read_is_cut",
+    ),
+    Mutation(
+        "an edit model's prompt is not cut",
+        "engine/maskserve_engine/families/qwen_image/encode.py",
+        "kept = len(states) - self.text.read_of(prompt).cut",
+        "kept = len(states)",
+        f"{_QWEN_EDIT}::test_a_prompt_longer_than_what_is_read_is_cut",
+    ),
+    Mutation(
+        "a negative prompt's words do not hear of an adapter that came late",
+        _QWEN21,
+        "for words in (row.references.before, row.words, negative):",
+        "for words in (row.references.before, row.words):",
+        f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
+    ),
+    Mutation(
+        "words before a picture do not hear of an adapter that came late",
+        _QWEN21,
+        "for words in (row.references.before, row.words, negative):",
+        "for words in (row.words, negative):",
+        f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
+    ),
+    Mutation(
+        "a padded picture of Z-Image is priced without its pads",
+        _Z_IMAGE,
+        "return words + pads_of(words) + self.pads(grid)",
+        "return words + pads_of(words)",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
         "ranks that share a picture's own blocks go on with its route",
         "engine/maskserve_engine/batch/sequence_parallel.py",
         "self.share = self._behind",
         "pass",
         f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does",
+    ),
+    # Which workflows are taken.
+    Mutation(
+        "a plan that makes another late is taken where one was late before",
+        "engine/maskserve_workflows/scheduling.py",
+        "if any(before[node.key] <= node.due",
+        "if all(before[node.key] <= node.due",
+        f"{_UNIT}/workflows/test_scheduling.py"
+        "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
+    ),
+    Mutation(
+        "no plan is taken once another is late",
+        "engine/maskserve_workflows/scheduling.py",
+        "if any(before[node.key] <= node.due",
+        "if late or any(before[node.key] <= node.due",
+        f"{_UNIT}/workflows/test_scheduling.py"
+        "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
     ),
     # Jobs, and masks with grey.
     Mutation(

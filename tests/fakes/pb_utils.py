@@ -91,7 +91,7 @@ class Sender:
             self._violations.append("is_cancelled after the final response: Triton would crash")
         return self.cancel.is_set()
 
-    def wait(self, timeout: float = 5.0) -> InferenceResponse:
+    def wait(self, timeout: float = 60.0) -> InferenceResponse:
         """The final response; for tests."""
         assert self.finished.wait(timeout), "no final response"
         return self.sent[-1]

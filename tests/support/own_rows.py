@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
+from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.layers.scatter_kv import KvSource
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import tolerance
 
@@ -22,8 +26,9 @@ def plan(
     format: str = "model",
     foresees: bool = False,
     bends: bool = False,
+    power: float = 1.0,
 ) -> OwnPlan:
-    return OwnPlan(frozenset(anchors), format, text, ring, bends=bends, foresees=foresees)
+    return OwnPlan(frozenset(anchors), format, text, ring, power, bends=bends, foresees=foresees)
 
 
 def row_of(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:
@@ -66,8 +71,48 @@ def assert_as_alone(
         assert np.abs(row.result().array() - expected).max() <= room, own
 
 
+class Straight(OwnAnchors):
+    """Keeps all that every anchor shows as it is, and draws each line when it is read: through the
+    two anchors that a step lies between, or behind the last one through the last two.
+    """
+
+    def __init__(self, plan: OwnPlan) -> None:
+        super().__init__(plan)
+        self._shown: dict[int, dict[float, list[Tensor]]] = {}
+        """By block, then by the anchor's sigma: [tokens, width] of keys and of values."""
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        super().keys_values(block, keys, values)
+        shown = self._shown.setdefault(block, {})
+        shown[self._at] = [self._others(block, x.flatten(1)).clone() for x in (keys, values)]
+
+    def weight(self, sigma: float) -> float:
+        last, before = self._ends(self._line.sigmas, sigma)
+        return 0.0 if last == before else (last - self._along(sigma)) / (before - last)
+
+    def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
+        by_place = {self._along(at): found for at, found in self._shown[block].items()}
+        last, before = self._ends(self._shown[block], sigma)
+        share = 0.0 if last == before else (self._along(sigma) - last) / (before - last)
+        ends = zip(by_place[last], by_place[before], strict=True)
+        found = [torch.lerp(one, other, share) for one, other in ends]
+        return KvSource(tuple([encode(each, "model") for each in found]), None, ())
+
+    def _along(self, sigma: float) -> float:
+        return float(sigma**self.plan.power)
+
+    def _ends(self, anchors: Iterable[float], sigma: float) -> tuple[float, float]:
+        """Places of the later anchor and of the one before it."""
+        places, now = sorted(map(self._along, anchors)), self._along(sigma)
+        behind = [place for place in places if place > now]  # noise falls
+        if len(places) > len(behind) > 0:
+            return places[-len(behind) - 1], behind[0]
+        return places[0], places[min(1, len(places) - 1)]
+
+
 def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> None:
-    """A row whose every step is an anchor is a dense one; of one with fewer the rest is near.
+    """A row whose every step is an anchor is a dense one; one with fewer is the row that draws its
+    lines itself, and near the dense one.
 
     Args:
         adapter: of a family whose tokens are 2x2 latents.
@@ -82,8 +127,19 @@ def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> Non
     at[row.inactive.active] = True
     shown = at.reshape(row.grid).repeat(2, 0).repeat(2, 1)
     assert np.abs(row.result().array() - dense)[:, shown].max() <= tolerance(dense)
-    for few in (plan(0, 1, 3, text=text), plan(0, 3, 5, text=text, foresees=True)):
-        apart = np.abs(result(adapter, job, few) - dense)[:, shown].max()
+    for few in (
+        plan(0, 1, 3, text=text, power=1.5),
+        plan(0, 3, 5, text=text, foresees=True, power=1.5),
+    ):
+        found = result(adapter, job, few)
+        row = row_of(adapter, job, few)
+        row.own = Straight(few)
+        if row.negative is not None:
+            row.negative = replace(row.negative, own=Straight(few))
+        run(adapter, [row], [few])
+        expected = row.result().array()
+        assert np.abs(found - expected)[:, shown].max() <= tolerance(expected)
+        apart = np.abs(found - dense)[:, shown].max()
         assert 0 < apart < np.abs(dense).max()
 
 

@@ -147,6 +147,28 @@ def test_slack_order_and_predicted_ends_are_those_of_brute_force(nodes, free, no
         assert admitted_at == (None if harmed or ends[new.key] > new.due else ends[new.key])
 
 
+def test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway():
+    """By hand: one place; the new one has the least slack and goes first."""
+    new = ReadyNode("new", 0.0, 0, 2.5, (2.0,))
+    lost = ReadyNode("lost", 0.0, 0, 1.0, (2.0,))
+    harmed = ReadyNode("harmed", 0.0, 0, 9.0, (8.0,))
+    calm = ReadyNode("calm", 0.0, 0, 99.0, (8.0,))
+    fifo, place = ORDERS["fcfs"], [NodePlace("a", 0.0)]
+    first = ReadyNode("first", -1.0, 0, 2.5, (2.0,))
+
+    def ends(new, *admitted, order=fifo):
+        return admits(new, admitted, place, Prices(), 0.0, order)
+
+    # `lost` is late with it and without it; what is not is not harmed.
+    assert ends(first, lost) == 2.0
+    assert ends(first, lost, calm) == 2.0
+    # It alone makes `harmed` late, whatever else is late.
+    assert ends(first, harmed) is None
+    assert ends(first, lost, harmed) is None
+    assert ends(first, harmed, lost) is None
+    assert ends(new, calm) is None  # behind it: it would be late itself
+
+
 @given(sixteenths, sixteenths)
 @examples(50)
 def test_pieces_of_what_is_left_make_up_its_path_and_its_work(path, work):

@@ -1,5 +1,5 @@
 """Each layer of each class that is served, with a LoRA of that layer alone: the latents of
-diffusers' pipeline that has loaded the same file by itself.
+diffusers' pipeline that has loaded the same file by itself; and with one of all layers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_lora.base_layers import BaseLayers
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance, unet_case
-from tests.fakes.loras import Arrays, write
+from tests.fakes.loras import Arrays, of_model, write
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.draws import fresh_rng
 from tests.support.text_loras import served
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(3600),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
 ]
@@ -69,6 +68,39 @@ def one_layer(name: str, layer: nn.Linear | nn.Conv2d, part: str) -> Arrays:
     }
 
 
+def case_of(*, flux: bool, **asked: Any) -> Case:
+    """A random edit whose mask covers more than a corner."""
+    rng = fresh_rng()
+    while True:
+        case = random_case(rng, **asked) if flux else unet_case(rng, **asked)
+        if case.mask.mean() > 40:
+            return case
+
+
+def test_a_lora_of_all_layers_is_the_pipeline_s(folder: Path, tmp_path: Path) -> None:
+    pipe, base, path = pipeline_of(folder), BaseLayers.of_folder(folder), tmp_path / "x.safetensors"
+    assert base is not None
+    flux = hasattr(pipe, "transformer")
+    part = "transformer" if flux else "unet"
+    config, net = config_of(folder, model={"outside_noise": "edit"}), getattr(pipe, part)
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    case = case_of(flux=flux, num_inference_steps=2, strength=1.0, guidance_scale=2.0)
+    write(path, of_model(net, 5, f"{part}.{{}}.lora_A.weight"))
+    factors, job = read_lora(path, base, str(folder))["denoiser"], encode_case(encoder, case, "r")
+    assert set(factors) == {name for name, _ in layers_of(net)}
+    row = adapter.dense_row(job)
+    adapter.attach(row, job, ((adapter.low_rank(factors), 0.7),))
+    while row.step < row.steps:
+        adapter.step([row], None)
+    plain = theirs(pipe, case, flux=flux)
+    load(pipe, path)
+    pipe.set_adapters("x", 0.7)
+    expected, found = theirs(pipe, case, flux=flux), row.result().array()
+    assert np.abs(expected - plain).max() > 1e-2
+    assert np.abs(found - expected).max() <= tolerance(expected)
+
+
+@pytest.mark.slow
 def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Path) -> None:
     pipe, base = pipeline_of(folder), BaseLayers.of_folder(folder)
     assert base is not None
@@ -76,11 +108,7 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
     config = config_of(folder, model={"outside_noise": "edit"})
     encoder, adapter = load_encoder(config), load_adapter(config)
     asked = {"num_inference_steps": 2, "strength": 1.0, "guidance_scale": 2.0}
-    rng = fresh_rng()
-    while True:
-        case = random_case(rng, **asked) if flux else unet_case(rng, **asked)
-        if case.mask.mean() > 40:
-            break
+    case = case_of(flux=flux, **asked)
     job = encode_case(encoder, case, "r")
     plain, path = theirs(pipe, case, flux=flux), tmp_path / "x.safetensors"
     part = "transformer" if flux else "unet"
@@ -127,6 +155,7 @@ def load(pipe: Any, path: Path) -> None:
         pipe.load_lora_weights(str(path), adapter_name="x")
 
 
+@pytest.mark.slow
 def test_each_layer_of_the_text_encoders_is_the_pipeline_s(folder: Path, tmp_path: Path) -> None:
     """FLUX's T5 is none of them. The last layer of SDXL's first is not read by anybody."""
     pipe = pipeline_of(folder)

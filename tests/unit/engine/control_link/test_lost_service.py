@@ -210,6 +210,31 @@ def test_a_denoiser_attaches_again_once_a_new_one_is_there(site: Site, tmp_path:
 
 
 @both_ways
+def test_a_session_is_shared_while_its_service_lives_and_anew_behind_another(
+    site: Site, tmp_path: Path, connect: Any
+) -> None:
+    """Rows of the one that came after it get what their nets say."""
+    jobs, version = site.jobs(), site.service.versions["one"]
+    service = site.service.denoiser(connect=connect)
+    calls: Any = service._calls
+    site.service.load(service, "one")
+    assert calls.ops == ["attach", "load", "health", "load"]  # asked whether it is there still
+    executor = executor_of(site, service, jobs)
+    again = Service(site.model, tmp_path / "again", {"one": random_net(1, 1, 1)})
+    site.service.front.close()
+    assert set(step(executor, "with", "without").failed) == {"with"}
+    executor.release("with")
+    calls._front, calls._triton, calls.ops = again.front, again.triton, []
+    service.load("one", version, again.contents["one"], 60.0)
+    assert calls.ops == ["attach", "load"]
+    assert service.holds(version)
+    executor.make("with", DenseRowSpec(jobs[0]))
+    assert not step(executor, "with", "without").failed
+    service.close()
+    again.close()
+
+
+@both_ways
 def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site, connect: Any) -> None:
     jobs = site.jobs()
     service = site.service.denoiser(connect=connect)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from numpy.typing import NDArray
+from PIL import Image
 
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
@@ -112,6 +113,30 @@ def test_of_what_is_shown_the_encoder_says_the_same_beside_any_prompt(model: Mod
     other = np.roll(case.pixels, 5, 1)
     apart = model.encoder.encode_prompt("", other)["prompt_embeds"]
     assert np.abs(apart - found[0])[:shown].max() > 0.1
+
+
+def test_a_prompt_longer_than_what_is_read_is_cut(model: Model) -> None:
+    """Of what the pipeline says, which it does not cut, the last words go; they are counted without
+    the picture and what the pipeline itself puts before a prompt.
+    """
+    most, case, facts = 30, model.case(0), model.adapter.facts
+    encoder = load_encoder(config_of(model.folder, model={"max_sequence_length": most}))
+    assert facts.shown is not None
+    height, width = case.pixels.shape[:2]
+    size = facts.shown.size(height, width)
+    picture = model.pipeline.image_processor.resize(Image.fromarray(case.pixels), *size)
+    before = facts.shown.tokens(height, width)
+    if facts.shown.area:  # its pictures have numbers, and stand in no template
+        named = "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
+        before += len(model.pipeline.tokenizer(named).input_ids) - 1
+    for prompt in ("", "a red star", LONG):
+        [whole], _ = model.pipeline.encode_prompt(prompt, picture)
+        words = len(whole) - before
+        read_of = encoder.text_encoders["text_encoder"].read_of(prompt)
+        assert (read_of.used, read_of.cut) == (min(words, most), max(0, words - most))
+        found = encoder.encode_prompt(prompt, case.pixels)["prompt_embeds"]
+        assert_equal(found, whole[: before + min(words, most)].detach().numpy())
+    assert words > 2 * most
 
 
 def test_prompts_are_kept_by_picture(model: Model, tmp_path: Path) -> None:

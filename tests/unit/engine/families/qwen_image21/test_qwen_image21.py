@@ -250,12 +250,23 @@ def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
-def test_a_lora_is_the_one_that_diffusers_loads(model: Model, tmp_path: Path) -> None:
-    """Of every layer of the blocks: words and references are made with it, too."""
-    file, case = tmp_path / "a.safetensors", model.case(4, num_inference_steps=3, strength=1.0)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("seed", [4, 5], ids=["plain", "guided"])
+def test_a_lora_is_the_one_that_diffusers_loads(
+    model: Model, seed: int, late: bool, tmp_path: Path
+) -> None:
+    """Of every layer of the blocks: words and references are made with it, too, and anew where it
+    has come after a step that had made them.
+    """
+    file, case = tmp_path / "a.safetensors", model.case(seed, num_inference_steps=3, strength=1.0)
     write(file, of_model(model.pipeline.transformer, 5))
     job = encode_case(model.encoder, case, "lora")
     row: Any = model.adapter.dense_row(job)
+    assert (row.negative is not None) == (seed == 5)
+    if late:
+        begin = row.latents.clone()
+        model.adapter.step([row], None)
+        row.latents, row.step = begin, 0
     lora = model.adapter.low_rank(read(file, model.folder)["denoiser"])
     model.adapter.attach(row, job, ((lora, 0.7),))
     model.pipeline.load_lora_weights(str(file), adapter_name="x")

@@ -87,6 +87,9 @@ def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
     assert {bool(model.adapter.tokens(job).total % 32) for job in jobs} == {True, False}
     rows: list[Any] = [model.adapter.dense_row(job) for job in jobs]
     assert max(len(row.text) for row in rows) > 300
+    for job, row in zip(jobs, rows, strict=True):  # what an edit is priced by
+        words = len(job.conditioning["prompt_embeds"])
+        assert model.adapter.text_tokens(words, row.grid) == len(row.text)
     cached_rows.run(model.replay, rows, "dense")
     for case, row in zip(cases, rows, strict=True):
         assert_equal(row.result().array(), model.oracle(case))
