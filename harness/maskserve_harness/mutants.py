@@ -188,6 +188,13 @@ MUTATIONS = (
         "before, last, now = (*sigmas, sigma)",
         f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
     ),
+    Mutation(
+        "nets beside a template compute all tokens at every step of few",
+        "engine/maskserve_engine/planning/own_anchors.py",
+        "max(2, round(stride * steps))",
+        "max(1, round(stride * steps))",
+        f"{_UNIT}/engine/planning/test_own_anchors.py::test_a_clock_has_steps_between_its_own",
+    ),
     # Where residuals lie, and who says them.
     Mutation(
         "a session of a service that has ended is used on",
@@ -249,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prompts do not matter to how an edit begins",
-        "engine/maskserve_engine/spec/facts.py",
+        "engine/maskserve_common/contracts/dense_steps.py",
         "needed = max(self.prompt if prompt else 0, self.side if side else 0)",
         "needed = self.side if side else 0",
         f"{_UNIT}/engine/families/test_dense_steps.py"
@@ -592,7 +599,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a distilled model takes any number of steps",
-        "engine/maskserve_common/contracts/request.py",
+        "engine/maskserve_triton/accept.py",
         "if facts.sigmas and steps != len(facts.sigmas):",
         "if facts.sigmas and steps > 1000:",
         f"{_OF_QWEN21}::test_other_steps_than_a_model_s_own_are_refused",

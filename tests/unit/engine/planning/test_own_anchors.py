@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maskserve_common.contracts.reuse_levels import own_count
-from maskserve_engine.planning.own_anchors import foreseen_at, own_steps
+from maskserve_engine.planning.own_anchors import clock_steps, foreseen_at, own_steps
 
 
 def shifted(steps: int, times: float) -> list[float]:
@@ -75,3 +75,14 @@ def test_anchors_follow_a_shifted_sampler_to_where_it_goes_most_of_its_way() -> 
     assert own_steps(3, shifted(20, 3.16), 1.5) == {0, 10, 15}
     assert own_steps(2, shifted(4, 9.77), 1.5) == {0, 3}
     assert own_steps(2, shifted(4, 1.0), 1.5) == {0, 2}
+
+
+@pytest.mark.parametrize("steps", range(1, 60))
+@pytest.mark.parametrize("stride", [0.01, 0.2, 0.35, 0.5, 1.0])
+def test_a_clock_has_steps_between_its_own(steps: int, stride: float) -> None:
+    """From the first on, as far apart as the stride says; never one right behind another."""
+    found = sorted(clock_steps(steps, stride))
+    assert found[0] == 0
+    gaps = {later - sooner for sooner, later in pairwise(found)}
+    assert all(gap >= 2 and abs(gap - max(2.0, stride * steps)) <= 0.5 for gap in gaps)
+    assert steps - found[-1] <= max(2.0, stride * steps + 0.5)
