@@ -133,7 +133,9 @@ def _add_mask(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out m.png",
     )
     _add_common(mask)
-    mask.add_argument("--image", required=True, metavar="FILE", help="PNG, JPEG or WebP")
+    mask.add_argument(
+        "--image", required=True, metavar="FILE", help="PNG, JPEG, WebP, AVIF, GIF or TIFF"
+    )
     mask.add_argument("--out", required=True, metavar="FILE", help="where to write: a PNG")
     _add_mask_from(mask)
     mask.set_defaults(run=commands.mask)
@@ -229,7 +231,9 @@ def _add_asked(
     """
     files = edit.add_argument_group("pictures")
     source = files.add_mutually_exclusive_group(required=True)
-    source.add_argument("--image", metavar="FILE", help="source image: PNG, JPEG or WebP")
+    source.add_argument(
+        "--image", metavar="FILE", help="source image: PNG, JPEG, WebP, AVIF, GIF or TIFF"
+    )
     source.add_argument(
         "--template-id", metavar="ID", help="a registered template or kept result instead"
     )
@@ -371,7 +375,7 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     actions = templates.add_subparsers(required=True, metavar="ACTION")
     add = actions.add_parser("add", help="register images; prints their ids")
-    add.add_argument("images", nargs="+", metavar="FILE", help="PNG, JPEG or WebP")
+    add.add_argument("images", nargs="+", metavar="FILE", help="PNG, JPEG, WebP, AVIF, GIF or TIFF")
     add.add_argument(
         "--shared", action="store_true", help="for every client, not only those with this API key"
     )

@@ -23,7 +23,9 @@ def decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError):
-        raise InvalidRequest("picture", "came broken", "a PNG, JPEG or WebP file") from None
+        raise InvalidRequest(
+            "picture", "came broken", "a PNG, JPEG, WebP, AVIF or GIF file"
+        ) from None
 
 
 def source_and_mask(painted: str | None, kept: PagePictures) -> tuple[PagePicture, Image.Image]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.containers import read_container
 from maskserve_common.imaging.images import Size, read_size
 from maskserve_common.kept import Kept
 
@@ -23,7 +24,8 @@ _MOST_PICTURES = 64
 _MOST_KEPT_BYTES = 256 * 2**20
 """Of their files, which is all that is kept: nothing is decoded here."""
 _TIDIED_EVERY_S = 60.0
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif"}
+"""Of what browsers show."""
 
 
 class PagePicture(NamedTuple):
@@ -81,7 +83,7 @@ class PagePictures:
         self._lock = threading.Lock()
 
     def take(self, encoded: bytes) -> PagePicture:
-        """Keep a picture: PNG, JPEG or WebP.
+        """Keep a picture of a kind that browsers show.
 
         Raises:
             InvalidRequest: it is none, or too large.
@@ -138,9 +140,15 @@ class PagePictures:
 
 
 def _suffix(encoded: bytes) -> str:
-    if encoded[:2] == b"\xff\xd8":
-        return ".jpg"
-    return ".webp" if encoded[:4] == b"RIFF" else ".png"
+    kind = read_container(encoded).kind
+    suffix = ".jpg" if kind == "jpeg" else f".{kind}"
+    if suffix not in _SUFFIXES:
+        raise InvalidRequest(
+            "picture",
+            f"is of {kind.upper()}, which browsers do not show",
+            "PNG, JPEG, WebP, AVIF, GIF",
+        )
+    return suffix
 
 
 def pictures_of(folder: str | None) -> list[Path]:

@@ -107,6 +107,20 @@ def test_an_edit_is_what_a_worker_itself_answers(
     assert answer.model_extra["maskserve"][0]["seed"] == 5
 
 
+@pytest.mark.parametrize("kind", ["AVIF", "GIF", "TIFF"])
+def test_a_picture_of_any_format_is_edited_as_its_pixels_are(
+    client: openai.OpenAI, files: dict[str, Any], kind: str
+):
+    source = encode(scene(SIDE, SIDE), kind)
+    plain = encode(Image.open(io.BytesIO(source)).convert("RGB"))
+    more = {"extra_body": {"seed": 5, **STEPS}}
+    found, expected = (
+        client.images.edit(**{**files, "image": (name, file)}, **more)
+        for name, file in ((f"a.{kind.lower()}", source), ("a.png", plain))
+    )
+    assert np.array_equal(pixels_of(found), pixels_of(expected))
+
+
 def test_n_pictures_have_seeds_one_after_the_other(client: openai.OpenAI, files: dict[str, Any]):
     answer = client.images.edit(**files, n=3, output_format="webp", extra_body={"seed": 5, **STEPS})
     assert [meta["seed"] for meta in answer.model_extra["maskserve"]] == [5, 6, 7]

@@ -66,7 +66,7 @@ def hostile_cases() -> Iterator[HostileCase]:
 
 
 def bad_images() -> dict[str, bytes]:
-    """Bytes that are no usable PNG, JPEG or WebP."""
+    """Bytes that are no usable picture."""
     picture = scene(*SIZE)
     png, jpeg = encode(picture), encode(picture, "JPEG")
     webp = encode(picture, "WEBP", lossless=True)
@@ -90,11 +90,18 @@ def bad_images() -> dict[str, bytes]:
         "bomb WebP": webp_of(webp_canvas(16_383, 16_383)),
         "PNG of no pixels": png_file(0, 0, 8, 2, b""),
         "PNG of many chunks": _many_chunks(70_000),
-        "GIF": encode(picture, "GIF"),
-        "TIFF": encode(picture, "TIFF"),
+        **_cut("GIF", encode(picture, "GIF")),
+        **_cut("TIFF", encode(picture, "TIFF", compression="tiff_lzw")),
+        **_cut("AVIF", encode(picture, "AVIF")),
+        "BigTIFF": encode(picture, "TIFF", big_tiff=True),
         "BMP": encode(picture, "BMP"),
         "PDF": b"%PDF-1.7 and so on",
     }
+
+
+def _cut(name: str, encoded: bytes) -> dict[str, bytes]:
+    cuts = (6, 20, len(encoded) // 2)
+    return {f"{name} of its first {cut} bytes": encoded[:cut] for cut in cuts}
 
 
 def _bad_masks() -> Iterator[HostileCase]:

@@ -1,8 +1,8 @@
 """What an encoded image says of itself before anything is decoded.
 
-Requests are untrusted. This module reads a PNG, JPEG or WebP container far enough to know its
-size, orientation, transparency and colours, and rewrites PNG and JPEG without their metadata, so
-that the decoder meets pixels only: no text chunk, colour profile, EXIF block or animation of a
+Requests are untrusted. This module reads a container far enough to know its size, orientation,
+transparency and colours, and rewrites PNG, JPEG, GIF and TIFF without their metadata, so that the
+decoder meets pixels only: no text chunk, colour profile, EXIF block, animation or further page of a
 stranger reaches it, and its warnings about them cannot arise.
 
 A picture ends where its format says, whatever stands behind: phones put videos there. Bounds are
@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 
 from maskserve_common.imaging.colour import CHUNKS, MOST_PROFILE_BYTES, PROFILE, Words
 from maskserve_common.imaging.exif import MOST_BYTES, read_orientation, tiff_of, upright
+from maskserve_common.imaging.gif import first_picture
+from maskserve_common.imaging.isobmff import boxed_picture, brand_of
 from maskserve_common.imaging.metadata import (
     MOST_TEXTS,
     NOTHING,
@@ -28,12 +30,15 @@ from maskserve_common.imaging.metadata import (
     iptc_of,
     xmp_of,
 )
+from maskserve_common.imaging.tiff import first_page
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PIXELS_SIGNATURE = b"\x89PIX\r\n\x1a\n"
 """Of pictures as they pass between the nodes of a workflow: height and width, 4 bytes each, then
 pixels, RGB or grey."""
-ACCEPTED = "PNG, JPEG or WebP bytes, or their base64 text or data: URI"
+ACCEPTED = "PNG, JPEG, WebP, AVIF, GIF or TIFF bytes, or their base64 text or data: URI"
+
+_GIF, _TIFF = (b"GIF87a", b"GIF89a"), (b"II*\0", b"MM\0*")
 
 # Parts of a file: PNG and WebP chunks, JPEG segments. Real files have some dozens.
 _MAX_PARTS = 65_536
@@ -53,9 +58,8 @@ _MOST_TEXT_BYTES = 2**20
 """Of such a chunk, inflated, as Pillow has it."""
 
 _FOREIGN = (
-    (b"GIF8", "a GIF"),
-    (b"II*\x00", "a TIFF"),
-    (b"MM\x00*", "a TIFF"),
+    (b"II+\x00", "a BigTIFF"),
+    (b"MM\x00+", "a BigTIFF"),
     (b"BM", "a BMP"),
     (b"%PDF", "a PDF"),
     (b"\x00\x00\x01\x00", "an ICO"),
@@ -67,7 +71,7 @@ _FOREIGN = (
 
 
 class BadContainer(ValueError):
-    """The bytes are not a whole PNG, JPEG or WebP; the message continues "<field>: …"."""
+    """The bytes are no whole picture of a format that is read; continues "<field>: "."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Container:
     """One encoded image, read but not decoded."""
 
     kind: str
-    """`png`, `jpeg` or `webp`."""
+    """`png`, `jpeg`, `webp`, `avif`, `heic`, `gif` or `tiff`."""
     size: tuple[int, int]
     """(height, width) as stored, before the orientation is applied."""
     orientation: int
@@ -93,6 +97,8 @@ class Container:
     """Bytes of the file that are the picture's."""
     metadata: Metadata = NOTHING
     """What its answers say beside their pixels, too."""
+    told: str = ""
+    """What the client should know of the file; continues "<field>: "."""
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -112,14 +118,23 @@ def read_container(encoded: bytes) -> Container:
         return _read_jpeg(encoded)
     if encoded[:4] == b"RIFF" and encoded[8:12] == b"WEBP":
         return _read_webp(encoded)
+    try:
+        if encoded.startswith(_GIF):
+            return _read_gif(encoded)
+        if encoded.startswith(_TIFF):
+            return _read_tiff(encoded)
+        if brand_of(encoded):
+            return _read_boxes(encoded)
+    except ValueError as problem:
+        raise BadContainer(f"is {problem}") from None
     raise BadContainer(_foreign(encoded))
 
 
 def is_container(data: bytes) -> bool:
     """Whether `data` begins like an image that `read_container` reads."""
-    return data.startswith((PNG_SIGNATURE, PIXELS_SIGNATURE, b"\xff\xd8\xff")) or (
-        data[:4] == b"RIFF" and data[8:12] == b"WEBP"
-    )
+    signatures = (PNG_SIGNATURE, PIXELS_SIGNATURE, b"\xff\xd8\xff", *_GIF, *_TIFF)
+    boxed = data[4:8] == b"ftyp" and not data[0]  # else it is text
+    return data.startswith(signatures) or boxed or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
 
 
 def _foreign(encoded: bytes) -> str:
@@ -127,7 +142,7 @@ def _foreign(encoded: bytes) -> str:
         if encoded.startswith(magic):
             return f"is {name}"
     if encoded[4:8] == b"ftyp":
-        return "is an AVIF, HEIF or video file"
+        return "is a video file"
     return "is not an image"
 
 
@@ -384,6 +399,41 @@ def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
             found.setdefault(name, data[at + 8 : at + 8 + length])
         at += 8 + length + (length & 1)
     raise BadContainer(f"is a WebP of more than {_MAX_PARTS} chunks")
+
+
+def _read_gif(data: bytes) -> Container:
+    found = first_picture(data)
+    table = b"" if found.clear is None else b"\xff" * found.clear + b"\0"
+    told = "is an animation; its first picture is taken" if found.animated else ""
+    return Container(
+        "gif", found.size, 1, found.payload, colour_type=3, transparency=table, end=len(data),
+        told=told,
+    )  # fmt: skip
+
+
+def _read_tiff(data: bytes) -> Container:
+    found = first_page(data, MOST_PROFILE_BYTES, MOST_BYTES)
+    words = {PROFILE: found.profile} if found.profile else {}
+    metadata = Metadata(xmp=xmp_of(found.xmp), iptc=iptc_of(found.iptc) or found.iptc)
+    told = "has several pages; the first is taken" if found.pages else ""
+    return Container(
+        "tiff", found.size, found.orientation, found.payload, words=words, end=len(data),
+        metadata=metadata, told=told,
+    )  # fmt: skip
+
+
+def _read_boxes(data: bytes) -> Container:
+    """AVIF and HEIC; their decoders take the file whole, and HEIC's turns the picture."""
+    found = boxed_picture(data, MOST_BYTES, MOST_PROFILE_BYTES)
+    words = {PROFILE: found.profile} if found.profile else {}
+    metadata = Metadata(upright(tiff_of(found.exif)), xmp_of(found.xmp))
+    size, turned = found.size, found.orientation
+    if found.kind == "heic":
+        size, turned = size[::-1] if turned >= 5 else size, 1
+    told = "is an animation; its first picture is taken" if found.sequence else ""
+    return Container(
+        found.kind, size, turned, data, words=words, end=len(data), metadata=metadata, told=told
+    )
 
 
 def _orientation(exif: bytes, xmp: bytes | None) -> int:

@@ -1,10 +1,10 @@
 """Images of the wire: bytes to pixels and back.
 
-An image comes as PNG, JPEG or WebP bytes, as their base64 text, or as a data: URI. Pixels are the
-*decoded 8-bit source*: EXIF orientation applied, palettes looked up, CMYK converted, the high bytes
-of 16-bit samples, the first frame of an animation. Their low bytes are kept for the answer. What
-the numbers mean travels with them (`colour`). Transparency of a source is set aside: its RGB is
-kept as it is. Sizes are (height, width) in pixels, as array shapes are.
+An image comes as a file's bytes (`containers`), as their base64 text, or as a data: URI. Pixels are
+the *decoded 8-bit source*: EXIF orientation applied, palettes looked up, CMYK converted, the high
+bytes of 16-bit samples, the first frame of an animation. PNG's low bytes are kept for the answer.
+What the numbers mean travels with them (`colour`). Transparency of a source is set aside: its RGB
+is kept as it is. Sizes are (height, width) in pixels, as array shapes are.
 
 Decoding touches no state of the module or of Pillow: threads may share it.
 """
@@ -18,12 +18,22 @@ import io
 import math
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import (
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
 
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.keys import template_id
@@ -189,7 +199,7 @@ def _plain(encoded: bytes | memoryview) -> Pixels | None:
 def split(image: Image.Image, container: Container) -> tuple[Image.Image, Image.Image | None]:
     """The image as L or RGB, and its transparency."""
     alpha: Image.Image | None = None
-    if image.mode in ("LA", "RGBA"):
+    if image.mode in ("LA", "PA", "RGBA"):
         alpha = image.getchannel("A")
     elif container.transparency:
         alpha = _keyed_alpha(image, container)
@@ -256,7 +266,17 @@ _DECODERS: dict[str, type[ImageFile.ImageFile]] = {
     "png": PngImagePlugin.PngImageFile,
     "jpeg": JpegImagePlugin.JpegImageFile,
     "webp": WebPImagePlugin.WebPImageFile,
+    "gif": GifImagePlugin.GifImageFile,
+    "tiff": TiffImagePlugin.TiffImageFile,
 }
+with suppress(ImportError):  # of an older Pillow
+    _avif: Any = import_module("PIL.AvifImagePlugin")
+    if _avif.SUPPORTED:
+        _avif.DEFAULT_MAX_THREADS = 1  # as other pictures are decoded
+        _DECODERS["avif"] = _avif.AvifImageFile
+with suppress(ImportError):  # an extra
+    _DECODERS["heic"] = import_module("pillow_heif").HeifImageFile
+_INSTALLED_BY = {"avif": "pillow>=11.3", "heic": "maskserve[heif]"}
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -404,9 +424,18 @@ def decode_raster(
     if size is not None and container.upright_size != size:
         # Before decoding: a mask of another size may be a bomb.
         raise wrong_size(field, container.upright_size, size)
+    kind = container.kind.upper()
+    if container.kind not in _DECODERS:
+        needed = _INSTALLED_BY[container.kind]
+        raise InvalidRequest(
+            field, f"is of {kind}, which this server reads with {needed}", ACCEPTED
+        )
     try:
         image = _DECODERS[container.kind](io.BytesIO(container.payload))
-        check_size((image.size[1], image.size[0]), field, limits)
+        size_found = (image.size[1], image.size[0])
+        check_size(size_found, field, limits)
+        if container.kind in _INSTALLED_BY and size_found != container.size:
+            raise InvalidRequest(field, f"is a damaged {kind}", ACCEPTED)
         image.load()
         words = container.words if colours else {}
         plain, colour, told = find_colour(image, words) if words else (image, SRGB, "")
@@ -418,15 +447,13 @@ def decode_raster(
         raise
     except Exception:
         # Decoders raise what they like (OSError, SyntaxError, struct.error, zlib.error, …).
-        raise InvalidRequest(
-            field, f"is a truncated or damaged {container.kind.upper()}", ACCEPTED
-        ) from None
+        raise InvalidRequest(field, f"is a truncated or damaged {kind}", ACCEPTED) from None
     turn = _TRANSPOSE.get(container.orientation)
     if turn is not None:
         straight = straight.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
         fine = fine.transpose(turn) if fine is not None else None
-    warnings = (f"{field}: {told}",) if told else ()
+    warnings = tuple([f"{field}: {each}" for each in (container.told, told) if each])
     return Raster(straight, alpha, encoded, colour, warnings, fine, container.metadata)
 
 

@@ -189,7 +189,9 @@ async def read_form(
     if len(masks) > 1:
         raise InvalidRequest("mask", f"is given {len(masks)} times", "one mask")
     if not images and "template_id" not in settings:
-        raise InvalidRequest("image", "is missing", "a PNG, JPEG or WebP file, or template_id")
+        raise InvalidRequest(
+            "image", "is missing", "a PNG, JPEG, WebP, AVIF, GIF or TIFF file, or template_id"
+        )
     form = EditForm(
         convert(values, Fields),
         images[0] if images else b"",

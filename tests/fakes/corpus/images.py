@@ -7,6 +7,7 @@ import io
 import textwrap
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -36,7 +37,13 @@ SIZES = ((1, 1), (1, 9), (9, 1), (2, 2), (7, 13), (16, 16), (1, 700), (500, 2), 
 def image_cases() -> Iterator[Case]:
     for odd in odd_images(*SIZE):
         yield _edited(odd.name, odd.encoded, odd.pixels)
-    for name, (encoded, pixels) in {**_pngs(), **_jpegs(), **_webps(), **_texts()}.items():
+    for name, (encoded, pixels) in {
+        **_pngs(),
+        **_jpegs(),
+        **_webps(),
+        **_others(),
+        **_texts(),
+    }.items():
         yield _edited(name, encoded, pixels)
     for size in SIZES:
         picture = scene(*size)
@@ -121,6 +128,26 @@ def _pngs() -> dict[str, tuple[bytes, Pixels]]:
     empty = png_chunk(b"IDAT", b"")
     at = whole.index(b"IDAT") - 4
     made["PNG with an empty first IDAT"] = whole[:at] + empty + whole[at:], rgb
+    return made
+
+
+def _others() -> dict[str, tuple[bytes, Pixels]]:
+    picture = Image.fromarray(scene(*SIZE))
+    turned = Image.Exif()
+    turned[0x0112] = 1
+    made: dict[str, tuple[bytes, Pixels]] = {}
+    cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("AVIF of RGB", "AVIF", {}),
+        ("AVIF with EXIF", "AVIF", {"exif": turned}),
+        ("GIF", "GIF", {}),
+        ("GIF of an animation", "GIF", {"save_all": True, "append_images": [picture.rotate(180)]}),
+        ("TIFF", "TIFF", {}),
+        ("TIFF of LZW", "TIFF", {"compression": "tiff_lzw"}),
+        ("TIFF of several pages", "TIFF", {"save_all": True, "append_images": [picture] * 3}),
+    )
+    for name, kind, options in cases:
+        made[name] = _as_pillow_reads(encode(picture, kind, **options))
+    made["TIFF of CMYK"] = _as_pillow_reads(encode(picture.convert("CMYK"), "TIFF"))
     return made
 
 

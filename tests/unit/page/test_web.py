@@ -92,8 +92,19 @@ def test_a_photograph_is_turned_as_its_camera_says(kept: PagePictures) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"0" * 40])
 def test_what_is_no_picture_is_refused(kept: PagePictures, raw: bytes) -> None:
-    with pytest.raises(InvalidRequest, match=r"picture: is .*; accepted: PNG, JPEG or WebP"):
+    with pytest.raises(InvalidRequest, match=r"picture: is .*; accepted: PNG, JPEG, WebP"):
         kept.take(raw)
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "GIF", "TIFF"])
+def test_what_browsers_show_is_taken(kept: PagePictures, kind: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 4)).save(file, kind)
+    if kind == "TIFF":
+        with pytest.raises(InvalidRequest, match="is of TIFF, which browsers do not show"):
+            kept.take(file.getvalue())
+    else:
+        assert kept.take(file.getvalue()).file.suffix == f".{kind.lower()}"
 
 
 def test_twenty_large_pictures_take_no_memory(kept: PagePictures) -> None:

@@ -178,8 +178,8 @@ def test_a_mask_of_another_size_is_refused_before_it_is_decoded() -> None:
 
 
 def test_foreign_formats_are_named() -> None:
-    with pytest.raises(InvalidRequest, match="IMAGE: is a GIF; accepted: PNG, JPEG or WebP"):
-        decode_image(bad_images()["GIF"], "IMAGE", LIMITS)
+    with pytest.raises(InvalidRequest, match="IMAGE: is a BMP; accepted: PNG, JPEG, WebP, AVIF"):
+        decode_image(bad_images()["BMP"], "IMAGE", LIMITS)
 
 
 def test_alpha_is_kept_beside_unchanged_colours() -> None:

@@ -1,0 +1,82 @@
+"""A GIF's first picture, without what stands beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_MOST_BLOCKS = 262_144
+"""Of 255 bytes each, as encoders write them."""
+_EXTENSION, _IMAGE, _END = 0x21, 0x2C, 0x3B
+_CONTROL = 0xF9
+
+
+class FirstPicture(NamedTuple):
+    """What a decoder needs, and what is known without it."""
+
+    size: tuple[int, int]
+    """(height, width) of the canvas."""
+    payload: bytes
+    clear: int | None
+    """The colour's number that stands for no colour."""
+    animated: bool
+
+
+def first_picture(data: bytes) -> FirstPicture:
+    """Read as far as the first picture, and see whether another follows.
+
+    Raises:
+        ValueError: it is cut short or damaged, or larger than its canvas; continues "is ".
+    """
+    if len(data) < 13:
+        raise ValueError("a truncated GIF")
+    width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
+    at = 13 + _table(data[10])
+    kept, control, clear = [data[:at]], b"", None
+    blocks = 0
+
+    def behind(begin: int) -> int:
+        """Where blocks that begin there end."""
+        nonlocal blocks
+        while begin < len(data):
+            length = data[begin]
+            begin += 1 + length
+            blocks += 1
+            if not length:
+                return begin
+            if blocks > _MOST_BLOCKS:
+                raise ValueError(f"a GIF of more than {_MOST_BLOCKS} blocks")
+        raise ValueError("a truncated GIF")
+
+    def extensions(begin: int) -> int:
+        """Where something else than an extension begins."""
+        nonlocal control
+        while data[begin : begin + 1] == bytes([_EXTENSION]):
+            end = behind(begin + 2)
+            if data[begin + 1 : begin + 3] == bytes([_CONTROL, 4]):
+                control = data[begin:end]
+            begin = end
+        return begin
+
+    at = extensions(at)
+    if data[at : at + 1] != bytes([_IMAGE]) or at + 10 > len(data):
+        raise ValueError("a truncated or damaged GIF")
+    kept.append(control)
+    if len(control) >= 7 and control[3] & 1:
+        clear = control[6]
+    left, top, across, down = (
+        int.from_bytes(data[at + i : at + i + 2], "little") for i in (1, 3, 5, 7)
+    )
+    if left + across > width or top + down > height:
+        raise ValueError("a GIF whose picture is larger than its canvas")
+    end = behind(at + 11 + _table(data[at + 9]))
+    kept += [data[at:end], bytes([_END])]
+    try:
+        animated = data[(next_ := extensions(end)) : next_ + 1] == bytes([_IMAGE])
+    except ValueError:  # the picture is whole
+        animated = False
+    return FirstPicture((height, width), b"".join(kept), clear, animated)
+
+
+def _table(flags: int) -> int:
+    """Bytes of a table of colours."""
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0

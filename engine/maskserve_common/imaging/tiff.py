@@ -1,0 +1,117 @@
+"""A TIFF's first picture, as the decoder is shown it: its own directory with the tags that pixels
+need. So nothing else of a stranger's is followed: other pages, thumbnails, makers' notes, tags that
+each point to the whole file.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+_KINDS: Final = {1: "B", 3: "H", 4: "I"}
+_SIZES: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
+_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 256, 257, 258, 259, 262
+_ORIENTATION, _SAMPLES, _TILE_WIDTH, _TILE_HEIGHT, _FORMAT = 274, 277, 322, 323, 339
+_XMP, _IPTC, _PROFILE = 700, 33_723, 34_675
+_NEEDED: Final = frozenset({
+    _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, 266, 273, _SAMPLES, 278, 279, 284, 292,
+    293, 317, 320, _TILE_WIDTH, _TILE_HEIGHT, 324, 325, 332, 338, _FORMAT, 347, 529, 530, 531, 532,
+})  # fmt: skip
+"""FillOrder, strips, planes, fax options, predictor, palette, tiles, inks, extra samples, JPEG's
+tables, YCbCr."""
+_READ: Final = {1, 2, 3, 4, 5, 7, 8, 32_773, 32_946}
+"""Compressions: none, fax, LZW, JPEG, Deflate, PackBits."""
+_MOST_TAGS = 1024
+_LEAST_TILE = 2**22
+"""Pixels that a tile may have though its picture is smaller."""
+_MOST_SAMPLES = 6
+
+
+class FirstPage(NamedTuple):
+    """What a decoder needs, and what is known without it."""
+
+    size: tuple[int, int]
+    """(height, width) as stored."""
+    payload: bytes
+    orientation: int
+    profile: bytes
+    xmp: bytes
+    iptc: bytes
+    pages: bool
+    """Whether others follow."""
+
+
+def first_page(data: bytes, most_profile: int, most_beside: int) -> FirstPage:
+    """Read the first directory.
+
+    Args:
+        data: of the file.
+        most_profile: bytes of a profile that is read.
+        most_beside: likewise of XMP and IPTC.
+
+    Raises:
+        ValueError: it is cut short or damaged, or of a kind that is not read; continues "is ".
+    """
+    order = "<" if data[:2] == b"II" else ">"
+    if len(data) < 8:
+        raise ValueError("a truncated TIFF")
+    (at,) = struct.unpack_from(order + "I", data, 4)
+    if at < 8 or at + 2 > len(data):
+        raise ValueError("a truncated or damaged TIFF")
+    (count,) = struct.unpack_from(order + "H", data, at)
+    end = at + 2 + 12 * count
+    if count > _MOST_TAGS:
+        raise ValueError(f"a TIFF of more than {_MOST_TAGS} tags")
+    if end + 4 > len(data):
+        raise ValueError("a truncated TIFF")
+    entries: dict[int, tuple[bytes, bytes]] = {}
+    needed = 0
+    for begin in range(at + 2, end, 12):
+        tag, kind, many, place = struct.unpack_from(order + "HHII", data, begin)
+        nbytes = _SIZES.get(kind, 0) * many
+        if tag not in _NEEDED and tag not in (_ORIENTATION, _XMP, _IPTC, _PROFILE):
+            continue
+        where = place if nbytes > 4 else begin + 8
+        if where + nbytes > len(data):
+            raise ValueError("a truncated TIFF")
+        needed += nbytes if tag in _NEEDED else 0
+        most = {_PROFILE: most_profile, _XMP: most_beside, _IPTC: most_beside}.get(tag, 64)
+        told = data[where : where + nbytes] if nbytes <= most else b""
+        entries.setdefault(tag, (data[begin : begin + 12], told))
+    if needed > len(data):
+        raise ValueError("a damaged TIFF")
+
+    def number(tag: int, default: int) -> int:
+        return max(numbers(tag), default=default)
+
+    def numbers(tag: int) -> tuple[int, ...]:
+        if tag not in entries:
+            return ()
+        (kind,), told = struct.unpack_from(order + "2xH", entries[tag][0]), entries[tag][1]
+        if kind not in _KINDS or not told:
+            raise ValueError("a damaged TIFF")
+        return struct.unpack(f"{order}{len(told) // _SIZES[kind]}{_KINDS[kind]}", told)
+
+    width, height = number(_WIDTH, 0), number(_HEIGHT, 0)
+    across, down = number(_TILE_WIDTH, 0), number(_TILE_HEIGHT, 0)
+    if not width or not height:
+        raise ValueError("a damaged TIFF")
+    if across * down > max(4 * width * height, _LEAST_TILE) or number(_SAMPLES, 1) > _MOST_SAMPLES:
+        raise ValueError("a damaged TIFF")
+    compression, bits = number(_COMPRESSION, 1), set(numbers(_BITS) or (1,))
+    if compression not in _READ:
+        raise ValueError(f"a TIFF of compression {compression}")
+    if set(numbers(_FORMAT)) - {1} or bits - {1, 2, 4, 8, 16}:
+        raise ValueError("a TIFF of numbers that are no integers of up to 8 or of 16 bits")
+    if bits == {16} and number(_PHOTOMETRIC, 1) == 0:
+        raise ValueError("a TIFF of 16 bits in which 0 is white")
+    kept = [entries[tag][0] for tag in sorted(entries) if tag in _NEEDED]
+    directory = struct.pack(order + "H", len(kept)) + b"".join(kept) + bytes(4)
+    gap = bytes(len(data) % 2)  # a directory begins at an even place
+    head = data[:4] + struct.pack(order + "I", len(data) + len(gap))
+    beside = {tag: entries[tag][1] if tag in entries else b"" for tag in (_PROFILE, _XMP, _IPTC)}
+    turned = number(_ORIENTATION, 1)
+    return FirstPage(
+        (height, width), head + data[8:] + gap + directory, turned if 1 <= turned <= 8 else 1,
+        beside[_PROFILE], beside[_XMP], beside[_IPTC], any(data[end : end + 4]),
+    )  # fmt: skip
