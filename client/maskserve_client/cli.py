@@ -412,6 +412,12 @@ def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
     check.add_argument(
         "--model", metavar="DIR", help="of files: the folder of the model that they are for"
     )
+    check.add_argument(
+        "--gguf",
+        default="",
+        metavar="FILE",
+        help="of files: GGUF file whose weights take the place of the model's transformer",
+    )
     check.set_defaults(run=commands.adapters_check)
     load = actions.add_parser("load", help="bring them to the hosts' memory")
     pin = actions.add_parser("pin", help="load them, and keep them there")

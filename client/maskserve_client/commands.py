@@ -560,8 +560,14 @@ def _tiers(about: dict[str, Any]) -> list[str]:
 
 def adapters_check(options: argparse.Namespace) -> None:
     """`maskserve adapters check`: files here, the others at the server."""
-    files = [name for name in options.names if name.endswith(".safetensors") or Path(name).is_dir()]
-    checked = [_checked_file(name, options.model) for name in files]
+    files = [
+        name
+        for name in options.names
+        if name.lower().endswith(".safetensors") or Path(name).is_dir()
+    ]
+    if options.gguf and not options.model:
+        raise InvalidRequest("--gguf", "wants --model, the folder whose transformer it replaces")
+    checked = [_checked_file(name, options.model, options.gguf) for name in files]
     names = [name for name in options.names if name not in files]
     if names:
         with connected(options) as client:
@@ -580,10 +586,10 @@ def adapters_check(options: argparse.Namespace) -> None:
             print(f"{about['name']}: {note}")
 
 
-def _checked_file(name: str, model: str | None) -> dict[str, Any]:
-    """What a file is, if it could be served."""
+def _checked_file(name: str, model: str | None, gguf: str) -> dict[str, Any]:
+    """The facts of a file, if it could be served."""
     try:
-        return file_facts(Path(name), model)
+        return file_facts(Path(name), model, gguf)
     except BadAdapter as error:
         raise InvalidRequest(name, str(error)) from error
 

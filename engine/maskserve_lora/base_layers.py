@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from maskserve_common.files.gguf_header import BadGguf, read_gguf
 from maskserve_common.files.safetensors_header import BadHeader, read_header, reader_of
 from maskserve_lora.lora_header import BadAdapter, Layer
 
@@ -213,16 +214,23 @@ class BaseLayers:
                 own.setdefault(spelled, meant)
 
     @classmethod
-    def of_folder(cls, folder: str | Path) -> BaseLayers | None:
-        """Those of a model in diffusers format; None if its weights are no safetensors files.
+    def of_folder(cls, folder: str | Path, gguf: str = "") -> BaseLayers:
+        """Those of a model in diffusers format.
+
+        Args:
+            folder: of the model.
+            gguf: file whose weights take the place of its transformer's; empty: there is none.
 
         Raises:
-            OSError: they cannot be read.
+            BadAdapter: no denoiser's layers are there, so that no adapter can be for it.
+            OSError: a file cannot be read.
         """
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         denoiser, fixed = "", []
+        if gguf:
+            denoiser, shapes["denoiser"] = "transformer", _gguf_shapes(Path(gguf))
         for part, names in _FOLDERS.items():
-            for name in names:
+            for name in names if part not in shapes else ():
                 files = sorted(Path(folder, name).glob("*.safetensors"))
                 layers = {layer: shape for file in files for layer, shape in _shapes(file).items()}
                 if not files:
@@ -233,7 +241,12 @@ class BaseLayers:
                     fixed.append(part)  # a T5, or a language model
                     continue
                 shapes.setdefault(part, {}).update(layers)
-        return cls(shapes, denoiser, fixed) if denoiser else None
+        if not denoiser:
+            raise BadAdapter(
+                f"cannot be checked: {folder} has no safetensors files of a transformer or a UNet "
+                "(a model in diffusers format has them, or a GGUF file in their place)"
+            )
+        return cls(shapes, denoiser, fixed)
 
     @property
     def parts(self) -> frozenset[str]:
@@ -389,6 +402,31 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     except (BadHeader, msgspec.MsgspecError) as error:
         raise OSError(f"{file} {error}") from error
     return {layer: shape for layer, shape in shapes.items() if len(shape) >= 2}
+
+
+def _gguf_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a GGUF file's linear layers, by the names that diffusers gives FLUX's.
+
+    Where its publisher has one layer for several, all of them but a last, wider one have as many
+    outputs as inputs.
+    """
+    try:
+        with file.open("rb") as opened:
+            tensors = read_gguf(opened, os.fstat(opened.fileno()).st_size)
+    except BadGguf as error:
+        raise OSError(f"{file} {error}") from error
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in tensors.items():
+        layer = name.removeprefix("model.diffusion_model.").removesuffix(".weight")
+        if not name.endswith(".weight") or len(shape) != 2:
+            continue
+        number = next(iter(re.findall(r"(?<=\.)\d+(?=\.)", layer)), "")
+        template = re.sub(r"(?<=_blocks\.)\d+(?=\.)", "{}", layer)
+        *same, last = [each.format(number) for each in _FLUX.get(template, (layer,))]
+        outputs, inputs = shape
+        shapes |= dict.fromkeys(same, (inputs, inputs))
+        shapes[last] = outputs - len(same) * inputs, inputs
+    return shapes
 
 
 class _QuantState(msgspec.Struct):

@@ -93,15 +93,14 @@ class Catalogue:
         self._save_every_s = save_every_s
         self._config = config
         self._storage = storage
-        asked = config.adapters
-        served = (config.model.path, asked.store, asked.max_bytes, asked.max_rank, asked.host_bytes)
+        model, asked = config.model, config.adapters
+        bounds = Bounds(model.path, model.gguf, asked.max_bytes, asked.max_rank)
+        served = (msgspec.structs.astuple(bounds), asked.store, asked.host_bytes)
         name = hashlib.sha256(repr(served).encode()).hexdigest()[:16]
         self._store, self._file = FileStore(folder), folder / f"catalogue-{name}.json"
         self._page = _Page({}, whole=False)
         self._read: tuple[int, int] | None = None
         self._base: BaseLayers | None = None
-        self._base_read = False
-        bounds = Bounds(config.model.path, asked.max_bytes, asked.max_rank)
         self._headers = HeaderProcess(bounds)
 
     def all(self) -> Mapping[str, KnownAdapter]:
@@ -220,15 +219,16 @@ class Catalogue:
             found = self._headers.describe(head, stored.nbytes, config)
         return msgspec.structs.replace(plain, header=digest, **msgspec.structs.asdict(found))
 
-    def base_layers(self) -> BaseLayers | None:
-        """Of the served model; None: its weights are no safetensors files.
+    def base_layers(self) -> BaseLayers:
+        """Layers of the served model.
 
         Raises:
+            BadAdapter: it has none that an adapter could change.
             OSError: they cannot be read.
         """
-        if not self._base_read:
-            self._base = BaseLayers.of_folder(self._config.model.path)
-            self._base_read = True
+        if self._base is None:
+            model = self._config.model
+            self._base = BaseLayers.of_folder(model.path, model.gguf)
         return self._base
 
     def _current(self) -> _Page:

@@ -32,6 +32,8 @@ class Bounds(msgspec.Struct, frozen=True):
 
     model: str
     """Folder of the served model."""
+    gguf: str
+    """File of its transformer's weights; empty: they are in the folder."""
     max_bytes: int
     max_rank: int
 
@@ -114,7 +116,7 @@ class HeaderProcess:
 
 
 def described(
-    head: bytes, nbytes: int, config: bytes, bounds: Bounds, base: BaseLayers | None
+    head: bytes, nbytes: int, config: bytes, bounds: Bounds, base: BaseLayers
 ) -> Described:
     """See `HeaderProcess.describe`."""
     try:
@@ -135,14 +137,19 @@ def main() -> None:
     """Answer until the pipe ends."""
     pipe = Connection(int(sys.argv[1]))
     bounds = msgspec.msgpack.decode(pipe.recv_bytes(), type=Bounds)
-    base = BaseLayers.of_folder(bounds.model)
+    try:
+        base, problem = BaseLayers.of_folder(bounds.model, bounds.gguf), ""
+    except BadAdapter as error:
+        base, problem = None, str(error)
     pipe.send_bytes(b"ready")
     while True:
         try:
             asked = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Asked)
         except EOFError:
             return
-        found = described(asked.head, asked.nbytes, asked.config, bounds, base)
+        found = Described(problem=problem)
+        if base is not None:
+            found = described(asked.head, asked.nbytes, asked.config, bounds, base)
         pipe.send_bytes(msgspec.msgpack.encode(found))
 
 

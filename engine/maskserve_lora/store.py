@@ -227,12 +227,13 @@ def host_folder(config: Config) -> Path:
     return Path(config.adapters.host_dir or Path(config.runtime_dir) / "adapters")
 
 
-def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
+def file_facts(path: Path, model: str | Path | None = None, gguf: str = "") -> dict[str, Any]:
     """What a file is that nobody serves yet, checked to its last weight.
 
     Args:
         path: of a LoRA, or PEFT's or diffusers' folder of one.
         model: folder of the model that it is for; None: that is not looked at.
+        gguf: file whose weights take the place of the model's transformer; empty: there is none.
 
     Raises:
         BadAdapter: it would not be served.
@@ -247,7 +248,7 @@ def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
     if ADAPTER_NAME.fullmatch(name) is None:
         raise BadAdapter(why_no_name(name))
     limits = AdaptersConfig()
-    base = None if model is None else BaseLayers.of_folder(model)
+    base = None if model is None else BaseLayers.of_folder(model, gguf)
     header, plan = check_file(path, base, max_bytes=limits.max_bytes, max_rank=limits.max_rank)
     return {
         "name": name,

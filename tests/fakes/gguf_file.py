@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 FORMS = ("Q8_0", "Q4_0", "Q5_1", "BF16", "F16")
 """Of products, in turn; vectors stay in F32, as files have them."""
 
 
-def write_gguf(folder: Path, file: Path, forms: tuple[str, ...] = FORMS) -> Path:
-    """The transformer of a model folder as a GGUF file."""
+def write_gguf(
+    folder: Path,
+    file: Path,
+    forms: tuple[str, ...] = FORMS,
+    published: Mapping[str, tuple[str, ...]] | None = None,
+) -> Path:
+    """The transformer of a model folder as a GGUF file.
+
+    Args:
+        folder: of the model.
+        file: to write.
+        forms: of products, in turn.
+        published: names of its first publisher and the layers that each is, if the file has those;
+            of several names of a layer the first.
+    """
     import gguf
+    import torch
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel.from_pretrained(folder / "transformer")
+    tensors = model.state_dict()
+    for name, layers in (published or {}).items():
+        for kind in ("weight", "bias"):
+            keys = [f"{layer}.{kind}" for layer in layers]
+            if all(key in tensors for key in keys):
+                tensors[f"{name}.{kind}"] = torch.cat([tensors.pop(key) for key in keys])
     writer = gguf.GGUFWriter(file, "flux")
-    for number, (name, tensor) in enumerate(model.state_dict().items()):
+    for number, (name, tensor) in enumerate(tensors.items()):
         numbers, form = tensor.float().numpy(), "F32"
         if tensor.ndim == 2:
             form = forms[number % len(forms)]

@@ -19,8 +19,8 @@ class HeadersHere:
         self._bounds = bounds
 
     @cached_property
-    def _base(self) -> BaseLayers | None:
-        return BaseLayers.of_folder(self._bounds.model)
+    def _base(self) -> BaseLayers:
+        return BaseLayers.of_folder(self._bounds.model, self._bounds.gguf)
 
     def describe(self, head: bytes, nbytes: int, config: bytes) -> Described:
         return described(head, nbytes, config, self._bounds, self._base)

@@ -35,7 +35,6 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 def read(path: Path, model: Path, dtype: torch.dtype = torch.float32) -> Parts:
     base = BaseLayers.of_folder(model)
-    assert base is not None
     return read_lora(path, base, str(model), dtype)
 
 

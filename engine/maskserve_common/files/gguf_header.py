@@ -10,6 +10,7 @@ proportion to the header.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import BinaryIO
@@ -32,17 +33,20 @@ class BadGguf(ValueError):
     """A file that is no whole GGUF file; the text is the end of a sentence about it."""
 
 
-def check_gguf(file: BinaryIO, nbytes: int, stored: Callable[[int, int], int]) -> None:
-    """See that all that a file's header names lies in the file.
+def read_gguf(
+    file: BinaryIO, nbytes: int, stored: Callable[[int, int], int] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's tensors by name, [out, in] of a linear layer's weight.
 
     Args:
         file: open for reading, at its beginning.
         nbytes: of the file.
         stored: bytes of so many numbers in a form, by GGML's number of it; raises KeyError where
-            there is no such form, ValueError where its blocks do not divide them.
+            there is no such form, ValueError where its blocks do not divide them. With it the
+            tensors' numbers are seen to lie in the file, too.
 
     Raises:
-        BadGguf: it does not.
+        BadGguf: the header is not whole, or names what is not read or not there.
     """
     header = _Header(file, nbytes)
     if header.take(4) != b"GGUF":
@@ -63,23 +67,25 @@ def check_gguf(file: BinaryIO, nbytes: int, stored: Callable[[int, int], int]) -
             header.skip(kind)
     if align < 1 or align & (align - 1):
         raise BadGguf(f"says an alignment of {align}, which is no power of two")
-    ends = []
+    shapes, ends = {}, []
     for _ in range(tensors):
-        name = header.string()
-        count, sides = 1, header.number("<I")
+        name = header.string().decode("utf-8", "replace")
+        sides = header.number("<I")
         if not 1 <= sides <= MAX_SIDES:
             raise BadGguf(f"holds a tensor of {sides} sides; 1 to {MAX_SIDES} are read")
-        for _ in range(sides):
-            count *= header.number("<Q")
+        shape = tuple(header.number("<Q") for _ in range(sides))[::-1]
+        shapes[name] = shape
         form, offset = header.number("<I"), header.number("<Q")
+        if stored is None:
+            continue
         try:
-            ends.append(offset + stored(form, count))
+            ends.append(offset + stored(form, math.prod(shape)))
         except (KeyError, ValueError) as error:
-            shown = name[:60].decode("utf-8", "replace")
-            raise BadGguf(f"holds {shown!r} in form {form}, which is not read of it") from error
+            raise BadGguf(f"holds {name[:60]!r} in form {form}, which is not read of it") from error
     begin = header.at + -header.at % align
     if begin + max(ends, default=0) > nbytes:
         raise BadGguf("is cut short: a tensor is not whole")
+    return shapes
 
 
 class _Header:

@@ -71,9 +71,8 @@ def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
     loras = fused_loras(config) if part and device_of(config).type != "meta" else ()
     for path, scale in loras:
         _facts(path, config)
-        base = BaseLayers.of_folder(config.model.path)
-        assert base is not None  # the facts are checked against it
         try:
+            base = BaseLayers.of_folder(config.model.path)
             layers = read_lora(path, base, config.model.path, only=(part,)).get(part, {})
             for name, (down, up) in layers.items():
                 weight = _layer(model, name).weight

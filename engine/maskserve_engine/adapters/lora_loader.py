@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
 
-from maskserve_common.config import Config, ConfigError
+from maskserve_common.config import Config
 from maskserve_common.contracts.request import Lora
 from maskserve_common.contracts.status_record import LoadCost
 from maskserve_common.files.adapter_folder import AdapterFile
@@ -109,10 +109,7 @@ class LoraLoader(ResourceLoader[Lora]):
 
     @cached_property
     def _base(self) -> BaseLayers:
-        found = BaseLayers.of_folder(self._config.model.path)
-        if found is None:
-            raise ConfigError(f"{self._config.model.path}: no layers that an adapter could change")
-        return found
+        return BaseLayers.of_folder(self._config.model.path, self._config.model.gguf)
 
 
 def _mean_bytes(adapters: Iterable[KnownAdapter]) -> float:

@@ -42,7 +42,7 @@ class TextAdapters:
         self, config: Config, models: Mapping[str, nn.Module], held_bytes: int = 2**28
     ) -> None:
         self._models, self._held_bytes = models, held_bytes
-        self._folder = config.model.path
+        self._folder, self._gguf = config.model.path, config.model.gguf
         self._store = AdapterStore(config)
         self._base: BaseLayers | None = None
         self._held: OrderedDict[str, Parts] = OrderedDict()
@@ -85,9 +85,7 @@ class TextAdapters:
         if file is None:
             raise Overloaded(f"{_FIELD}: adapter {lora.name} had to give way; send the edit again")
         if self._base is None:
-            self._base = BaseLayers.of_folder(self._folder)
-        if self._base is None:
-            raise BadAdapter("cannot be checked: the model's own weights are no safetensors files")
+            self._base = BaseLayers.of_folder(self._folder, self._gguf)
         parts = read_lora(file.path, self._base, self._folder, only=self._models)
         placed: Parts = {}
         for part, layers in parts.items():

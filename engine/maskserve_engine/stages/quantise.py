@@ -18,7 +18,7 @@ from torch import nn
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.files.digests import file_digest
-from maskserve_common.files.gguf_header import check_gguf
+from maskserve_common.files.gguf_header import read_gguf
 from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
 
 _BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."
@@ -224,7 +224,7 @@ def gguf_tensors(file: Path) -> list[Any]:
         return count // block * size
 
     with file.open("rb") as opened:
-        check_gguf(opened, os.fstat(opened.fileno()).st_size, stored)
+        read_gguf(opened, os.fstat(opened.fileno()).st_size, stored)
     return list(GGUFReader(file).tensors)
 
 

@@ -176,8 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.form == "safetensors":
         base = BaseLayers.of_folder(options.model)
-        assert base is not None
-        look = look_at_lora(base, Bounds(options.model, 2**30, 256), options.model)
+        look = look_at_lora(base, Bounds(options.model, "", 2**30, 256), options.model)
         whole = loras()
         heads = [8 + int.from_bytes(raw[:8], "little") for raw in whole]
     else:

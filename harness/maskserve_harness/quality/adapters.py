@@ -96,7 +96,6 @@ class AdapterRig(Rig):
             self.net = self.adapter.control_net(kind.from_pretrained(path).eval())
         else:
             base = BaseLayers.of_folder(folder)
-            assert base is not None
             parts = read_lora(path, base, str(folder))
             self.lora = self.adapter.low_rank(parts.get("denoiser", {}))
 

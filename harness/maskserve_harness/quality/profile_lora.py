@@ -55,7 +55,6 @@ class Profiler(Rig):
     def lora(self, path: Path) -> LowRankSet:
         """A file's part for the denoiser."""
         base = BaseLayers.of_folder(self.config.model.path)
-        assert base is not None
         parts = read_lora(path, base, self.config.model.path)
         return self.adapter.low_rank(parts.get("denoiser", {}))
 

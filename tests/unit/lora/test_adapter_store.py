@@ -20,6 +20,7 @@ from msgspec import structs
 
 from maskserve_common.config import Config
 from maskserve_common.errors import AdapterNotFound, InvalidRequest, Overloaded
+from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.catalogue import Catalogue
 from maskserve_lora.header_process import Described
 from maskserve_lora.lora_header import BadAdapter
@@ -489,7 +490,8 @@ def test_pieces_of_two_files_make_no_adapter(tmp_path: Path, folder: Path) -> No
     shelf = Shelf(str(folder))
     with opened(tmp_path, shelf) as store:
         headers: Any = store.catalogue._headers
-        store.catalogue._base_read, headers._base = True, None  # no layer is the demo model's
+        shapes = {name: (outputs, inputs) for name, (inputs, outputs) in wide.items()}
+        store.catalogue._base = headers._base = BaseLayers({"denoiser": shapes})
         store.catalogue.scan()
         shelf.between = lambda: path.write_bytes(second)
         with pytest.raises(Overloaded, match="replaced"):

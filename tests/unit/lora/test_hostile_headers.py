@@ -23,14 +23,12 @@ from tests.fakes.loras import LAYERS, lora
 from tests.support.cost import lines_run
 
 DEMO = Path(__file__).parents[3] / "assets" / "models" / "demo"
-BOUNDS = Bounds(str(DEMO), 2**30, 256)
+BOUNDS = Bounds(str(DEMO), "", 2**30, 256)
 
 
 @pytest.fixture(scope="module")
 def base() -> BaseLayers:
-    found = BaseLayers.of_folder(DEMO)
-    assert found is not None
-    return found
+    return BaseLayers.of_folder(DEMO)
 
 
 def file_of(declared: dict[str, Any], nbytes: int = 0) -> bytes:

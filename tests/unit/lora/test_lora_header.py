@@ -193,7 +193,6 @@ def test_no_change_of_a_header_breaks_its_reader() -> None:
 
 def test_adapters_of_the_served_model_are_known_by_every_spelling() -> None:
     base = BaseLayers.of_folder(DEMO)
-    assert base is not None
     flat = {name.replace(".", "_"): shape for name, shape in LAYERS.items()}
     for tensors in (
         lora(),
@@ -214,14 +213,12 @@ OTHER: dict[str, tuple[dict[str, tuple[int, int]], str]] = {
 def test_adapters_of_another_model_are_refused(name: str) -> None:
     layers, says = OTHER[name]
     base = BaseLayers.of_folder(DEMO)
-    assert base is not None
     with pytest.raises(BadAdapter, match=says):
         plan_of(header_of(saved({**lora(), **lora(layers)})), base)
 
 
 def test_parts_that_the_model_has_not_are_refused() -> None:
     unet = BaseLayers.of_folder(DEMO_UNET)
-    assert unet is not None
     with pytest.raises(BadAdapter, match="model has no text_encoder_2"):
         plan_of(header_of(saved(lora(prefix="text_encoder_2."))), unet)
     with pytest.raises(BadAdapter, match="has no layer"):
@@ -233,8 +230,6 @@ def test_the_demo_model_s_adapters_are_its_own(name: str) -> None:
     raw = (DEMO.parents[1] / "adapters" / f"{name}.safetensors").read_bytes()
     header = header_of(raw)
     base, unet = BaseLayers.of_folder(DEMO), BaseLayers.of_folder(DEMO_UNET)
-    assert base is not None
-    assert unet is not None
     plan_of(header, base)
     assert (header.rank, plan_of(header, base).parts) == (16, ("denoiser",))
     with pytest.raises(BadAdapter):
@@ -247,8 +242,6 @@ def test_the_demo_unet_s_adapter_is_its_own() -> None:
     assert len(raw) <= 2 * 2**20
     header = header_of(raw)
     base, unet = BaseLayers.of_folder(DEMO), BaseLayers.of_folder(DEMO_UNET)
-    assert base is not None
-    assert unet is not None
     plan_of(header, unet)
     assert (header.rank, plan_of(header, unet).parts) == (8, ("denoiser",))
     with pytest.raises(BadAdapter):

@@ -12,15 +12,21 @@ import pytest
 import torch
 
 from maskserve_common.config import Config, ConfigError
+from maskserve_common.errors import InvalidRequest
 from maskserve_common.files.digests import file_digest
+from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.fitting.card_table import Shapes, check_fits
 from maskserve_engine.fitting.memory import denoiser_bytes
 from maskserve_engine.layers.linear import linear
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import model_revision
+from maskserve_lora.base_layers import BaseLayers
+from maskserve_lora.lora_header import BadAdapter
+from maskserve_lora.store import AdapterStore, file_facts
 from tests.fakes.gguf_file import write_gguf
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.fakes.loras import OTHER_MODEL, lora, of_model, write
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.draws import fresh_rng
 
@@ -92,18 +98,76 @@ def test_bytes_are_counted_as_they_are_held(tiny_fill: Path, config: Config) -> 
         check_fits(config, 2**16)
 
 
-def test_the_folders_own_weights_need_not_be_there(
-    tiny_fill: Path, file: Path, tmp_path: Path
-) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(
-        tiny_fill,
-        bare,
-        ignore=lambda at, _: (
-            ["diffusion_pytorch_model.safetensors"] if Path(at).name == "transformer" else []
-        ),
-    )
+@pytest.fixture
+def bare(tiny_fill: Path, tmp_path: Path) -> Path:
+    """The model's folder without its transformer's weights."""
+
+    def ignored(at: str, _: list[str]) -> list[str]:
+        return ["diffusion_pytorch_model.safetensors"] if Path(at).name == "transformer" else []
+
+    return Path(shutil.copytree(tiny_fill, tmp_path / "bare", ignore=ignored))
+
+
+def test_the_folders_own_weights_need_not_be_there(bare: Path, file: Path) -> None:
     assert load_adapter(config_of(bare, model={"gguf": str(file)})).weight_bytes
+
+
+def test_a_file_with_its_publishers_names_has_the_folders_layers(
+    tiny_fill: Path, bare: Path, tmp_path: Path
+) -> None:
+    """Diffusers reads these names in files of FLUX.1's own width alone, so shapes are compared."""
+    folder = BaseLayers.of_folder(tiny_fill)
+    file = write_gguf(tiny_fill, tmp_path / "x.gguf", published=folder.published)
+    assert BaseLayers.of_folder(bare, str(file))._shapes == folder._shapes
+
+
+def test_loras_are_for_the_files_layers(
+    tiny_fill: Path, bare: Path, file: Path, tmp_path: Path
+) -> None:
+    """At all doors: `check`, the catalogue by which edits are accepted, and what runs them."""
+    from diffusers import FluxTransformer2DModel
+
+    folder = BaseLayers.of_folder(tiny_fill)
+    read = of_diffusers(tiny_fill, file)
+    net = FluxTransformer2DModel.from_pretrained(tiny_fill / "transformer")
+    base = BaseLayers.of_folder(bare, str(file))
+    layers = {name for name, each in read.named_modules() if isinstance(each, torch.nn.Linear)}
+    assert base._shapes == {
+        **folder._shapes,
+        "denoiser": {name: folder.shape("denoiser", name) for name in layers},
+    }
+    write(tmp_path / "store" / "fits.safetensors", of_model(net, 3))
+    write(tmp_path / "store" / "other.safetensors", lora(OTHER_MODEL))
+    config = config_of(
+        bare,
+        model={"gguf": str(file)},
+        adapters={"store": str(tmp_path / "store")},
+        runtime_dir=str(tmp_path),
+    )
+    store = AdapterStore(config)
+    store.catalogue.scan()
+    checked = file_facts(tmp_path / "store" / "fits.safetensors", bare, str(file))
+    assert list(store.catalogue.find("fits").parts) == checked["parts"] == ["denoiser"]
+    with pytest.raises(InvalidRequest, match="is for another model"):
+        store.catalogue.find("other")
+    fetched = store.fetch("fits", store.catalogue.find("fits").version)
+    factors = read_lora(fetched.path, base, str(bare))["denoiser"]
+    assert factors.keys() == layers
+    load_adapter(config).low_rank(factors)
+    store.close()
+
+
+def test_a_folder_without_a_denoiser_has_no_lora(bare: Path, tmp_path: Path) -> None:
+    """It cannot be told what fits, so that no door takes one."""
+    write(tmp_path / "store" / "x.safetensors")
+    with pytest.raises(BadAdapter, match="has no safetensors files of a transformer"):
+        file_facts(tmp_path / "store" / "x.safetensors", bare)
+    config = config_of(bare, adapters={"store": str(tmp_path / "store")}, runtime_dir=str(tmp_path))
+    store = AdapterStore(config)
+    store.catalogue.scan()
+    with pytest.raises(InvalidRequest, match="has no safetensors files of a transformer"):
+        store.catalogue.find("x")
+    store.close()
 
 
 def test_entries_of_one_file_are_not_anothers(tiny_fill: Path, file: Path, tmp_path: Path) -> None:
