@@ -24,7 +24,9 @@ def print_cards(options: ServeOptions) -> int:
     """Print the table; returns the exit code."""
     try:
         options.check()
-        named = with_model(read_tables(options.config), options.model, _SHAPES)
+        tables = read_tables(options.config)
+        options.check_tables(tables)
+        named = with_model(tables, options.model, _SHAPES)
         tables = with_its_cache(named, partial(print, file=sys.stderr))
         tables = with_controlnets(options, with_values(tables, "model", **options.of_model))
         tables = with_stages(options, tables)

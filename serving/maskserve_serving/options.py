@@ -19,6 +19,7 @@ _CARRIED = (_PACKAGE / "model_repository").is_dir()
 _MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
 MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
 SERVICES = _MODELS_ROOT / "services"
+CONTROLNETS = "a folder with one of each ControlNet"
 """Triton's model repositories: the models, the ensemble that joins them, and the services."""
 CLOSED_APIS = ("shared-memory", "model-repository", "logging")
 """Parts of Triton's API that nothing here needs, and that let a caller read or change the host's
@@ -271,11 +272,35 @@ class ServeOptions:
             if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", device):
                 raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
 
+    def check_tables(self, tables: dict[str, Any]) -> None:
+        """See that what the configuration reads from is there, unless a flag stands in its place.
+
+        Args:
+            tables: of the configuration file, checked for their form.
+
+        Raises:
+            ServeError: naming the key.
+        """
+
+        def named(section: str, key: str) -> Any:
+            return tables.get(section, {}).get(key, "")
+
+        if not self.adapters:
+            check_adapters("[adapters] store", named("adapters", "store"))
+        if not self.controlnets:
+            check_path("[controls] folder", named("controls", "folder"), CONTROLNETS)
+        check_path("[safety] repository", named("safety", "repository"), "a folder with a model's")
+        check_path("[model] gguf", named("model", "gguf"), "a GGUF file", folder=False)
+        for lora in map(lora_file, named("model", "fuse_loras")):
+            if not lora.is_dir():
+                check_path("[model] fuse_loras", lora, "FILE or FILE:SCALE", folder=False)
+        for key in ("certificate", "private_key"):
+            check_path(f"[provenance] {key}", named("provenance", key), "a PEM file", folder=False)
+
     def _check_paths(self) -> None:
         """Raises ServeError: a flag names a folder or file that is not there."""
-        if "://" not in self.adapters:
-            check_path("--adapters", self.adapters, "a folder, or a URL such as s3://BUCKET/LORAS")
-        check_path("--controlnets", self.controlnets, "a folder with one of each ControlNet")
+        check_adapters("--adapters", self.adapters)
+        check_path("--controlnets", self.controlnets, CONTROLNETS)
         check_path("--workflows", self.workflows, "a folder with plans")
         for flag, file in (
             ("gguf", self.gguf),
@@ -301,6 +326,12 @@ def lora_file(lora: str) -> Path:
     """The file of FILE[:SCALE]."""
     file, _, scale = lora.rpartition(":")
     return Path(file if file and re.fullmatch(r"[-+.\de]+", scale) else lora)
+
+
+def check_adapters(where: str, store: str) -> None:
+    """Raises ServeError: `store`, where one is named, is no URL and no folder."""
+    if "://" not in store:
+        check_path(where, store, "a folder, or a URL such as s3://BUCKET/LORAS")
 
 
 def check_path(where: str, path: str | Path | None, accepted: str, folder: bool = True) -> None:

@@ -99,6 +99,7 @@ class Supervisor:
         options = self.options
         options.check()
         tables = with_values(read_tables(options.config), "model", **options.of_model)
+        options.check_tables(tables)
         if options.model:
             tables = with_its_cache(with_model(tables, options.model), options.say)
         tables = with_trace(tables, options)

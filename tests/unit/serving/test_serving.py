@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import tomli_w
 
 from maskserve_client.wire import DEFAULT_URL
 from maskserve_common.config import Config, ConfigError, SafetyConfig, gpus_wanted
@@ -691,6 +692,35 @@ def test_what_cannot_be_served_is_told_before_anything_starts(
     with pytest.raises(ServeError) as refused:
         ServeOptions(model="x", **flags).check()
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "accepted"),
+    [
+        ("adapters", "store", "a folder, or a URL"),
+        ("controls", "folder", "a folder with one of each ControlNet"),
+        ("safety", "repository", "a folder"),
+        ("model", "gguf", "a GGUF file"),
+        ("model", "fuse_loras", "FILE or FILE:SCALE"),
+        ("provenance", "certificate", "a PEM file"),
+        ("provenance", "private_key", "a PEM file"),
+    ],
+)
+def test_what_a_configuration_names_is_there_or_told_before_anything_starts(
+    section: str, key: str, accepted: str, tmp_path: Path
+) -> None:
+    value = ["nosuch:0.5"] if key == "fuse_loras" else "nosuch"
+    file = tmp_path / "worker.toml"
+    file.write_text(tomli_w.dumps({section: {key: value}}), encoding="utf-8")
+    with pytest.raises(ServeError) as refused:
+        Supervisor(ServeOptions(model="x", config=file)).start()
+    assert f"[{section}] {key}: nosuch is not there; accepted: {accepted}" in str(refused.value)
+
+
+def test_a_storage_elsewhere_and_what_a_flag_replaces_are_not_looked_for(tmp_path: Path) -> None:
+    options = ServeOptions(model="x", adapters=str(tmp_path), controlnets=str(tmp_path))
+    options.check_tables({"adapters": {"store": "nosuch"}, "controls": {"folder": "nosuch"}})
+    ServeOptions(model="x").check_tables({"adapters": {"store": "s3://bucket/loras"}})
 
 
 @pytest.mark.parametrize("key", ["device", "encoder_device", "decoder_device"])
