@@ -19,6 +19,14 @@ _PREVIEWS = 6
 _SEED_BITS = 32
 
 
+class NotYet(InvalidRequest):
+    """Something is missing that people can add; the message is a whole sentence."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__("page", sentence)
+        self.sentence = sentence
+
+
 def decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
@@ -36,18 +44,19 @@ def source_and_mask(painted: str | None, kept: PagePictures) -> tuple[PagePictur
         kept: the page's pictures.
 
     Raises:
-        InvalidRequest: there is no picture, or nothing was painted.
+        NotYet: there is no picture, or nothing was painted.
+        InvalidRequest: the mask is another picture's.
     """
     try:
         told = json.loads(painted or "{}")
         name, bits = told["name"], base64.b64decode(told.get("mask", ""), validate=True)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise InvalidRequest("picture", "there is none yet", "upload, paste or pick one") from None
+        raise NotYet("There is no picture yet: choose, paste or drop one, or pick one.") from None
     source = kept.get(name)
     height, width = source.size
     touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
     if not touched.any():
-        raise InvalidRequest("mask", "is empty", "paint over what is to change")
+        raise NotYet("Nothing is masked yet: paint over what is to change.")
     if len(bits) != -(-width * height // 8):
         raise InvalidRequest("mask", "is of another picture", "paint it again")
     return source, Image.fromarray(255 * touched.reshape(height, width))

@@ -12,7 +12,8 @@ from typing import Any
 from PIL import Image
 
 from maskserve_client import Client, EditResult, Event
-from maskserve_common.errors import MaskserveError, TemplateNotFound
+from maskserve_client.errors import ServerUnavailable
+from maskserve_common.errors import MaskserveError, Overloaded, TemplateNotFound
 from maskserve_page.pictures import PagePicture
 
 
@@ -35,6 +36,15 @@ class Session:
         for name in list(self._templates):
             self.forget(name)
         self._pool.shutdown()
+
+    def ready(self) -> bool:
+        """Whether a worker answers, or says why it does not answer this client."""
+        try:
+            return bool(self._client.control("status").get("model"))
+        except (ServerUnavailable, Overloaded):
+            return False
+        except MaskserveError:
+            return True
 
     def model(self) -> str:
         """Name of the served model; empty where that cannot be known now."""

@@ -14,6 +14,7 @@ from PIL import Image
 from maskserve_client import Preview, Progress
 from maskserve_common.contracts.meta import STAGES
 from maskserve_common.errors import MaskserveError
+from maskserve_page.asked import NotYet
 from maskserve_page.pictures import PagePicture
 
 _CUT = re.compile(r"(.+): text_encoder\w* reads \d+ tokens and not the last (\d+)")
@@ -99,6 +100,8 @@ def spoken(warning: str) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """An error without its code, as people read it."""
+    """An error without its code, as people read it; a hint where something is yet to be done."""
+    if isinstance(error, NotYet):
+        return note(error.sentence)
     text = error.message if isinstance(error, MaskserveError) else str(error)
     return f'<p role="alert"><strong>That did not work.</strong> {html.escape(text)}</p>'

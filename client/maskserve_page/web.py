@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +24,7 @@ from maskserve_page.session import Session
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
+_LOOK_EVERY_S = 1.0
 _MOST_BODY = LIMITS.max_image_bytes * 4 // 3 + 2**20
 """Bytes of a request: a picture as base64."""
 
@@ -54,6 +56,7 @@ def serve_page(
         tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder,
         closing(Session(client)) as session,
     ):
+        _await(session, options.url)
         kept = PagePictures(Path(folder).resolve(), gone=session.forget)
         page = make_page(session, kept, pictures, masks)
         page.queue(default_concurrency_limit=options.edits)
@@ -66,6 +69,7 @@ def serve_page(
             show_error=True,
             footer_links=[],
             ssr_mode=False,
+            favicon_path=str(Path(__file__).with_name("icon.svg")),
             css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
             theme=_theme(),
             allowed_paths=[str(Path(folder).resolve()), *map(str, pictures)],
@@ -79,6 +83,14 @@ def serve_page(
                 log_level="warning",
                 timeout_graceful_shutdown=3,
             )
+
+
+def _await(session: Session, url: str) -> None:
+    """Wait until the server at `url` is ready: what is on the page depends on its model."""
+    if not session.ready():
+        print(f"waiting for the server at {url}", flush=True)
+        while not session.ready():
+            time.sleep(_LOOK_EVERY_S)
 
 
 def _theme() -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, FloatRect, Page, expect
 
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import encode, scene
@@ -187,6 +187,35 @@ def test_it_is_used_at_the_width_of_a_phone(page: Page) -> None:
     assert wide <= 420
 
 
+@pytest.mark.parametrize("width", [390, 640, 700, 800, 1100, 1500])
+def test_blocks_begin_in_one_line_and_no_button_wraps_alone(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    pick(page, SIDE, SIDE)
+
+    def box(selector: str) -> FloatRect:
+        found = page.locator(selector).first.bounding_box()
+        assert found is not None
+        return found
+
+    left = box("#editor .stack")["x"]
+    for block in (".ask", ".caption", ".head h1"):
+        assert abs(box(block)["x"] - left) <= 1, block
+    assert box("#editor .clear")["y"] == box("#editor .undo")["y"]
+
+
+def test_all_that_the_page_names_is_there(browser: Browser, address: str) -> None:
+    page = browser.new_page()
+    missing: list[str] = []
+    page.on("response", lambda r: missing.append(r.url) if r.status >= 400 else None)
+    page.goto(address)
+    page.wait_for_selector("#editor .painter")
+    page.close()
+    for path in ("manifest.json", "favicon.ico", "pwa_icon"):
+        with urllib.request.urlopen(f"{address}/{path}", timeout=10) as answer:
+            assert answer.status == 200
+    assert missing == []
+
+
 def test_scripts_of_other_origins_are_refused(address: str) -> None:
     for origin, status in ((address, 200), ("https://evil.example.com", 403)):
         request = urllib.request.Request(address, headers={"Origin": origin})
@@ -202,10 +231,10 @@ def test_scripts_of_other_origins_are_refused(address: str) -> None:
 def test_errors_are_sentences(page: Page) -> None:
     status = page.locator("#status")
     page.locator("#run").click()
-    expect(status).to_contain_text("there is none yet")
+    expect(status).to_contain_text("There is no picture yet: choose, paste or drop one")
     pick(page, SIDE, SIDE)
     page.locator("#run").click()
-    expect(status).to_contain_text("paint over what is to change")
+    expect(status).to_have_text("Nothing is masked yet: paint over what is to change.")
     paint(page, STROKE)
     page.get_by_role("button", name="More").click()
     page.get_by_label("LoRAs").fill("no-such")

@@ -22,12 +22,12 @@ from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.soaking.pictures import png_file
-from maskserve_page.asked import settings_of, source_and_mask
+from maskserve_page.asked import NotYet, settings_of, source_and_mask
 from maskserve_page.page import WORDS
 from maskserve_page.pictures import PagePictures, pictures_of
 from maskserve_page.same_origin import SameOrigin
 from maskserve_page.session import Session
-from maskserve_page.told import note, spoken, summary
+from maskserve_page.told import note, sentence, spoken, summary
 from tests.fakes.pictures import encode
 
 MASK = Image.new("L", (8, 8), 255)
@@ -64,14 +64,14 @@ def test_what_is_missing_or_broken_is_said(kept: PagePictures) -> None:
     name = kept.take(encode(Image.new("RGB", (20, 10)))).name
     none = np.zeros((10, 20), bool)
     for text, told in [
-        (None, "picture: there is none yet"),
-        ("", "picture: there is none yet"),
-        ("[]", "picture: there is none yet"),
+        (None, "There is no picture yet"),
+        ("", "There is no picture yet"),
+        ("[]", "There is no picture yet"),
         ('{"name": 1}', "picture: is not here any more"),
         ('{"name": "../../etc/passwd"}', "picture: is not here any more"),
-        (json.dumps({"name": name, "mask": "é"}), "picture: there is none yet"),
-        (json.dumps({"name": name}), "mask: is empty"),
-        (painted(name, none), "mask: is empty"),
+        (json.dumps({"name": name, "mask": "é"}), "There is no picture yet"),
+        (json.dumps({"name": name}), "Nothing is masked yet"),
+        (painted(name, none), "Nothing is masked yet"),
         (painted(name, np.ones((3, 3), bool)), "mask: is of another picture"),
         (painted(name, np.ones((30, 30), bool)), "mask: is of another picture"),
     ]:
@@ -286,8 +286,19 @@ def test_the_demo_model_knows_the_words_that_are_shown() -> None:
 def test_the_model_is_known_or_not() -> None:
     client: Any = Asked()
     assert Session(client).model() == "demo"
+    assert Session(client).ready()
     client.silent = True
     assert Session(client).model() == ""
+    assert not Session(client).ready()
+
+
+def test_what_is_yet_to_be_done_is_a_hint_and_no_failure() -> None:
+    with pytest.raises(NotYet) as hint:
+        source_and_mask("", PagePictures(Path("nowhere")))
+    assert sentence(hint.value) == (
+        '<p role="status">There is no picture yet: choose, paste or drop one, or pick one.</p>'
+    )
+    assert "That did not work." in sentence(InvalidRequest("mask", "is of another picture"))
 
 
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
