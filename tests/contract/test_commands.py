@@ -1,6 +1,6 @@
 """Every command that a document or the Makefile names is there, with the flags that it is given.
 
-What starts is a parser, not the command: the benchmarks that stand behind most take minutes.
+All start with `--help`; their flags are read, as the benchmarks behind most take minutes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import argparse
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -131,6 +133,49 @@ def test_commands_of_the_router_take_the_flags_that_are_named(text: Path) -> Non
     known = set(re.findall(r"\"(--[a-z][\w-]*)\"", source))
     calls = commands_of(text.read_text(encoding="utf-8"), "maskserve-router")
     assert not {flag for words in calls for flag in flags_of(words)} - known
+
+
+STARTED = """
+import contextlib, io, os, sys
+from diffusers import FluxFillPipeline, StableDiffusionXLPipeline  # once, for all
+from maskserve_client import cli as client
+from maskserve_harness import bench
+from maskserve_router import cli as router
+
+starts = {f"bench {name}": (bench.main, name) for name in bench.COMMANDS}
+starts |= {f"maskserve {name}": (client.main, name) for name in sys.argv[1:]}
+starts["maskserve-router"] = router.main, None
+for command, (main, name) in starts.items():
+    sys.stdout.flush()
+    if os.fork():
+        _, status = os.wait()
+        if status:
+            print(command, flush=True)
+        continue
+    code, said = 1, io.StringIO()
+    sys.argv = [command.split()[0], *([name] if name else []), "--help"]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException as error:
+            said.write(repr(error))
+    good = not code and "usage: " in said.getvalue()
+    if not good:
+        print(said.getvalue()[-300:], flush=True)
+    os._exit(not good)
+"""
+"""Starts each command with `--help` in a process of its own, and prints those that do not say how
+they are used.
+"""
+
+
+@pytest.mark.timeout(900)
+def test_every_command_starts_and_says_how_it_is_used() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", STARTED, *COMMAND_WORDS]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr[-2000:]
 
 
 def test_a_command_that_is_not_there_is_seen() -> None:

@@ -49,6 +49,19 @@ def test_links_between_documents_lead_somewhere(text: Path) -> None:
             assert target.exists(), f"{text.name}: {link}"
 
 
+DECISIONS = sorted(ROOT.glob("docs/adr/**/0*.md"))
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda p: p.name)
+def test_each_decision_says_whether_it_is_in_force(page: Path) -> None:
+    """docs/adr/README.md says what each status means; superseded ones lie in the archive."""
+    title, _, status, *_ = page.read_text(encoding="utf-8").splitlines()
+    assert title.startswith(f"# {page.name[:4]} ")
+    word = re.match(r"\*\*Status\.\*\* (living|record|superseded by \[\d{4}\]\(.*\))", status)
+    assert word is not None, status
+    assert word[1].startswith("superseded") == (page.parent.name == "archive")
+
+
 FOLDERS = "assets|client|docs|engine|ensemble|harness|model_repository|router|scripts|serving|tests"
 OUTPUT = "(?<!--json )"
 FILE = re.compile(

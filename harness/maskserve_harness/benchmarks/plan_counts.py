@@ -8,6 +8,7 @@ an even spread knows neither a lead nor entries that have arrived.
 
 from __future__ import annotations
 
+import argparse
 import time
 from typing import Any
 
@@ -51,6 +52,7 @@ def steps(facts: Any, text: int, *, arrived: bool, rng: np.random.Generator) -> 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     rng = np.random.default_rng(0)
     print("| model | step | median | p95 | worst | exact, ms | counts, ms |")
     print("|---|---|---|---|---|---|---|")

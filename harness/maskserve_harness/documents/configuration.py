@@ -8,7 +8,6 @@ python scripts/bench config_reference --check    # exit code 1 if a document is 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -19,6 +18,7 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.reading import Table, sentences
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.documents.written import check_only
 from maskserve_router.config import RouterConfig
 from maskserve_workflows.node_types import EDIT
 from maskserve_workflows.nodes import NODE_TYPES
@@ -158,7 +158,7 @@ def main() -> int:
         API: with_settings(API.read_text(encoding="utf-8")),
         WORKFLOWS: with_nodes(WORKFLOWS.read_text(encoding="utf-8")),
     }
-    if "--check" in sys.argv[1:]:
+    if check_only(__doc__):
         return int(any(file.read_text(encoding="utf-8") != text for file, text in made.items()))
     for file, text in made.items():
         file.write_text(text, encoding="utf-8")

@@ -7,11 +7,11 @@ python scripts/bench dashboard --check    # exit code 1 if the file is another
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.documents.written import check_only
 
 FILE = CHECKOUT / "deploy" / "grafana" / "dashboards" / "maskserve.json"
 _SOURCE = {"type": "prometheus", "uid": "prometheus"}
@@ -414,7 +414,7 @@ def _panel(panel: Panel, at: dict[str, int]) -> dict[str, Any]:
 
 def main() -> int:
     text = json.dumps(dashboard(), indent=1) + "\n"
-    if "--check" in sys.argv[1:]:
+    if check_only(__doc__):
         return int(FILE.read_text(encoding="utf-8") != text)
     FILE.write_text(text, encoding="utf-8")
     return 0

@@ -8,6 +8,7 @@ itself. What was found good is remembered in .cache/ until one of the files that
     python scripts/bench check_install
 """
 
+import argparse
 import hashlib
 import os
 import re
@@ -81,6 +82,7 @@ def conflicts(
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
     told = b"\0".join((ROOT / name).read_bytes() for name in (*SOURCES, Path(__file__)))
     digest = hashlib.sha256(told).hexdigest()
     if GOOD.exists() and GOOD.read_text() == digest:

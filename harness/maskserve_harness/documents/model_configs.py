@@ -22,6 +22,7 @@ from maskserve_common.contracts.tensors import (
     ensemble_steps,
 )
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.documents.written import check_only
 
 _MADE = "Made by scripts/bench model_configs from maskserve_common/contracts/tensors.py."
 _TYPES = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "FP32": "TYPE_FP32"}
@@ -82,7 +83,7 @@ def _comment(sentence: str) -> list[str]:
 
 def main() -> int:
     stale = [name for name in ALL if _read(path_of(name)) != config_text(name)]
-    if "--check" in sys.argv[1:]:
+    if check_only(__doc__):
         for name in stale:
             print(
                 f"{path_of(name)} is not what scripts/bench model_configs writes", file=sys.stderr

@@ -7,9 +7,9 @@ scripts/bench module_index engine/maskserve_engine
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
-import sys
 import tokenize
 from pathlib import Path
 
@@ -52,7 +52,9 @@ def code_lines(text: str) -> int:
 
 
 def main() -> int:
-    for package in map(Path, sys.argv[1:]) if sys.argv[1:] else packages():
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("packages", nargs="*", type=Path, help="folders (default: all packages)")
+    for package in parser.parse_args().packages or packages():
         print(
             f"## {package.absolute().relative_to(CHECKOUT)}\n\n| module | lines | |\n|---|---|---|"
         )

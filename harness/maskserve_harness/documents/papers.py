@@ -6,7 +6,6 @@ python scripts/bench papers --check    # exit code 1 if the document is another
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Annotated, Literal, get_args
 
@@ -14,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.documents.written import check_only
 from maskserve_harness.reports import table
 
 TABLE = CHECKOUT / "docs" / "papers.toml"
@@ -96,7 +96,7 @@ def _row(part: Part) -> list[str]:
 
 
 def main() -> int:
-    if "--check" in sys.argv[1:]:
+    if check_only(__doc__):
         return int(DOCUMENT.read_text(encoding="utf-8") != document())
     DOCUMENT.write_text(document(), encoding="utf-8")
     return 0
