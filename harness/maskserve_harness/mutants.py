@@ -51,6 +51,7 @@ class Mutation:
 _ENGINE, _UNIT = "engine/maskserve_engine", "tests/unit"
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
 _KEPT = f"{_UNIT}/engine/batch/test_kept_anchors.py"
+_OWN = f"{_UNIT}/engine/families/flux/test_own_anchors.py"
 _SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
 _LOST = f"{_UNIT}/engine/control_link/test_lost_service.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
@@ -194,6 +195,41 @@ MUTATIONS = (
         "max(2, round(stride * steps))",
         "max(1, round(stride * steps))",
         f"{_UNIT}/engine/planning/test_own_anchors.py::test_a_clock_has_steps_between_its_own",
+    ),
+    Mutation(
+        "what anchors leave bends less than three of them show",
+        "engine/maskserve_engine/batch/own_anchors.py",
+        "bends.append(encode(missed.div_(1.0 + reach), plan.format))",
+        "bends.append(encode(missed.div_(2.0 + reach), plan.format))",
+        f"{_OWN}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
+    ),
+    Mutation(
+        "tokens left out go twice the way to an anchor that is foreseen",
+        f"{_FLOW}/rows.py",
+        "self.latents, self.times = self.now, (0.0, 0.0)",
+        "self.latents = self.now",
+        f"{_KEPT}::test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell",
+    ),
+    Mutation(
+        "what is shown of a source is booked twice",
+        "engine/maskserve_engine/requests/own_anchors.py",
+        '+ (len(text["prompt_embeds"]) - shown) * plan.text',
+        '+ len(text["prompt_embeds"]) * plan.text',
+        f"{_QWEN_EDIT}::test_anchors_of_its_own_hold_what_is_shown_too",
+    ),
+    Mutation(
+        "a line is booked for one anchor",
+        "engine/maskserve_engine/requests/own_anchors.py",
+        "changes = min(len(plan.anchors) - 1, 1 + plan.bends) if plan.power else 0",
+        "changes = min(len(plan.anchors), 1 + plan.bends) if plan.power else 0",
+        f"{_OWN}::test_what_is_booked_is_what_is_kept",
+    ),
+    Mutation(
+        "a ring beside a template is not booked",
+        "engine/maskserve_engine/requests/own_anchors.py",
+        "ring = plan.ring * tokens.ring",
+        "ring = 0 * tokens.ring",
+        f"{_OWN}::test_what_is_booked_beside_a_template_is_what_is_kept",
     ),
     # Where residuals lie, and who says them.
     Mutation(

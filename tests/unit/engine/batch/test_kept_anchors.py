@@ -1,5 +1,5 @@
 """What a pass keeps of its own anchors: of steps that are tried again, without memory, beside a
-template.
+template; and where the tokens go that it leaves out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from maskserve_engine.batch import own_anchors
 from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
 from maskserve_engine.cache.entries import encode
+from maskserve_engine.families.mmdit.rows import OwnOutside
 from maskserve_engine.layers.scatter_kv import KvSource
 
 TOKENS, ACTIVE, HEADS, WIDTH = 5, 2, 2, 4
@@ -89,3 +90,22 @@ def test_what_lifts_entries_is_counted_among_its_bytes() -> None:
     lifted = own.lifted(0, entry, 0.5)
     assert own.nbytes == of_both + text  # what was lacked takes the place of what was found
     assert [change.weight for change in lifted.changes] == [0.5]
+
+
+def test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell() -> None:
+    """Beside the sum of what each step moves them by, through three anchors ahead."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(9, TOKENS, WIDTH, generator=draws)
+    shares = torch.rand(9, 2, generator=draws).tolist()
+    outside = OwnOutside(x[0] - 0.2 * x[1], None, None, x[0])
+    outside.anchored(-0.2 * x[1], -0.2)  # the first step, dense
+    expected, velocities = x[0] - 0.2 * x[1], [x[1]]
+    for step in range(2, 9):
+        if step in (2, 4, 7):
+            outside.foreseen(x[step])
+            velocities.append(x[step])
+        change, weight = -0.1 * shares[step][0], shares[step][1] - 1.0
+        outside.passed(change, weight)
+        before, last = velocities[-2:]
+        expected = expected + change * (last + weight * (last - before))
+        assert torch.allclose(outside.now, expected, atol=1e-6), step

@@ -20,6 +20,7 @@ from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
+from maskserve_engine.requests.own_anchors import bytes_beside, own_bytes
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
@@ -115,7 +116,8 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
                        mask_ring=1)  # fmt: skip
     job = encode_case(encoder, case, "oracle")
     text, ring = "text" in left_out, "ring" in left_out
-    own = plan(*({0, 3, 6} if seed else {0, 2}), text=text, ring=ring, foresees=foresees)
+    anchors = ({0, 2}, {0, 3, 6}, {0, 2, 4})[seed]  # the last bend, and have steps behind them
+    own = plan(*anchors, text=text, ring=ring, foresees=foresees)
     own = replace(own, power=(1.0, 3.0, 2.0)[seed], bends=seed != 1)
     ForetoldFlux(pipeline, adapter, job, own)
     expected = diffusers_latents(pipeline, case)
@@ -217,6 +219,37 @@ def test_a_dense_first_step_lifts_what_a_template_has(
                 lacked = found[-others:] - of_first.data[row.inactive.index]
                 expected = of_now.data[row.inactive.index] + sigmas[row.step] / sigmas[0] * lacked
                 assert_equal(read.numpy(), expected.numpy())
+
+
+def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) -> None:
+    """To the byte, of floats: one anchor, the line through two, and how three bend it."""
+    job = make_job(encoder, 1, mask_ring=1)
+    for own in (
+        plan(0),
+        plan(0, 3),
+        plan(0, 3, text=False),
+        plan(0, 2, 4),
+        plan(0, 2, 4, bends=True),
+        plan(0, 3, ring=True, foresees=True),
+        replace(plan(0, 3), power=0.0),
+    ):
+        row = row_of(adapter, job, own)
+        run(adapter, [row], [own])
+        kept = sum(each.nbytes for each in row.anchors)
+        assert kept == own_bytes(own, adapter, job, "float32"), own
+
+
+def test_what_is_booked_beside_a_template_is_what_is_kept(
+    adapter: FluxAdapter, encoder: Encoder
+) -> None:
+    job, replay = make_job(encoder, 1, mask_ring=1), Replay(adapter)
+    primed = Primed(adapter, encoder, job)
+    lifts = OwnPlan(frozenset(), "model", text=False, lifts=True)
+    for own in (plan(0, 3), plan(0, 2, 4, ring=True), replace(plan(0, 3), lifts=True), lifts):
+        row = begun(replay, job, primed, own)
+        run_hits(replay, [row])
+        kept = sum(each.nbytes for each in row.anchors)
+        assert kept == bytes_beside(own, adapter, job, "float32"), own
 
 
 def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(

@@ -21,6 +21,7 @@ from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_facts
+from maskserve_engine.requests.own_anchors import own_bytes
 from maskserve_engine.spec.shown import Shown
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
@@ -279,11 +280,14 @@ def test_anchors_of_its_own_hold_what_is_shown_too(model: Model) -> None:
     dense = result(model.replay, model.adapter.dense_row(job))
 
     def own(*steps: int) -> tuple[Any, NDArray[np.float32]]:
-        row: Any = model.adapter.anchored_row(job, OwnPlan(frozenset(steps), "model", True))
+        plan = OwnPlan(frozenset(steps), "model", True)
+        row: Any = model.adapter.anchored_row(job, plan)
         reader, kinds = OwnReader(row, model.adapter.blocks), KV * model.adapter.blocks
         while row.step < row.steps:
             read: Any = None if row.step in steps else reader.turn_to(row.step)
             model.adapter.step([row], plan_of_kinds(kinds) if read else None, [read])
+        kept = sum(each.nbytes for each in row.anchors)
+        assert kept == own_bytes(plan, model.adapter, job, "float32")
         at = np.zeros(row.grid[0] * row.grid[1], bool)
         at[row.inactive.active] = True
         return at.reshape(row.grid).repeat(2, 0).repeat(2, 1), row.result().array()
