@@ -231,6 +231,36 @@ MUTATIONS = (
         "ring = 0 * tokens.ring",
         f"{_OWN}::test_what_is_booked_beside_a_template_is_what_is_kept",
     ),
+    Mutation(
+        "devices that share steps keep text beside a template",
+        "engine/maskserve_engine/requests/own_anchors.py",
+        "if policy_of(config.engine).shares_steps:",
+        "if False:",
+        f"{_UNIT}/engine/requests/test_own_anchors.py"
+        "::test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template",
+    ),
+    Mutation(
+        "a preview shows a noisy ring",
+        f"{_FLOW}/rows.py",
+        "share * self.moved.float(), ended=False)",
+        "share * self.moved.float(), ended=True)",
+        f"{_OWN}::test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask",
+    ),
+    Mutation(
+        "a row's last step leads on",
+        f"{_FLOW}/rows.py",
+        "if self.moved is None or after >= self.steps:",
+        "if self.moved is None or after > self.steps:",
+        f"{_OWN}::test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads",
+    ),
+    Mutation(
+        "a turn of priming that is paid for waits a step",
+        "engine/maskserve_engine/scheduling/step_scheduler.py",
+        "or self._credit < self._price():",
+        "or self._credit <= self._price():",
+        f"{_UNIT}/engine/scheduling/test_step_scheduler.py"
+        "::test_priming_takes_its_turn_as_soon_as_it_is_paid_for",
+    ),
     # Where residuals lie, and who says them.
     Mutation(
         "a session of a service that has ended is used on",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replace_config
 
 from maskserve_common.config import CacheConfig
 from maskserve_common.routing.view import Edit, WorkerView
@@ -240,6 +241,17 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     assert (meta["cache"], meta.get("text_steps")) == ("hit", None)  # there is no room for any
     assert meta["computed_tokens"] == 20 * tokens.active
     idle(engine)
+
+
+@pytest.mark.parametrize("policy", ["deadline", "rounds", "cfg"])
+def test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template(
+    engine: Engine, encoder: Encoder, policy: str
+) -> None:
+    """They would have to agree on who has what."""
+    asked, config = job(encoder, 40, "hit", num_inference_steps=20), engine.config
+    assert plans_beside(config, engine.adapter, asked, 1)[0] is not None
+    shared = replace_config(config, engine=replace_config(config.engine, devices=2, policy=policy))
+    assert plans_beside(shared, engine.adapter, asked, 1) == (None,)
 
 
 def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(

@@ -267,6 +267,17 @@ def test_priming_beside_live_rows_keeps_to_its_share_and_still_moves(
     assert work[True] >= min(share * work[False], steps * FULL) - 2 * FULL
 
 
+def test_priming_takes_its_turn_as_soon_as_it_is_paid_for():
+    """A quarter of 16 tokens a step: a turn of 64 after sixteen steps, and none late or early."""
+    scheduler = StepScheduler(4, 16, 0.25)
+    scheduler.submit(ticket("live", steps=10**9, active=16))
+    scheduler.submit(ticket("prime", steps=10**9, background=True))
+    turns = [
+        step for step in range(100) if any(t.background for t in scheduler.schedule(0.0).running)
+    ]
+    assert turns == [16, 32, 48, 64, 80, 96]
+
+
 def test_priming_does_not_starve_while_live_tickets_always_wait():
     scheduler = StepScheduler(2, 64)
     scheduler.submit(ticket("prime", steps=5, background=True))

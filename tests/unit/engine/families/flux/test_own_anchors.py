@@ -16,12 +16,13 @@ from torch import Tensor
 
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.requests.own_anchors import bytes_beside, own_bytes
-from maskserve_harness.benchmarks.replay import Replay
+from maskserve_engine.stages.latents import Posterior
+from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import NOISE_SEED, Primed, assert_equal
@@ -219,6 +220,45 @@ def test_a_dense_first_step_lifts_what_a_template_has(
                 lacked = found[-others:] - of_first.data[row.inactive.index]
                 expected = of_now.data[row.inactive.index] + sigmas[row.step] / sigmas[0] * lacked
                 assert_equal(read.numpy(), expected.numpy())
+
+
+def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
+    adapter: FluxAdapter, encoder: Encoder
+) -> None:
+    """The ring, too, which is as noisy as the step until the last one is done."""
+    job, own = make_job(encoder, 1, mask_ring=1), plan(0, 3, ring=True, foresees=True)
+    row = row_of(adapter, job, own)
+    reader, kinds = OwnReader(row, adapter.entry_blocks), plan_of_kinds(("kv",) * adapter.blocks)
+    while row.step < 4:
+        read: Any = None if row.step in own.dense else reader.turn_to(row.step)
+        adapter.step([row], kinds if read else None, [read])
+    shown, source = row.estimate().array(), Posterior(
+        job.moments, adapter.facts.latents, torch.float32
+    ).mode().numpy()  # fmt: skip
+    gh, gw = row.grid
+    at = np.zeros(gh * gw, bool)
+    at[adapter.prepare(job).prepared.inner] = True
+    inner = at.reshape(gh, gw).repeat(2, 0).repeat(2, 1)
+    assert not inner.all()
+    assert np.array_equal(shown[:, ~inner], source[:, ~inner])
+    assert np.abs(shown - source)[:, inner].max() > 1e-2
+
+
+def test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads(
+    adapter: FluxAdapter, encoder: Encoder
+) -> None:
+    """Nothing before the first step, which has no answer, and at the last, which has none ahead."""
+    job = make_job(encoder, 2, num_inference_steps=4)
+    row: Any = adapter.dense_row(job)
+    for step in range(4):
+        before, found = row.latents.clone(), row.latents_ahead()
+        assert (found is None) == (step in (0, 3))
+        if found is not None and row.blend is None:
+            sigmas = row.schedule.sigmas
+            velocity = row.moved / (sigmas[step] - sigmas[step - 1])
+            expected = before + (sigmas[step + 1] - sigmas[step]) * velocity
+            assert_equal(found.numpy(), expected.numpy())
+        adapter.step([row], None)
 
 
 def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) -> None:
