@@ -190,10 +190,12 @@ class Workflows:
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
-            later = self._turns.later
-            files = await self._turns.locked(RunValues, self._values, client.scope, later)
+            whose = self._values, client.scope, self._turns.later
+            named = bool(self._values.host)
+            files = await self._turns.locked(RunValues, *whose) if named else RunValues(*whose)
             held.callback(files.end)
-            inputs = await turn(max(message.size, IN_A_THREAD), files.given, plan, inputs)
+            locks = IN_A_THREAD if named else 0
+            inputs = await turn(max(message.size, locks), files.given, plan, inputs)
             unread = Unread()
 
             def tell(
@@ -258,7 +260,7 @@ class Workflows:
                     node = await self._nodes.call(task, client, starts_by, files.run)
                     made, told = node.outputs, {name: getattr(node, name) for name in _OF_NODES}
                 if any(isinstance(part, bytes) for part in parts_of(list(made.values()))):
-                    made = await turn(max(nbytes(made), IN_A_THREAD), files.received, made)
+                    made = await turn(max(nbytes(made), locks), files.received, made)
                 held.enter_context(self._admission.hold(client, nbytes(made)))
                 return made, told
 
