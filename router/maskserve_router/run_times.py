@@ -136,7 +136,8 @@ class RunTimes:
         left, needed = self._left(run), new.behind_s + new.run_s[0]
         if needed > left * self._slack:
             raise DeadlineExceeded(
-                f"{left:.1f} s are too short for {run.plan.name}, which takes about {needed:.1f} s"
+                f"{max(left, 0.0):.1f} s are too short for {run.plan.name}, "
+                f"which takes about {needed:.1f} s"
             )
         ends = predicted([*admitted, new], places, Prices(), now, self._order)[new.key]
         raise RetryLater(
