@@ -69,11 +69,12 @@ def serve_page(
             show_error=True,
             footer_links=[],
             ssr_mode=False,
-            favicon_path=str(Path(__file__).with_name("icon.svg")),
             css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
             theme=_theme(),
             allowed_paths=[str(Path(folder).resolve()), *map(str, pictures)],
         )
+        # Not by Gradio's own parameter, which warns where the page is mounted at the root.
+        page.favicon_path = str(Path(__file__).with_name("icon.svg"))
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
         with kept.tidied():
             uvicorn.run(
