@@ -74,9 +74,10 @@ class ModelConfig(Table, frozen=True):
     mask_ring: Annotated[int, Meta(ge=0, le=64)] = 1
     """Default tokens round the mask that a cached edit computes too; of FLUX Fill, beside a
     template, at least two, in the steps that compute the text (`[cache] own_text`)."""
-    outside_noise: Literal["template", "edit"] = "template"
-    """Noise outside the mask where the model has Inpaint semantics: `template` (the same for every
-    edit of a picture, so that cached and dense edits agree) or `edit` (diffusers' own)."""
+    outside_noise: Literal["auto", "template", "edit"] = "auto"
+    """Noise outside the mask where the model blends the source in: `template` (the same for every
+    edit of a picture, so that cached and dense edits agree), `edit` (diffusers' own), or `auto`:
+    `edit` for edits with `cache` = `off` and of workers without a cache, else `template`."""
     first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     """Default change of what the first block adds below which a step leaves the other blocks out
     (FirstBlockCache; FLUX); 0 leaves out none."""
@@ -520,6 +521,12 @@ def templates_folder(config: Config) -> Path:
 def model_name(config: Config) -> str:
     """The name clients use for the served model."""
     return config.model.name or Path(config.model.path).name or "model"
+
+
+def outside_noise(config: Config) -> Literal["auto", "template", "edit"]:
+    """`[model] outside_noise`: no edit of a worker without a cache stands beside one that reads."""
+    noise = config.model.outside_noise
+    return "edit" if noise == "auto" and not config.cache.enabled else noise
 
 
 def beside_denoiser(config: Config, stage: Stage) -> Config:

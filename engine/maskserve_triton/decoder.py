@@ -21,6 +21,7 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.meta import with_decoded
 from maskserve_common.contracts.postprocess_context import request_in
 from maskserve_common.contracts.request import EditRequest
+from maskserve_common.errors import EngineFailed
 from maskserve_common.kept import Kept
 from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.stages.decode import Decoder
@@ -112,7 +113,7 @@ class EditDecoder:
         }
         factor = self._facts.latents.pixels
         batches = vae_batches({n: (h * factor, w * factor) for n, (h, w) in sharing.items()})
-        done: dict[int, NDArray[np.uint8]] = {}
+        done: dict[int, NDArray[np.uint8] | EngineFailed] = {}
         for number, (event, plan) in enumerate(zip(events, plans, strict=True)):
             made: tuple[NDArray[np.uint8], bytes] | Exception
             try:
@@ -126,7 +127,10 @@ class EditDecoder:
                     if number not in done:
                         pixels_of = self._decoder.decode_all([events[n].latents for n in batch])
                         done |= zip(batch, pixels_of, strict=True)
-                    made = done.pop(number), with_decoded(event.meta, batch=len(batch))
+                    whole = done.pop(number)
+                    if isinstance(whole, EngineFailed):
+                        raise whole
+                    made = whole, with_decoded(event.meta, batch=len(batch))
             except Exception as error:
                 made = error
             yield made

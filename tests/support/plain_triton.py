@@ -48,10 +48,7 @@ def plain_triton(model: Path, tables: str, folder: Path) -> Iterator[PlainWorker
     folder: empty; for its files.
     """
     config, log = folder / "worker.toml", folder / "triton.log"
-    config.write_text(
-        f'runtime_dir = "{folder / "run"}"\n\n[model]\npath = "{model}"\n'
-        f'outside_noise = "edit"  # as the pipeline draws it\n{tables}'
-    )
+    config.write_text(f'runtime_dir = "{folder / "run"}"\n\n[model]\npath = "{model}"\n{tables}')
     triton = find_runtime(None, ServeOptions(model="").cache_dir)
     worker = PlainWorker(model, Ports.of_worker(free_base_port(), 0))
     command = [

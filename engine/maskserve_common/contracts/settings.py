@@ -218,8 +218,9 @@ class EditSettings(Table, frozen=True):
     """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
     cache: CacheMode = "auto"
     """What steps may leave out: `auto`: what the template's cached activations or the edit's own
-    dense steps give; `own`: the latter alone; `off`: nothing; `require`: waits for the template,
-    or runs dense where META's `dense_for` says so."""
+    dense steps give; `own`: the latter alone; `off`: nothing, so it is the pipeline's own picture
+    of its seed; `require`: waits for the template, or runs dense where META's `dense_for` says
+    so."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind:
     the edit waits for its template and runs cached, or dense where META's `dense_for` says so.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_common.config import Config
+from maskserve_common.errors import EngineFailed
 from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.stages.cpu_threads import limit_threads
@@ -64,15 +65,23 @@ class Decoder:
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
         """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels, or [H, W, 4] of models
         that draw an alpha.
+
+        Raises:
+            EngineFailed: the VAE's numbers overflow.
         """
         [pixels] = self.decode_all([latents])
+        if isinstance(pixels, EngineFailed):
+            raise pixels
         return pixels
 
-    def decode_all(self, latents: Sequence[NDArray[np.float32]]) -> list[NDArray[np.uint8]]:
-        """The same of several of one size, in one call."""
+    def decode_all(
+        self, latents: Sequence[NDArray[np.float32]]
+    ) -> list[NDArray[np.uint8] | EngineFailed]:
+        """The same of several of one size, in one call; of one that overflows its error."""
         with torch.inference_mode():
             scaled = torch.cat([self._scaled(each) for each in latents])
-            return [_pixels(image[None]) for image in images_of(self.vae, scaled, self.latents)]
+            images = images_of(self.vae, scaled, self.latents)
+            return [_pixels_or_error(image[None]) for image in images]
 
     def sums(self, latents: NDArray[np.float32]) -> CellSums:
         """What edits of a template need of its own latents [C, h, w] to be decoded in pieces."""
@@ -97,6 +106,9 @@ class Decoder:
             latents: [C, h, w].
             pieces: what is wanted of it.
             template: sums of the template whose edit it is.
+
+        Raises:
+            EngineFailed: the VAE's numbers overflow.
         """
         factor = self.latents.pixels
         top = len(self.latents.widths) - 1
@@ -155,6 +167,24 @@ def _cut(x: Tensor, box: PixelBox) -> Tensor:
 
 
 def _pixels(image: Tensor) -> NDArray[np.uint8]:
-    """[1, C, H, W] in [-1, 1] → [H, W, C]."""
-    scaled = (image[0] * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
-    return (scaled * 255).round().astype(np.uint8)
+    """[1, C, H, W] in [-1, 1] → [H, W, C].
+
+    Raises:
+        EngineFailed: it is not all numbers.
+    """
+    # Bounded behind the copy, as infinity would be 1 before it. The copy waits for the device; to
+    # look at the numbers there would wait once more.
+    scaled = (image[0] * 0.5 + 0.5).permute(1, 2, 0).float().cpu().numpy()
+    if not np.isfinite(scaled).all():
+        raise EngineFailed(
+            "the picture's numbers overflowed in the VAE's decoder (weights that float16 does not "
+            "hold: [model] dtype)"
+        )
+    return (scaled.clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def _pixels_or_error(image: Tensor) -> NDArray[np.uint8] | EngineFailed:
+    try:
+        return _pixels(image)
+    except EngineFailed as error:
+        return error

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.base.job import EditJob
 from maskserve_engine.spec.latents import LatentSpace
 
 
@@ -78,6 +79,20 @@ def joins(after: int, steps: int) -> float:
     of them. White is from the start and black never; behind the last step it is as before it.
     """
     return max(steps - after, 1) / steps
+
+
+def outside_seed(job: EditJob, outside_noise: str) -> int | None:
+    """The seed of an edit's noise outside its mask; None: it is the edit's own there, too, as the
+    pipeline has it.
+
+    Args:
+        job: the edit.
+        outside_noise: `[model] outside_noise`. With `auto` an edit that may read its template, or
+            stand beside one that does, has the template's.
+    """
+    request = job.request
+    own = outside_noise == "edit" or (outside_noise == "auto" and request.settings.cache == "off")
+    return None if own else request.template_noise_seed
 
 
 def noise_outside(noise: Tensor, mask: Tensor, seed: int) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_common.config import Config, ConfigError
+from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps, cover
 from maskserve_common.contracts.request import steps_run
 from maskserve_common.imaging.masks import cover_a_side
@@ -99,7 +99,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         sampler: Any,
         *,
         placed_bytes: int = 0,
-        outside_noise: str = "template",
+        outside_noise: str = "auto",
         graphs: bool = False,
         own: OwnRule = OWN_RULE,
     ) -> None:
@@ -141,7 +141,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             load_denoiser(config, "transformer", cls.transformer(), made),
             load_sampler(config, tells_sigmas=cls.tells_sigmas),
             placed_bytes=config.cache.placed_on(device_of(config).type),
-            outside_noise=config.model.outside_noise,
+            outside_noise=outside_noise(config),
             graphs=cls.spec.recorded_rows(config) > 0,
             own=own_rule(config, facts, device_of(config).type),
         )

@@ -171,7 +171,9 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
 
 
 def clip(x: Tensor) -> Tensor:
-    """A stream as diffusers clips it behind a block, in float16 alone."""
+    """A stream, or what a block adds to it, within what float16 holds; of other types as it is.
+    diffusers clips some streams of some families so; infinity would be no number in the next norm.
+    """
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
@@ -202,7 +204,11 @@ def stream_post(
     assert up is not None
     assert down is not None
     fp8 = isinstance(up, Fp8Linear)
-    x, normed = add_gated(x, gate, out(attended, rows), Norm(shift, scale, fp8))
+    half = x.dtype == torch.float16  # whose streams are clipped before the next norm
+    x, normed = add_gated(x, gate, out(attended, rows), None if half else Norm(shift, scale, fp8))
+    if half:
+        x = clip(x)
+        normed = modulate(x, shift, scale, fp8)
     if gated:
         found = down(swiglu(up(normed, rows)), rows)
     elif fp8 and isinstance(down, Fp8Linear):
@@ -344,7 +350,7 @@ class FluxStep:
         if isinstance(block, Double):
             behind = number + 1 if goes_on and not half else None
             c, x, ahead = self._after_streams(block, kept, attended, packing, behind)
-            c = clip(c) if half else c
+            c, x = clip(c), clip(x)
             return c.view_as(text), x.view_as(image), ahead
         begin = packing.text[0] if image_alone else 0
         joined, x, gate = kept

@@ -30,6 +30,7 @@ from maskserve_engine.stages.latents import (
     is_soft,
     joins,
     noise_outside,
+    outside_seed,
     template_noise,
 )
 
@@ -146,7 +147,7 @@ def start_inpaint(
     noise: Tensor,
     mask: Tensor,
     schedule: Schedule,
-    outside_seed: int | None,
+    seed: int | None,
 ) -> FlowStart:
     """FluxInpaintPipeline's preparation; the masked image that it encodes is never used.
 
@@ -155,10 +156,10 @@ def start_inpaint(
         noise: [C, h, w]
         mask: [1, h, w] float32, 1 = edit.
         schedule: the row's.
-        outside_seed: of the noise outside the mask; None: it is the edit's, too.
+        seed: of the noise outside the mask; None: it is the edit's, too.
     """
-    if outside_seed is not None:
-        noise = noise_outside(noise, mask, outside_seed)
+    if seed is not None:
+        noise = noise_outside(noise, mask, seed)
     latents = _mixed(clean, noise, schedule)
     return FlowStart(pack_latents(latents), None, blended(clean, noise, mask))
 
@@ -280,7 +281,7 @@ class FlowPreparation:
     ) -> None:
         self._facts, self._sampler = facts, sampler
         self._dtype, self._buckets = dtype, buckets
-        self._shares_noise, self._shift = outside_noise == "template", shift
+        self._outside_noise, self._shift = outside_noise, shift
 
     def prepared(self, job: EditJob) -> FlowPrepared:
         """The job's own, if it has been prepared; else without `template`."""
@@ -408,7 +409,7 @@ class FlowPreparation:
             self.noise(clean, generator),
             self.sampled(mask, clean.shape[1:])[0],
             schedule,
-            job.request.template_noise_seed if self._shares_noise else None,
+            outside_seed(job, self._outside_noise),
         )
         return replace(start, context=pack_latents(clean)) if semantics.context else start
 

@@ -16,7 +16,7 @@ from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.adapter import FluxAdapter, FluxBatch
-from maskserve_engine.families.mmdit.blocks import FluxStep, Vectors, split, stream_post
+from maskserve_engine.families.mmdit.blocks import FluxStep, Vectors, clip, split, stream_post
 from maskserve_engine.families.mmdit.preparation import (
     FlowPreparation,
     FlowStart,
@@ -88,7 +88,7 @@ class Sd3Step(FluxStep):
         q, k = qk.unbind(1)
         found = attention(q, k, v, _alone(tuple(stream.lengths), x.device))
         found = second.out(found.flatten(1), stream.spans)
-        return add_gated(x, gate, found)[0]
+        return clip(add_gated(x, gate, found)[0])
 
     def post(
         self,
@@ -111,7 +111,7 @@ class Sd3Step(FluxStep):
         _, attended = packing.split(attended)
         own, rows = self.weights.double_blocks[number].image, packing.image_stream.spans
         x, _ = stream_post(own, x, attended, vectors, rows=rows)
-        return text, x.view_as(image), None
+        return text, clip(x).view_as(image), None
 
     def last(self, image: Tensor, stream: Any) -> Tensor:
         """The model has a patch's channels behind one another, not its pixels."""

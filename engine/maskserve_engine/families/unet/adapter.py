@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_common.config import Config, ConfigError
+from maskserve_common.config import Config, ConfigError, outside_noise
 from maskserve_common.contracts.keys import Anchor, anchor_steps
 from maskserve_common.contracts.settings import acting
 from maskserve_engine.adapters.fuse import fused
@@ -82,7 +82,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         exact_vae: bool,
         own_entries: bool = False,
         halo: int = 0,
-        outside_noise: str = "template",
+        outside_noise: str = "auto",
         graphs: bool = False,
         own: OwnRule = OWN_RULE,
     ) -> None:
@@ -134,7 +134,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
             own_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
-            outside_noise=config.model.outside_noise,
+            outside_noise=outside_noise(config),
             graphs=recorded_rows(config) > 0,
             own=own_rule(config, facts, device_of(config).type),
         )

@@ -23,7 +23,7 @@ from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.facts import ModelFacts
-from maskserve_engine.stages.latents import Posterior
+from maskserve_engine.stages.latents import Posterior, outside_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class UnetPreparation:
         self._facts = facts
         self._vae_dtype, self._dtype = vae_dtype, dtype
         self._levels, self._halo, self._buckets = levels, halo, buckets
-        self._shares_noise = outside_noise == "template" and facts.semantics.blends
+        self._outside_noise = outside_noise
         self.noise_levels = NoiseLevels(sampler)
         self.schedule_of = lru_cache(maxsize=256)(partial(UnetSchedule, sampler, self.noise_levels))
         """By number of steps and strength."""
@@ -142,7 +142,8 @@ class UnetPreparation:
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self._fill else None
         image, schedule = self._posterior(job.moments), self.schedule(job)
-        seed = job.request.template_noise_seed if self._shares_noise else None
+        blends = self._facts.semantics.blends
+        seed = outside_seed(job, self._outside_noise) if blends else None
         return start_row(image, masked, job.edit_mask, schedule, generator, self._dtype, seed)
 
     @property

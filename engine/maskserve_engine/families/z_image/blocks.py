@@ -18,6 +18,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
+from maskserve_engine.families.mmdit.blocks import clip
 from maskserve_engine.families.z_image.weights import ZImageBlock, ZImageWeights
 from maskserve_engine.layers.attention import Span, attention, segments
 from maskserve_engine.layers.gelu import swiglu
@@ -189,7 +190,8 @@ def behind(
     vectors: Sequence[Tensor] | None,
     rows: Sequence[Span],
 ) -> Tensor:
-    """A block behind attention.
+    """A block behind attention. What float16 does not hold is clipped before each norm, which
+    makes it small again.
 
     Args:
         weights: of the model.
@@ -203,12 +205,12 @@ def behind(
     epsilon = weights.epsilon
 
     def added(x: Tensor, norm: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
-        normed = F.rms_norm(y, y.shape[-1:], norm, epsilon).view_as(x)
-        return x + normed if gate is None else torch.addcmul(x, gate, normed)
+        normed = F.rms_norm(clip(y), y.shape[-1:], norm, epsilon).view_as(x)
+        return clip(x + normed if gate is None else torch.addcmul(x, gate, normed))
 
     x = added(x, block.norms[1], block.out(attended, rows), gate)
     up = block.up(normed_by(block.norms[2], x, scale, epsilon), rows)
-    return added(x, block.norms[3], block.down(swiglu(up), rows), mlp_gate)
+    return added(x, block.norms[3], block.down(clip(swiglu(up)), rows), mlp_gate)
 
 
 def refined(weights: ZImageWeights, embeds: Tensor, multiple: int, cis: Tensor) -> Tensor:

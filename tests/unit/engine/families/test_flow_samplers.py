@@ -95,9 +95,7 @@ class Served:
             self.pipeline.transformer.register_to_config(guidance_embeds=False)
             mask = self.pipeline._prepare_attention_mask
             self.pipeline._prepare_attention_mask = lambda **asked: mask(**asked) > 0
-        config = config_of(
-            folder, model={"outside_noise": "edit", "max_sequence_length": self.length}
-        )
+        config = config_of(folder, model={"max_sequence_length": self.length})
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.replay = Replay(self.adapter)
 
@@ -112,7 +110,7 @@ class Served:
             asked |= {"guidance_scale": 3.0, "negative_prompt": "a blue circle"}
         elif self.name == "qwen":
             asked |= {"guidance_scale": None}
-        case = random_case(rng, **asked | settings)
+        case = random_case(rng, **{"cache": "off"} | asked | settings)
         return replace(case, mask=mask_for_model(case.mask, self.adapter.facts))
 
     def oracle(self, case: Case) -> NDArray[np.float32]:

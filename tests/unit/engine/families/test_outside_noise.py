@@ -1,4 +1,5 @@
-"""Base models: an edit's noise is its own under the mask and its template's elsewhere (design §4).
+"""Models that blend the source in: an edit's noise is its own under the mask and its template's
+elsewhere, but for `cache: off`, which is the pipeline's own picture (design §4).
 
 The oracle is diffusers' pipeline, given that noise as `latents`.
 """
@@ -18,7 +19,9 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.requests.audits import Audit
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import VARIANTS
@@ -110,10 +113,46 @@ def test_rows_dense_and_cached_have_one_noise_outside_the_mask(
     assert not torch.equal(blend.noise[under], second.blend.noise[under])
 
 
-def test_a_setting_names_the_pipelines_own_noise(tiny_inpaint: Path) -> None:
-    config = config_of(tiny_inpaint, model={"outside_noise": "edit"})
+@pytest.mark.parametrize(
+    ("noise", "cached", "cache", "shared"),
+    [
+        ("auto", True, "auto", True),
+        ("auto", True, "require", True),
+        ("auto", True, "own", True),
+        ("auto", True, "off", False),
+        ("auto", False, "auto", False),
+        ("template", True, "off", True),
+        ("template", False, "auto", True),
+        ("edit", True, "auto", False),
+    ],
+)
+@pytest.mark.parametrize("family", ["flux", "sdxl-base"])
+def test_configuration_and_edit_say_whose_noise_lies_outside(
+    tiny_inpaint: Path,
+    tiny_unets: dict[str, Path],
+    family: str,
+    noise: str,
+    cached: bool,
+    cache: str,
+    shared: bool,
+) -> None:
+    folder = tiny_inpaint if family == "flux" else tiny_unets[family]
+    config = config_of(folder, model={"outside_noise": noise}, cache={"enabled": cached})
     encoder, adapter = load_encoder(config), load_adapter(config)
-    job = encode_case(encoder, random_case(np.random.default_rng(7300)), "r")
+    asked = random_case(np.random.default_rng(7300), cache=cache, strength=1.0)
+    job = encode_case(encoder, asked, "r")
     other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
     first, second = (adapter.dense_row(each).blend for each in (job, other))
-    assert not torch.equal(first.noise[first.mask == 0], second.noise[second.mask == 0])
+    outside = (first.mask == 0).expand_as(first.noise)
+    assert torch.equal(first.noise[outside], second.noise[outside]) == shared
+
+
+def test_an_edit_that_is_made_again_for_its_drift_keeps_its_noise(tiny_inpaint: Path) -> None:
+    """An audit's dense row is compared with the cached one."""
+    config = config_of(tiny_inpaint)
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    job = encode_case(encoder, random_case(np.random.default_rng(7400), strength=1.0), "r")
+    latents = HostCopy(torch.zeros(1))
+    again = Audit("key", job, latents).again()
+    first, second = (adapter.dense_row(each).blend for each in (job, again))
+    assert torch.equal(first.noise, second.noise)

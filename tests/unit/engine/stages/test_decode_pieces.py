@@ -19,6 +19,7 @@ from maskserve_common.contracts.meta import event_meta, final_meta
 from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import EngineFailed
 from maskserve_common.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.families.specs import load_facts
@@ -354,3 +355,44 @@ def test_an_event_that_cannot_be_decoded_harms_no_other(tmp_path: Path, tiny_fil
     for made in (first, third):
         assert not isinstance(made, Exception), made
         np.testing.assert_array_equal(made[0], edits.plain.decode(good.latents))
+
+
+@pytest.mark.parametrize("value", [np.float32(3e38), np.float32(np.nan)])
+@pytest.mark.parametrize("together", ["on", "off"])
+@pytest.mark.parametrize("cache", ["miss", "hit"])
+def test_a_picture_whose_numbers_overflow_is_an_error_and_harms_no_other(
+    tmp_path: Path, tiny_fill: Path, cache: str, together: str, value: np.float32
+) -> None:
+    """Whole, in a call with others, and in pieces."""
+    edits = Edits(tmp_path, tiny_fill)
+    stages = msgspec.structs.replace(edits.config.stages, vae_batches=together)
+    config = msgspec.structs.replace(edits.config, stages=stages)
+    facts = load_facts(str(tiny_fill), config.model.native_resolution)
+    decoder = EditDecoder(edits.plain, facts, config)
+    folder = MomentsFolder(tmp_path)
+    folder.clear()
+    folder.write(edits.request().pixels_id, edits.moments)
+    edit = edits.request()
+    context = PostprocessContext(edit.to_json(), b"source", b"paste", True).pack()
+    good = ToDecode(edits.latents(), edits.final(edit, cache), context)
+    bad = good._replace(latents=np.full_like(good.latents, value))
+    alone, _ = decoder.decode(*good)
+    first, second, third = decoder.decode_all([good, bad, good])
+    assert isinstance(second, EngineFailed)
+    assert "overflowed in the VAE's decoder" in str(second)
+    for made in (first, third):
+        assert not isinstance(made, Exception), made
+        assert np.abs(made[0].astype(int) - alone).max() <= 1
+    with pytest.raises(EngineFailed, match="overflowed"):
+        decoder.decode(*bad)
+
+
+def test_a_pixel_beyond_all_numbers_is_not_white(tiny_fill: Path) -> None:
+    """Only what the VAE's last layer adds is infinite."""
+    config = config_of(tiny_fill)
+    facts = load_facts(str(tiny_fill), config.model.native_resolution)
+    decoder = Decoder.load(facts, config)
+    with torch.inference_mode():
+        decoder.vae.decoder.conv_out.bias.fill_(float("inf"))
+    with pytest.raises(EngineFailed, match="overflowed"):
+        decoder.decode(np.zeros((facts.latent_channels, 8, 8), np.float32))

@@ -107,7 +107,7 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
     torch.testing.assert_close(latents, (mean - means) * scale / stds)
 
     given = rng.standard_normal((2, 4, side // 2, 8), dtype=np.float32)
-    shown = Decoder(vae, space).decode_all(list(given))
+    shown: list[Any] = list(Decoder(vae, space).decode_all(list(given)))
     with torch.inference_mode():
         x = torch.from_numpy(given) * stds / scale + means
         images = own.decode(x[:, :, None]).sample[:, :, 0] if frames else own.decode(x).sample

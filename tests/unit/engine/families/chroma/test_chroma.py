@@ -41,7 +41,7 @@ class Model:
         self.pipeline.transformer.register_to_config(guidance_embeds=False)
         self.as_it_is: Callable[..., Any] = self.pipeline._prepare_attention_mask
         self.pipeline._prepare_attention_mask = self.boolean
-        config = config_of(folder, model={"outside_noise": "edit", "max_sequence_length": LENGTH})
+        config = config_of(folder, model={"max_sequence_length": LENGTH})
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.replay = Replay(self.adapter)
 
@@ -55,7 +55,7 @@ class Model:
         rng = np.random.default_rng(seed)
         scale = float(rng.uniform(1.5, 6.0)) if seed % 2 else 1.0
         away = {"negative_prompt": str(rng.choice(WORDS))} if seed % 2 else {}
-        case = random_case(rng, **{"guidance_scale": scale, **away, **settings})
+        case = random_case(rng, **{"guidance_scale": scale, "cache": "off", **away, **settings})
         prompt = LONG if seed % 3 == 2 else case.prompt
         return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
 
@@ -150,7 +150,7 @@ def test_int8_weights_serve_it(model: Model) -> None:
     adapter = load_adapter(
         config_of(
             model.folder,
-            model={"weights": "int8", "outside_noise": "edit", "max_sequence_length": LENGTH},
+            model={"weights": "int8", "max_sequence_length": LENGTH},
         )
     )
     assert adapter.weight_bytes < 0.7 * model.adapter.weight_bytes

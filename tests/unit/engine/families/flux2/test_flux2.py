@@ -48,7 +48,7 @@ class Model:
             self.pipeline.image_processor, "check_image_input"
         ):  # it refuses pictures as small as these
             self.pipeline.image_processor.check_image_input = lambda image: None
-        config = config_of(folder, model={"outside_noise": "edit", "max_sequence_length": 48})
+        config = config_of(folder, model={"max_sequence_length": 48})
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.replay = Replay(self.adapter)
 
@@ -62,7 +62,7 @@ class Model:
             settings = {"guidance_scale": scale, "negative_prompt": "", **settings}
         else:
             settings = {"guidance_scale": 1.0, **settings}
-        case = random_case(rng, **settings)
+        case = random_case(rng, **{"cache": "off", **settings})
         return replace(case, mask=mask_for_model(case.mask, self.adapter.facts))
 
     def job(self, seed: int, **settings: Any) -> Any:
@@ -252,7 +252,7 @@ def test_int8_weights_serve_it(model: Model) -> None:
     adapter = load_adapter(
         config_of(
             model.folder,
-            model={"weights": "int8", "outside_noise": "edit", "max_sequence_length": 48},
+            model={"weights": "int8", "max_sequence_length": 48},
         )
     )
     assert adapter.weight_bytes < 0.7 * model.adapter.weight_bytes

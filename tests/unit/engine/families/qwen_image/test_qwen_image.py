@@ -40,7 +40,7 @@ class Model:
         self.folder = folder
         self.pipeline: Any = DiffusionPipeline.from_pretrained(folder)
         self.pipeline.set_progress_bar_config(disable=True)
-        config = config_of(folder, model={"outside_noise": "edit"})
+        config = config_of(folder)
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.replay = Replay(self.adapter)
 
@@ -50,7 +50,7 @@ class Model:
         away = guided(rng) if seed % 2 else {}
         steps = int(rng.integers(2, 8))
         asked = {"guidance_scale": None, "num_inference_steps": steps, **away, **settings}
-        case = random_case(rng, **asked)
+        case = random_case(rng, **{"cache": "off", **asked})
         prompt = LONG if seed % 3 == 2 else case.prompt
         return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
 
@@ -153,7 +153,7 @@ def test_lightning_goes_by_a_sampler_of_its_own(
     said = Path(shutil.copytree(model.folder, folder)) / "scheduler" / "scheduler_config.json"
     own = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
     said.write_text(json.dumps(json.loads(said.read_text("utf-8")) | own), "utf-8")
-    adapter = load_adapter(config_of(folder, model={"outside_noise": "edit"}))
+    adapter = load_adapter(config_of(folder))
     write(file, of_model(model.pipeline.transformer, 5, "{}.lora_down.weight"))
     case = model.case(4, num_inference_steps=steps, strength=1.0)
     job = encode_case(model.encoder, case, "lora")
@@ -183,9 +183,7 @@ def test_anchors_of_its_own_are_dense_steps(model: Model) -> None:
 
 
 def test_int8_weights_serve_it(model: Model) -> None:
-    adapter = load_adapter(
-        config_of(model.folder, model={"weights": "int8", "outside_noise": "edit"})
-    )
+    adapter = load_adapter(config_of(model.folder, model={"weights": "int8"}))
     assert adapter.weight_bytes < 0.7 * model.adapter.weight_bytes
     job = model.job(4, num_inference_steps=3)
     plain = result(model.replay, model.adapter.dense_row(job))

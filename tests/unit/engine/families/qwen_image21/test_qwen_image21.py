@@ -45,7 +45,7 @@ class Model:
     """Diffusers' pipeline and our parts over the same folder."""
 
     def __init__(self, folder: Path, **asked: Any) -> None:
-        asked |= {"outside_noise": "edit", "max_sequence_length": 400}
+        asked |= {"max_sequence_length": 400}
         config = config_of(folder, model=asked)
         self.folder, self.config = folder, config
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
@@ -59,7 +59,7 @@ class Model:
         away = guided(rng) if seed % 2 else {}
         steps = int(rng.integers(2, 8))
         asked = {"guidance_scale": None, "num_inference_steps": steps, **away, **settings}
-        case = random_case(rng, **asked)
+        case = random_case(rng, **{"cache": "off", **asked})
         height, width = (32 * int(rng.integers(1, 5)) for _ in range(2))
         pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         mask = np.zeros((height, width), np.uint8)

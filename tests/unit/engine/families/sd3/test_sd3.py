@@ -43,7 +43,7 @@ class Model:
         self.replay = Replay(self.adapter)
 
     def config(self, **model: Any) -> Any:
-        own = {"outside_noise": "edit", "max_sequence_length": LENGTH, **model}
+        own = {"max_sequence_length": LENGTH, **model}
         return config_of(self.folder, model=own, cache={"enabled": self.folder.name == "large"})
 
     def case(self, seed: int, **settings: Any) -> Case:
@@ -51,7 +51,7 @@ class Model:
         rng = np.random.default_rng(seed)
         scale = float(rng.uniform(1.5, 6.0)) if seed % 2 else 1.0
         away = {"negative_prompt": str(rng.choice(WORDS))} if seed % 2 else {}
-        case = random_case(rng, **{"guidance_scale": scale, **away, **settings})
+        case = random_case(rng, **{"guidance_scale": scale, "cache": "off", **away, **settings})
         prompt = LONG if seed % 3 == 2 else case.prompt
         return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
 

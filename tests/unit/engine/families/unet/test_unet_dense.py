@@ -32,7 +32,7 @@ class Model:
         self.pipeline.set_progress_bar_config(disable=True)
         self.default = self.pipeline.scheduler
         self.encoder = load_encoder(config_of(folder))
-        adapter = load_adapter(config_of(folder, model={"outside_noise": "edit"}))
+        adapter = load_adapter(config_of(folder))
         assert isinstance(adapter, UnetAdapter)
         self.adapter = adapter
 
@@ -45,7 +45,6 @@ class Model:
             old.model,
             sampler,
             exact_vae=old.exact_vae,
-            outside_noise="edit",
         )
 
     def oracle(self, case: Case) -> NDArray[np.float32]:
@@ -83,7 +82,7 @@ def test_a_dense_row_equals_the_pipeline(
 ) -> None:
     model.use(samplers()[name])
     rng = np.random.default_rng([len(name), int(10 * strength), int(guidance)])
-    model.check(unet_case(rng, strength=strength, guidance_scale=guidance))
+    model.check(unet_case(rng, cache="off", strength=strength, guidance_scale=guidance))
 
 
 @pytest.mark.parametrize("negative", ["", "x"])
@@ -92,15 +91,19 @@ def test_a_negative_prompt_matters_and_an_empty_one_is_the_pipelines_default(
 ) -> None:
     model.use(samplers()["ddim"])
     asked = {"num_inference_steps": 3, "strength": 1.0, "guidance_scale": 5.0}
-    model.check(unet_case(np.random.default_rng(9), negative_prompt=negative, **asked))
+    model.check(unet_case(np.random.default_rng(9), cache="off", negative_prompt=negative, **asked))
 
 
 def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(model: Model) -> None:
     model.use(samplers()["dpm2m"])  # it remembers the step before
     rng = np.random.default_rng(100)
-    first = unet_case(rng)
+    first = unet_case(rng, cache="off")
     cases = [
-        replace(unet_case(rng), pixels=first.pixels, mask=np.roll(first.mask, 3 * i, axis=1))
+        replace(
+            unet_case(rng, cache="off"),
+            pixels=first.pixels,
+            mask=np.roll(first.mask, 3 * i, axis=1),
+        )
         for i in range(5)
     ]
     waiting = [model.row(case, str(i)) for i, case in enumerate(cases)]

@@ -47,7 +47,7 @@ class Model:
         self.folder = folder
         self.pipeline: Any = DiffusionPipeline.from_pretrained(folder)
         self.pipeline.set_progress_bar_config(disable=True)
-        config = config_of(folder, model={"outside_noise": "edit"})
+        config = config_of(folder)
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.replay = Replay(self.adapter)
 
@@ -59,7 +59,7 @@ class Model:
             said = str(rng.choice(["", "a blue circle"]))
             scale = {"guidance_scale": float(rng.uniform(0.5, 5.0)), "negative_prompt": said}
         asked = {"num_inference_steps": int(rng.integers(2, 8)), **scale, **settings}
-        case = random_case(rng, **asked)
+        case = random_case(rng, **{"cache": "off", **asked})
         return replace(case, prompt=LONG) if seed % 3 == 2 else case
 
     def job(self, seed: int, **settings: Any) -> EditJob:
@@ -305,9 +305,7 @@ def test_two_ranks_take_a_pass_each_of_a_padded_picture(model: Model) -> None:
 
 
 def test_int8_weights_serve_it(model: Model) -> None:
-    adapter = load_adapter(
-        config_of(model.folder, model={"weights": "int8", "outside_noise": "edit"})
-    )
+    adapter = load_adapter(config_of(model.folder, model={"weights": "int8"}))
     assert adapter.weight_bytes < 0.7 * model.adapter.weight_bytes
     replay = Replay(adapter)
     jobs = [model.job(seed, num_inference_steps=3) for seed in range(20, 24)]
@@ -319,9 +317,7 @@ def test_int8_weights_serve_it(model: Model) -> None:
 
 def test_latents_stay_in_float32_between_steps(model: Model) -> None:
     """The model in bfloat16, as the pipeline: one step's rounding is all that they are apart."""
-    adapter: Any = load_adapter(
-        config_of(model.folder, model={"outside_noise": "edit", "dtype": "bfloat16"})
-    )
+    adapter: Any = load_adapter(config_of(model.folder, model={"dtype": "bfloat16"}))
     case = model.case(4, num_inference_steps=7, strength=1.0)
     row = adapter.dense_row(encode_case(model.encoder, case, "half"))
     for _ in range(3):

@@ -1,0 +1,58 @@
+"""A tiny folder of every pipeline that is served: `python -m tests.fakes.tiny_families FOLDER`
+writes all, for `scripts/bench every_edit --models FOLDER/*`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tests.fakes.tiny_chroma import build_tiny_chroma
+from tests.fakes.tiny_flux2 import build_tiny_flux2
+from tests.fakes.tiny_model import build_tiny_model
+from tests.fakes.tiny_qwen_image import EDIT, PLUS, PLUS_2511, build_tiny_qwen_image
+from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
+from tests.fakes.tiny_sd3 import build_tiny_sd3
+from tests.fakes.tiny_unet import build_tiny_unet
+from tests.fakes.tiny_z_image import build_tiny_z_image
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "flux-fill": partial(build_tiny_model, semantics="fill"),
+    "flux-base": partial(build_tiny_model, semantics="inpaint"),
+    "flux-kontext": partial(build_tiny_model, semantics="reference"),
+    "klein": build_tiny_flux2,
+    "klein-base": partial(build_tiny_flux2, distilled=False),
+    "klein-kv": partial(build_tiny_flux2, exact=True),
+    "chroma": build_tiny_chroma,
+    "sd3-large": build_tiny_sd3,
+    "sd3-medium": partial(build_tiny_sd3, medium=True),
+    "qwen-image": build_tiny_qwen_image,
+    "qwen-image-edit": partial(build_tiny_qwen_image, edits=EDIT),
+    "qwen-image-edit-2509": partial(build_tiny_qwen_image, edits=PLUS),
+    "qwen-image-edit-2511": partial(build_tiny_qwen_image, edits=PLUS_2511),
+    "qwen-image-21": build_tiny_qwen_image21,
+    "z-image": build_tiny_z_image,
+    "z-image-turbo": partial(build_tiny_z_image, turbo=True),
+    "sd21-base": partial(build_tiny_unet, xl=False, fill=False),
+    "sd21-fill": partial(build_tiny_unet, xl=False, fill=True),
+    "sdxl-base": partial(build_tiny_unet, xl=True, fill=False),
+    "sdxl-fill": partial(build_tiny_unet, xl=True, fill=True),
+}
+
+DENSE = ("sd3-medium",)
+"""Served without a cache."""
+
+
+def build_all(folder: Path) -> None:
+    """Write all, for pictures of 128 pixels a side: enough tokens for masks of many sizes."""
+    for name, build in FAMILIES.items():
+        file = build(folder / name) / "maskserve.toml"
+        text = file.read_text("utf-8").replace("[model]\n", "[model]\nnative_resolution = 128\n")
+        text += "\n[cache]\nenabled = false\n" if name in DENSE else ""
+        file.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    build_all(Path(sys.argv[1]))
