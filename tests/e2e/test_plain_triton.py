@@ -75,7 +75,7 @@ def test_edits_are_those_of_the_pipeline_and_spare_the_outside(
 ) -> None:
     """All at once, so that rows with and without a negative prompt share a batch."""
     settings = {"num_inference_steps": 4, "cache": "off"}
-    inputs = [edit_inputs(SOURCE, MASK, **settings, **asked) for asked in ASKED]
+    inputs = [edit_inputs(SOURCE, MASK, **{**settings, **asked}) for asked in ASKED]
     pending = [client.begin(each) for each in inputs]
     edit, model = MASK > 0, config_of({"model": {"path": str(tiny_inpaint)}}).model
     for asked, answer in zip(ASKED, pending, strict=True):

@@ -141,11 +141,17 @@ class EditWork:
             controls=controls,
         )
 
-    def step_flops(self, mode: ExecutionMode) -> float:
-        """Of one step by itself, ControlNets among it, on average."""
+    def step_flops(self, mode: ExecutionMode, reads_nothing: float = 0.0) -> float:
+        """Of one step by itself, ControlNets among it, on average.
+
+        Args:
+            mode: how the edit runs.
+            reads_nothing: of an edit that reads a template, the share of its steps that do not.
+        """
         cached = mode == "cached"
         added = 0.0 if self.controls is None else self.controls.mean(cached=cached)
-        return added + (self.cached_flops if cached else self.dense_flops)
+        read = self.cached_flops if cached else self.dense_flops
+        return added + (1.0 - reads_nothing) * read + reads_nothing * self.dense_flops
 
     def without_own(self) -> EditWork:
         """The same edit, keeping nothing of its own."""
@@ -539,6 +545,11 @@ class RequestState:
         return self.route.dense_steps / self.work.steps if self.mode == "cached" else 0.0
 
     @property
+    def flops(self) -> float:
+        """Of one of its steps by itself, on average."""
+        return self.work.step_flops(self.mode, _reads_nothing(self.route))
+
+    @property
     def step_tokens(self) -> int:
         """Tokens that one step of it computes, on average."""
         plan, share = self.route.own, self.dense_share
@@ -566,7 +577,7 @@ class RequestState:
             deadline=self.deadline,
             background=self.audit is not None,
             batch_key=(work.batch_key, self.request_id) if alone else work.batch_key,
-            cost=work.step_flops(self.mode),
+            cost=self.flops,
             due=self.deadline if self.due is None else self.due,
             seconds=self.seconds,
             shared=self.shared,
@@ -656,7 +667,7 @@ class RequestState:
 
     def step_flops(self, route: Route, adapter: Adapter) -> float:
         """Of one of its steps by itself on a route, on average: by these ways are compared."""
-        return self.work_of(route, adapter).step_flops(route.mode)
+        return self.work_of(route, adapter).step_flops(route.mode, _reads_nothing(route))
 
     def _levels(self, facts: ModelFacts) -> tuple[ReuseLevel, ...]:
         settings, own = self.job.request.settings, self.route.own
@@ -757,6 +768,13 @@ class PrimingState:
             steps_left=self.ticket.steps - self.done,
             template_id=self.priming.template_id,
         )
+
+
+def _reads_nothing(route: Route) -> float:
+    """Of the steps of an edit that reads a template the share that does not: its first ones, and
+    those without an anchor near enough.
+    """
+    return route.anchors.count(None) / len(route.anchors) if route.anchors else 0.0
 
 
 def _ms(seconds: float) -> float:

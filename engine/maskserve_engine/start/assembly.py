@@ -244,7 +244,7 @@ def assemble(
 
     def on_one_device(edit: RequestState) -> tuple[tuple[float, ...], float]:
         line = costs.model.compute
-        return (line.seconds(edit.work.step_flops(edit.mode)),), line.fixed
+        return (line.seconds(edit.flops),), line.fixed
 
     books = Books(scheduler, residency, degrees.of if degrees else on_one_device)
     in_time = InTime(config, prices.measured)

@@ -331,7 +331,7 @@ def test_a_template_has_its_reference_once_for_edits_of_any_prompt(
     with closing_engine(model) as engine:
 
         def ask(name: str, prompt: str, *, everything: bool = False, **asked: Any) -> Any:
-            settings = structs.replace(base.settings, **asked)
+            settings = structs.replace(base.settings, **{"cache": "auto", **asked})
             case = replace(base, prompt=prompt, settings=settings)
             case = replace(case, mask=np.full_like(mask, 255)) if everything else case
             return edit(engine, encode_case(model.encoder, case, name))

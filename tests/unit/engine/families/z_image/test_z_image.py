@@ -140,9 +140,8 @@ def test_anchors_of_its_own_are_dense_steps(model: Model, width: int) -> None:
 
 
 def test_a_first_edit_has_anchors_of_its_own_where_that_is_asked_for(model: Model) -> None:
-    noise = {"outside_noise": "edit"}
-    engine = make_engine(model.folder, model.encoder, noise, own_anchors=0.35, own_format="model")
-    job = picture_of(model, 8, 8, LONG, num_inference_steps=20)
+    engine = make_engine(model.folder, model.encoder, own_anchors=0.35, own_format="model")
+    job = picture_of(model, 8, 8, LONG, num_inference_steps=20, cache="auto")
     own = own_plan(engine.config, engine.adapter, job)
     assert own is not None
     try:
